@@ -81,7 +81,7 @@ def test_make_targets_of_the_pages_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["picture", "memory_picture", "offload_picture", "configuration_page", "families_page"]
+    "name", ["picture", "memory_picture", "offload_picture", "replicas_picture", "configuration_page", "families_page"]
 )
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     module = importlib.import_module(name)

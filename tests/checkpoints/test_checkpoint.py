@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
-from evenpipe.checkpoints.state import plan_load
+from evenpipe.checkpoints.state import plan_state
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.optimizer import MOMENTS, HostAdamW
 from evenpipe.parallel.tensor_placement import Held
@@ -160,7 +160,7 @@ def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
         optimizer = on_the_host(device, 0.8)
-    plan = plan_load(read_manifest(path), device.shards, optimizer)
+    plan = plan_state(read_manifest(path), device.shards, optimizer)
     places = set()
     for name, shard in device.shards.items():
         for moment in MOMENTS:
@@ -172,7 +172,7 @@ def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypa
     assert places == {"cpu", "meta"}
     stepped = next(iter(optimizer.hosted))
     optimizer.state[stepped] = {name: optimizer.moment_on_host(stepped, name) for name in MOMENTS}
-    plan = plan_load(read_manifest(path), device.shards, optimizer)
+    plan = plan_state(read_manifest(path), device.shards, optimizer)
     (fresh,) = [state for _, parameter, state in plan.optimizer_states if parameter is stepped]
     for moment in MOMENTS:  # in use: not overwritten before all has been read, and on the host nevertheless
         assert fresh[moment].device.type == "cpu"

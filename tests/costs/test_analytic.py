@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
+from evenpipe.model.flops import attention_of
 from evenpipe.model.structure import layers_of as layers_of_model
 from evenpipe.schedule import MODES, Placement
 
@@ -84,14 +86,11 @@ def test_a_layer_runs_again_without_its_last_product(name: str) -> None:
 
 
 def test_attention_counts_what_the_mask_leaves() -> None:
-    work = layers_of(describe(LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)))[
-        0
-    ]
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
+    attention = attention_of(describe(config), 0)
     seen = sum(min(token + 1, 10) for token in range(10))
-    assert work.pairs(10) * 10 == pytest.approx(seen)
-    from dataclasses import replace
-
-    windowed = replace(work, window=4)
+    assert attention.pairs(10) * 10 == pytest.approx(seen)
+    windowed = replace(attention, window=4)
     assert windowed.pairs(10) * 10 == pytest.approx(sum(min(token + 1, 4) for token in range(10)))
 
 

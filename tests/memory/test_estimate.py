@@ -22,8 +22,7 @@ from evenpipe.memory.sizes import parse_size
 from evenpipe.memory.states import SINGLE, Dtypes
 from evenpipe.memory.verdict import verdict_of
 from evenpipe.model import describe
-from evenpipe.recipe.layout import for_replicas
-from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
+from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism, for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.schedule import plan_program
 
@@ -381,5 +380,5 @@ def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
     description = describe(config)
-    assert [layer.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
+    assert [layer.attention.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
     assert estimated(description, pp=2, sequence=32, microbatches=4).devices[0].peak_allocated > 0

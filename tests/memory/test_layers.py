@@ -7,7 +7,7 @@ from families import NAMED
 
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
-from evenpipe.model.shape import LayerShape
+from evenpipe.model.shape import AttentionShape, LayerShape, MlpShape, RotaryShape
 
 FAMILIES = [*NAMED, "gpt2", "phi"]
 FUSED, UNFUSED = PRESETS["fused"], replace(PRESETS["fused"], activation="eager")
@@ -17,23 +17,10 @@ BATCH, SEQUENCE = 2, 256
 def llama(hidden: int, mlp: int, heads: int, key_value_heads: int) -> LayerShape:
     return LayerShape(
         hidden_size=hidden,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        query_size=hidden // heads,
-        value_size=hidden // heads,
-        mlp_size=mlp,
-        gated=True,
-        activation="silu",
-        norm="rms",
+        attention=AttentionShape(heads=heads, key_value_heads=key_value_heads, head_size=hidden // heads),
+        rotary=RotaryShape(size=hidden // heads),
+        mlp=MlpShape(size=mlp, gated=True, activation="silu"),
         norms=("before attention", "before mlp"),
-        query_key_norm="none",
-        parallel=False,
-        packed_qkv=False,
-        packed_gate=False,
-        rotary_size=hidden // heads,
-        attention_bias=False,
-        mlp_bias=False,
-        window=None,
     )
 
 

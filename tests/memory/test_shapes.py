@@ -1,5 +1,7 @@
 """Shapes of layers as read from transformers' models, against what their code says and the parameters they hold."""
 
+from operator import attrgetter
+
 import pytest
 from families import NAMED, tiny_config
 
@@ -15,113 +17,110 @@ PRE, POST = ("before attention", "before mlp"), ("after attention", "after mlp")
 # family -> what differs from Llama; by hand, from the modules of transformers
 DIFFERENCES = {
     "llama": {},
-    "qwen2": {"output_bias": False, "mlp_bias": False},
-    "qwen3": {"query_size": 24, "query_key_norm": "head", "mlp_bias": False},
-    "mistral": {"attention_bias": False, "output_bias": False, "mlp_bias": False, "window": 8},
+    "qwen2": {"attention.output_bias": False, "mlp.bias": False},
+    "qwen3": {"attention.head_size": 24, "attention.query_key_norm": "head", "mlp.bias": False},
+    "mistral": {"attention.bias": False, "attention.output_bias": False, "mlp.bias": False, "attention.window": 8},
     "gemma2": {
         "norms": ("before attention", "after attention", "before mlp", "after mlp"),
         "norm_style": "plus one",
-        "attention": "eager",
-        "soft_cap": True,
-        "activation": "gelu_pytorch_tanh",
-        "mlp_bias": False,
+        "attention.eager": True,
+        "attention.soft_cap": True,
+        "mlp.activation": "gelu_pytorch_tanh",
+        "mlp.bias": False,
     },
     "gemma3_text": {
         "norms": ("before attention", "after attention", "before mlp", "after mlp"),
         "norm_style": "plus one",
-        "query_key_norm": "head",
-        "activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
+        "attention.query_key_norm": "head",
+        "mlp.activation": "gelu_pytorch_tanh",
+        "attention.bias": False,
+        "attention.output_bias": False,
+        "mlp.bias": False,
     },
     "phi3": {
-        "packed_qkv": True,
-        "sliced_qkv": True,
-        "packed_gate": True,
-        "joined_rotary": True,
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "window": 8,
+        "attention.qkv": "sliced",
+        "mlp.packed_gate": True,
+        "rotary.joined": True,
+        "attention.bias": False,
+        "attention.output_bias": False,
+        "mlp.bias": False,
+        "attention.window": 8,
     },
-    "olmo2": {"norms": POST, "norm_style": "wide", "query_key_norm": "whole", "wide_table": True, "mlp_bias": False},
-    "granite": {"scaled_residual": True, "mlp_bias": False},
-    "smollm3": {"mlp_bias": False},
+    "olmo2": {
+        "norms": POST,
+        "norm_style": "wide",
+        "attention.query_key_norm": "whole",
+        "rotary.wide_table": True,
+        "mlp.bias": False,
+    },
+    "granite": {"scaled_residual": True, "mlp.bias": False},
+    "smollm3": {"mlp.bias": False},
     "gpt_neox": {
-        "norm": "layer",
         "norm_style": "torch",
-        "key_value_heads": 4,
-        "gated": False,
-        "activation": "gelu",
-        "packed_qkv": True,
-        "rotary_size": 4,
-        "joined_rotary": True,
+        "attention.key_value_heads": 4,
+        "mlp.gated": False,
+        "mlp.activation": "gelu",
+        "attention.qkv": "packed",
+        "rotary.size": 4,
+        "rotary.joined": True,
     },
     "cohere2": {
-        "norm": "layer",
         "norm_style": "centred",
         "norms": ("before attention",),
         "parallel": True,
-        "wide_rotary": True,
-        "mlp_bias": False,
+        "rotary.wide": True,
+        "mlp.bias": False,
     },
     "starcoder2": {
-        "norm": "layer",
         "norm_style": "torch",
-        "gated": False,
-        "activation": "gelu_pytorch_tanh",
-        "window": 8,
+        "mlp.gated": False,
+        "mlp.activation": "gelu_pytorch_tanh",
+        "attention.window": 8,
     },
     "gpt2": {
-        "norm": "layer",
         "norm_style": "torch",
-        "key_value_heads": 4,
-        "gated": False,
-        "mlp_size": 256,
-        "activation": "gelu_new",
-        "packed_qkv": True,
-        "rotary_size": 0,
-        "wide_softmax": False,
+        "attention.key_value_heads": 4,
+        "mlp.gated": False,
+        "mlp.size": 256,
+        "mlp.activation": "gelu_new",
+        "attention.qkv": "packed",
+        "rotary.size": 0,
+        "attention.wide_softmax": False,
     },
     "phi": {
-        "norm": "layer",
         "norm_style": "torch",
         "norms": ("before attention",),
         "parallel": True,
-        "gated": False,
-        "activation": "gelu_new",
-        "joined_rotary": True,
-        "rotary_size": 8,
+        "mlp.gated": False,
+        "mlp.activation": "gelu_new",
+        "rotary.joined": True,
+        "rotary.size": 8,
     },
 }
 LLAMA = {
     "hidden_size": 64,
-    "heads": 4,
-    "key_value_heads": 2,
-    "query_size": 16,
-    "mlp_size": 96,
-    "gated": True,
-    "activation": "silu",
-    "norm": "rms",
+    "attention.heads": 4,
+    "attention.key_value_heads": 2,
+    "attention.head_size": 16,
+    "mlp.size": 96,
+    "mlp.gated": True,
+    "mlp.activation": "silu",
     "norms": PRE,
     "norm_style": "narrow",
-    "query_key_norm": "none",
+    "attention.query_key_norm": "none",
     "parallel": False,
-    "packed_qkv": False,
-    "sliced_qkv": False,
-    "packed_gate": False,
-    "attention_bias": True,
-    "output_bias": True,
-    "mlp_bias": True,
-    "window": None,
-    "experts": 0,
-    "attention": "sdpa",
-    "soft_cap": False,
-    "wide_softmax": True,
-    "wide_table": False,
-    "wide_rotary": False,
-    "joined_rotary": False,
+    "attention.qkv": "apart",
+    "mlp.packed_gate": False,
+    "attention.bias": True,
+    "attention.output_bias": True,
+    "mlp.bias": True,
+    "attention.window": None,
+    "attention.eager": False,
+    "attention.soft_cap": False,
+    "attention.wide_softmax": True,
+    "rotary.wide_table": False,
+    "rotary.wide": False,
+    "rotary.joined": False,
     "scaled_residual": False,
     "dropout": False,
 }
@@ -136,7 +135,7 @@ def test_shape_of_a_layer_that_looks_at_everything(family):
     """The second layer: in the tiny configs the first kind of attention that has no window, where there are two."""
     shape = layer_shapes(describe(tiny_config(family)))[1]
     expected = LLAMA | DIFFERENCES[family]
-    found = {name: getattr(shape, name) for name in expected}
+    found = {name: attrgetter(name)(shape) for name in expected}
     assert found == expected
 
 
@@ -144,20 +143,20 @@ def test_shape_of_a_layer_that_looks_at_everything(family):
 def test_matrices_are_those_of_the_skeleton(family):
     description = describe(tiny_config(family))
     for index, shape in enumerate(layer_shapes(description)):
-        attention = 2 * shape.heads * shape.query_size + 2 * shape.key_value_heads * shape.query_size
-        mlp = (3 if shape.gated else 2) * shape.mlp_size
+        attention = 2 * (shape.attention.heads + shape.attention.key_value_heads) * shape.attention.head_size
+        mlp = (3 if shape.mlp.gated else 2) * shape.mlp.size
         held = sum(one.numel() for one in description.layer(index).parameters() if one.dim() > 1)
         assert shape.hidden_size * (attention + mlp) == held
 
 
 def test_kinds_of_layers_differ():
-    by_window = [shape.window for shape in layer_shapes(describe(tiny_config("qwen2")))]
+    by_window = [shape.attention.window for shape in layer_shapes(describe(tiny_config("qwen2")))]
     assert by_window == [8, None, 8, None]
-    rotated = [shape.rotary_size for shape in layer_shapes(describe(tiny_config("smollm3")))]
+    rotated = [shape.rotary.size for shape in layer_shapes(describe(tiny_config("smollm3")))]
     assert rotated == [16, 16, 0, 16]
-    rotated = [shape.rotary_size for shape in layer_shapes(describe(tiny_config("cohere2")))]
+    rotated = [shape.rotary.size for shape in layer_shapes(describe(tiny_config("cohere2")))]
     assert rotated == [16, 0, 16, 0]
-    tables = {shape.rotary_table for shape in layer_shapes(describe(tiny_config("gemma3_text")))}
+    tables = {shape.rotary.table for shape in layer_shapes(describe(tiny_config("gemma3_text")))}
     assert tables == {"sliding_attention", "full_attention"}
 
 

@@ -16,7 +16,7 @@ from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import IGNORE_INDEX, Microbatch
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
-from evenpipe.vocabulary import Buffers, LossOptions, output, products, split
+from evenpipe.vocabulary import Buffers, LossOptions, output, products, split, state
 from evenpipe.vocabulary.buffers import aligned
 
 triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels", reason="Triton is not installed")
@@ -58,7 +58,7 @@ def on(monkeypatch: pytest.MonkeyPatch):
             )
             monkeypatch.setattr(output, "logits_dtype", lambda x: products.accumulator_dtype(x.dtype))
             monkeypatch.setattr(output, "logits_product", lambda x, w, out: out.zero_())
-            monkeypatch.setattr(output, "hidden_product", lambda e, w, out, add: out.zero_())
+            monkeypatch.setattr(state, "hidden_product", lambda e, w, out, add: out.zero_())
             monkeypatch.setattr(output, "weight_product", lambda e, x, out, add: out.zero_())
             monkeypatch.setattr(triton_kernels, "_launch", lambda *_, **__: None)
             monkeypatch.setattr(output, "choose", lambda options, like: triton_kernels.TritonKernels())

@@ -199,6 +199,16 @@ def damage_index(folder) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def assert_refused(folder, text) -> None:
+    """The weights are refused in one line, before any of them is loaded."""
+    description = describe(folder)
+    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
+    with pytest.raises(InputError, match=text) as caught:
+        fill_parameters(stage, description)
+    assert "\n" not in str(caught.value)
+    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
+
+
 DAMAGE = [
     (damage_nothing_there, r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
     (damage_truncated, r"model\.safetensors is damaged"),
@@ -212,12 +222,7 @@ DAMAGE = [
 def test_damaged_folders_are_refused(saved, damage, text) -> None:
     _, folder = saved("llama")
     damage(folder)
-    description = describe(folder)
-    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    with pytest.raises(InputError, match=text) as caught:
-        fill_parameters(stage, description)
-    assert "\n" not in str(caught.value)
-    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
+    assert_refused(folder, text)
 
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
@@ -249,12 +254,7 @@ def test_experts_that_do_not_fit_together_are_refused(saved, damage, text) -> No
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    description = describe(folder)
-    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    with pytest.raises(InputError, match=text) as caught:
-        fill_parameters(stage, description)
-    assert "\n" not in str(caught.value)
-    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
+    assert_refused(folder, text)
 
 
 def test_more_than_ten_experts_keep_their_order(tmp_path) -> None:

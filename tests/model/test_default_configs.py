@@ -48,7 +48,7 @@ REFUSED = {
     "it needs exactly one list of layers": ("blt", "hrm_text", "xlm"),
     r"its embedding is \(\d+, \d+\) and its output layer \(\d+, \d+\)": ("cpmant", "mllama", "moshi", "rembert"),
     r"its parameters \S+ and \S+ are one tensor": ("prophetnet", "zamba", "zamba2"),
-    r"tokens reach its layers in the shape .* travel": ("deepseek_v4", "electra", "hy_v4"),
+    r"its layers receive a tensor of the shape .* travel": ("deepseek_v4", "electra", "hy_v4"),
     r"hand a second tensor on to each other \(prev_\w+\)": ("zaya",),
     r"receive trainable tensors besides the hidden states \(block_states\)": ("inkling2_text",),
     r"num_kv_shared_layers = \d+ lets layers use the keys and values of others": (

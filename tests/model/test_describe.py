@@ -85,7 +85,11 @@ TAKEN = [
 @pytest.mark.parametrize(("config", "expected"), TAKEN)
 def test_what_the_forward_takes_beside_tokens(config, expected) -> None:
     description = describe(config())
-    assert (description.takes_position_ids, description.takes_attention_mask, description.position_rows) == expected
+    assert (
+        description.takes("position_ids"),
+        description.takes("attention_mask"),
+        description.position_rows,
+    ) == expected
 
 
 def test_the_rows_for_positions_are_just_enough() -> None:
@@ -106,7 +110,7 @@ def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> Non
             return super().forward(*args, **kwargs)
 
     description = describe(HandsOn(tiny_config("llama")))
-    assert (description.takes_position_ids, description.takes_attention_mask) == (False, True)
+    assert (description.takes("position_ids"), description.takes("attention_mask")) == (False, True)
 
 
 def test_a_live_model_is_described_with_its_own_class() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, describe, initial_rows, initialize
+from evenpipe.model.structure import build_skeleton
 
 LAYOUTS = [(), (2,), (1, 3), (0, 2, 4)]
 
@@ -219,8 +220,6 @@ def test_large_vocabularies_are_never_drawn_whole() -> None:
 
 
 def describe_without_probing_logits(config):
-    """Describe the model with a small vocabulary, then set the large vocabulary size."""
-    from dataclasses import replace
-
+    """Describe the model with a small vocabulary, then give it a skeleton with the large one."""
     small = describe(transformers.LlamaConfig(**{**config.to_dict(), "vocab_size": 503}))
-    return replace(small, vocabulary_size=config.vocab_size)
+    return replace(small, config=config, skeleton=build_skeleton(config, torch.float32))

@@ -73,7 +73,7 @@ def test_names_and_facts() -> None:
     assert names == [f"layers.{index}.mix.{kind}" for index in range(4) for kind in ("weight", "bias")]
     assert description.vocabulary_names == ("embedding.weight", "head.weight", "head.bias")
     assert (description.padding_index, description.tied, description.config) == (3, False, None)
-    assert (description.takes_position_ids, description.takes_attention_mask) == (False, False)
+    assert (description.takes("position_ids"), description.takes("attention_mask")) == (False, False)
     assert description.position_rows is None
     assert layer_flops(description, 100) == [2 * 8 * 8] * 4 and head_flops(description) == 2 * 8 * 31
     tensors = [(name, torch.ones(())) for name in names]

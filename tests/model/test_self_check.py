@@ -106,7 +106,7 @@ def cut_at_the_embeddings(monkeypatch) -> None:
         finally:
             self._relay.clear()
 
-    monkeypatch.setattr(stage_file, "_inject", lambda relay, argument: lambda module, args, kwargs: None)
+    monkeypatch.setattr(stage_file.Relay, "inject", lambda relay, module, args, kwargs: None)
     monkeypatch.setattr(stage_file.Stage, "forward", forward)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import reference
@@ -28,7 +30,12 @@ from evenpipe import Pipeline
 from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, save
 from evenpipe.checkpoints.state import tensors_to_save
+from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
+from evenpipe.interop.torch_csv import from_torch, to_torch
+from evenpipe.schedule import Kind, Pass, Program, generate
+from evenpipe.schedule.passes import GATHERING_KINDS
+from evenpipe.schedule.sharding import part_of
 
 FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")
@@ -54,14 +61,14 @@ class Case:
 
 
 def make(case: Case, *, dtype: torch.dtype = FP64, vocabulary: int = VOCABULARY, **options: Any) -> Pipeline:
+    usual = {"schedule": case.schedule, "parameter_dtype": dtype, "self_check": False, "replicas": 2}
     return Pipeline(
         described(vocabulary, case.tied, dtype),
-        schedule=case.schedule,
         vocabulary=case.mode,
         microbatches=case.microbatches,
         checkpointing=case.checkpointing,
         data_parallel=case.kind,
-        **{"parameter_dtype": dtype, "self_check": False, "replicas": 2} | dict(case.gathering) | options,
+        **usual | dict(case.gathering) | options,
     )
 
 
@@ -175,6 +182,100 @@ def test_two_replicas_train_as_one_process_on_both_batches(kind: str, sample) ->
 def test_tied_matrices_in_shards_meet_row_by_row_whatever_the_ranks_of_the_mesh() -> None:
     """In the last of the meshes the replicas are in another order on the first device than on the last one."""
     faults = run_processes(run_case, 4, Case("shard", mode="first-last", tied=True), 3)
+    assert not faults[0], "\n".join(faults[0])
+
+
+# --- when parameters are gathered ------------------------------------------------------------------------
+
+
+def gathered(schedule: str, mode: str, tied: bool) -> None:
+    """However often they are gathered, results are the same bits, and so many bytes travel as the program says."""
+    data, _ = expected(tied, 12)
+    results = []
+    sizes: Counter[str] = Counter()
+    for options in RESHARD:
+        sent: Counter[str] = Counter()
+        real = Communicator.all_gather
+
+        def counting(self: Any, output: Tensor, tensor: Tensor, what: str, sent: Counter[str] = sent) -> Any:
+            sent[what] += tensor.numel() * tensor.element_size()
+            return real(self, output, tensor, what)
+
+        case = Case("shard", schedule, mode, tied, gathering=tuple(options.items()))
+        pipeline = make(case, dtype=torch.float32)
+        with mock.patch.object(Communicator, "all_gather", counting):
+            result = step(pipeline, split(data)[0])
+        parameters = {name: one.grad for name, one in pipeline.named_parameters()}
+        results.append((result.loss, parameters))
+        items = [item for item in pipeline.layout.program.rows[pipeline.device] if isinstance(item, Pass)]
+        often = Counter(part_of(item) for item in items if item.kind in GATHERING_KINDS)
+        found = {what: size for what, size in sent.items() if what.startswith("parameters of ")}
+        if not options:
+            assert set(often.values()) == {1}
+            sizes.update(found)
+        placement = pipeline.layout.program.placement
+        embedding = next((part for part in (Kind.E, Kind.S) if part in often), placement.first_stage)
+        head = Kind.S if Kind.S in often else placement.last_stage
+        for what, size in sizes.items():
+            name = what.removeprefix("parameters of ")
+            whole = embedding if name == pipeline.description.embedding_name else head
+            part = int(name.removeprefix("stage ")) if name.startswith("stage ") else whole
+            assert found[what] == often[part] * size, what
+        if options == {"reshard": True, "prefetch": 0} and len(often) > 1:
+            assert max(often.values()) > 1, "some part is freed and gathered again"
+        pipeline.close()
+    first_loss, first = results[0]
+    for loss, gradients in results[1:]:
+        assert loss == first_loss
+        assert gradients.keys() == first.keys()
+        assert all(torch.equal(gradients[name], first[name]) for name in first)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "mode"), [("1f1b", "vocab-2"), ("interleaved", "vocab-1"), ("v-half", "first-last")]
+)
+def test_gathering_again_gives_the_same_bits_and_sends_what_the_program_says(
+    schedule: str, mode: str, tied: bool
+) -> None:
+    run_processes(gathered, 4, schedule, mode, tied)
+
+
+def lowered_by_torch(schedule: str) -> Program:
+    """As torch's runtime reads it: three stages of a device are gathered at a time."""
+    program = from_torch(to_torch(generate(schedule, 2, 3), lowered=True))
+    assert isinstance(program, Program)
+    return program
+
+
+def as_torch_gathers(schedule: str, tied: bool) -> list[str]:
+    """What a program has is kept, and what it lacks is added: torch gathers whole vocabulary layers with their
+    stages."""
+    program = lowered_by_torch(schedule)
+    case = Case("shard", mode="first-last", tied=tied)
+    pipeline = make(case, schedule=program)
+    found = pipeline.layout.program
+    added = [item for row in found.rows for item in row if item and item.kind.value.endswith("_S")]
+    kept = tuple(tuple(item for item in row if item not in added) for row in found.rows)
+    assert kept == tuple(tuple(item for item in row if item) for row in program.rows)
+    both_ends = found.placement.first_device == found.placement.last_device
+    assert bool(added) == (tied and both_ends)
+    data, wanted = expected(tied, 12)
+    result = step(pipeline, split(data)[0])
+    gradients = pipeline.full_gradients()
+    pipeline.close()
+    if not is_first(pipeline):
+        return []
+    error = max(abs(result.loss / wanted.losses[0] - 1), reference.worst(gradients, wanted.gradients)[0])
+    return [] if error <= 1e-10 else [f"{schedule}, tied {tied}: {error:.1e}"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gis", "zbv", "dualpipe-v"])
+@pytest.mark.sampled(2)
+def test_a_program_of_torch_gathers_and_sums_where_it_says(schedule: str, tied: bool) -> None:
+    faults = run_processes(as_torch_gathers, 4, schedule, tied)
     assert not faults[0], "\n".join(faults[0])
 
 

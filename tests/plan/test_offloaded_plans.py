@@ -70,6 +70,15 @@ def test_programs_are_those_of_the_runtime(roomy: Problem, schedule: str, mode: 
     assert bool(offloaded(layout.program.order)) == (offload != "scheduled" or schedule == "po-h")
 
 
+def test_a_stage_may_have_no_layers(roomy: Problem) -> None:
+    one = configuration("interleaved", "redistribute", 9)
+    assert len(one.layers_per_stage) == 8 and sum(one.layers_per_stage) == 16
+    emptied = replace(one, recipe=replace(one.recipe, layers_per_stage=(3, 3, 3, 0, 3, 2, 1, 1)))
+    found = evaluate(roomy, emptied)
+    assert found.configuration.layers_per_stage[3] == 0
+    assert len(found.configuration.copy_seconds) == 8
+
+
 @pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_free_lowers_memory_and_costs_no_time(roomy: Problem, schedule: str, mode: str) -> None:

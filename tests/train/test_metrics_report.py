@@ -9,9 +9,11 @@ import pytest
 
 from evenpipe.train.report import (
     DeviceReport,
+    MachineReport,
     Prediction,
     RunReport,
     ScheduleReport,
+    TrainingReport,
     bytes_text,
     report_text,
     write_report,
@@ -26,22 +28,26 @@ DEVICES = (
 )
 
 
+TRAINING = TrainingReport(
+    steps=300,
+    epoch=1.2345,
+    tokens=307_200,
+    seconds=200.0,
+    loss=5.1234,
+    running_mean_loss=5.4,
+    validation_loss=5.2,
+)
+
+
 def report(**changes):
     values = {
-        "steps": 300,
-        "epoch": 1.2345,
-        "tokens": 307_200,
-        "seconds": 200.0,
-        "loss": 5.1234,
-        "running_mean_loss": 5.4,
-        "validation_loss": 5.2,
+        "training": TRAINING,
         "schedule": ZBV,
         "devices": DEVICES,
         "prediction": BALANCED,
         "baseline": FIRST_LAST,
         "predicted_step_seconds": 0.5,
-        "processes": 2,
-        "cores": 2,
+        "machine": MachineReport(processes=2, cores=2),
     }
     return RunReport(**{**values, **changes})
 
@@ -79,8 +85,10 @@ STEPS = [
 
 @pytest.mark.parametrize(("processes", "threads", "cores", "seconds", "end"), STEPS)
 def test_why_a_step_takes_longer_than_predicted(processes, threads, cores, seconds, end):
-    known = {"processes": processes, "threads": threads, "cores": cores, "steps": 10, "seconds": 10 * seconds}
-    (line,) = (line for line in report_text(report(**known)).splitlines() if line.startswith("a step took"))
+    training = replace(TRAINING, steps=10, seconds=10 * seconds)
+    machine = MachineReport(processes=processes, threads=threads, cores=cores)
+    text = report_text(report(training=training, machine=machine))
+    (line,) = (line for line in text.splitlines() if line.startswith("a step took"))
     assert line == f"a step took {seconds:.3f} s; 0.500 s are predicted from the devices' own work in this order{end}"
 
 
@@ -95,9 +103,8 @@ def test_the_report_of_several_replicas():
 
 
 def test_the_report_of_first_last_itself_and_of_a_run_with_nothing_left_to_do():
-    lines = report_text(
-        report(prediction=FIRST_LAST, validation_loss=None, steps=0, tokens=0, seconds=0.0)
-    ).splitlines()
+    training = replace(TRAINING, validation_loss=None, steps=0, tokens=0, seconds=0.0)
+    lines = report_text(report(prediction=FIRST_LAST, training=training)).splitlines()
     assert lines[0] == "0 steps to epoch 1.23, 0 tokens in 0.0 s (0 tokens/s); loss 5.123 in the last step"
     assert lines[-1].startswith("vocabulary first-last: embedding and output layer on the first and last device")
     assert "1.50 times the mean work" in lines[-1]
@@ -107,6 +114,7 @@ def test_the_report_as_json(tmp_path):
     write_report(report(), tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["predicted_speedup"] == pytest.approx(1.7)
+    assert (content["steps"], content["validation_loss"], content["cores"]) == (300, 5.2, 2), "no table within a table"
     assert content["devices"][1]["peak_memory_bytes"] == 3 * 2**29
     assert content["baseline"]["busy"] == [4.0, 12.0]
     assert content["schedule"]["in_flight"] == [5, 4]

@@ -198,7 +198,7 @@ def test_memory_goes_from_one_microbatch_to_the_next(dtype: torch.dtype, one_bar
         hidden_pass, weight_pass = layer.backward(statistics, state)
         if one_barrier:
             hidden_pass()
-            assert state.product is None and state.derivative_product is None
+            assert state.products is None
         weight_pass()
         assert state.hidden is None and state.exponentials is None and state.derivative is None
         rooms.append(sorted(room.data_ptr() for room in layer.buffers._free))

@@ -178,7 +178,7 @@ def test_evaluation_needs_only_the_statistics(name: str) -> None:
         statistics, state = forward_shard(
             inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels, shard, options, True, gradients=False
         )
-        assert state.hidden is None and state.exponentials is None and state.product is None
+        assert state.hidden is None and state.exponentials is None and state.products is None
         table.append(statistics)
     combined = combine(torch.stack(table), inputs.token_weights, inputs.labels, options, 103)
     expected = reference(inputs, options)

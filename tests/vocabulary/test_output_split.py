@@ -126,7 +126,7 @@ def test_what_stays_between_the_halves() -> None:
     )
     combined = combine(statistics[None], inputs.token_weights, inputs.labels, LossOptions(), 31)
     hidden_gradient(state, combined, inputs.weight)
-    assert state.product is None and state.derivative_product is None
+    assert state.products is None
     assert state.hidden is not None and state.exponentials is not None
     backward_shard(state, combined, inputs.weight, torch.zeros_like(inputs.weight))
     assert state.hidden is None and state.exponentials is None

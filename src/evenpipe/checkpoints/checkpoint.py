@@ -67,11 +67,11 @@ from evenpipe.checkpoints.manifest import (
 )
 from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
 from evenpipe.checkpoints.state import (
-    LoadPlan,
     Parameters,
     State,
+    StatePlan,
     parameter_names,
-    plan_load,
+    plan_state,
     tensors_to_save,
 )
 from evenpipe.checkpoints.storage import (
@@ -251,8 +251,8 @@ def load(
     team = Team(process_group)
     where = f"the checkpoint {str(checkpoint.path)!r}"
 
-    def prepare() -> tuple[LoadPlan, SettingsPlan]:
-        plan = plan_load(checkpoint.manifest, shards, optimizer)
+    def prepare() -> tuple[StatePlan, SettingsPlan]:
+        plan = plan_state(checkpoint.manifest, shards, optimizer)
         return plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)
 
     plan, settings = _value(team, prepare)

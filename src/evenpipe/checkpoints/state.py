@@ -75,7 +75,7 @@ def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None)
 
 
 @dataclass(slots=True)
-class LoadPlan:
+class StatePlan:
     """New tensors to read into, and their destinations."""
 
     state: State = field(default_factory=dict)
@@ -95,7 +95,7 @@ class LoadPlan:
                 states[parameter] = fresh_state
 
 
-def plan_load(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Optimizer | None) -> LoadPlan:
+def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Optimizer | None) -> StatePlan:
     """Return the tensors that this process reads from a checkpoint. Memory is allocated for all except moments that the
     optimizer keeps on the host.
 
@@ -105,7 +105,7 @@ def plan_load(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Opt
     """
     saved_states = _saved_states(manifest)
     owned = _owned(shards, optimizer)
-    plan = LoadPlan()
+    plan = StatePlan()
     for name, shard in shards.items():
         parameter = shard.tensor
         _check_shape(name, shard)

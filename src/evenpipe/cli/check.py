@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import add_costs, add_edges, add_json, add_memory_limit, edges, numbers
+from evenpipe.cli.schedule_arguments import add_costs, add_edges, add_json, add_memory_limit, costs, edges, numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the file and print the result."""
     from evenpipe.schedule.check_file import check_file
-    from evenpipe.schedule.files import read_costs
 
-    costs = None if arguments.costs is None else read_costs(arguments.costs)
     report = check_file(
         arguments.file,
-        costs,
+        costs(arguments),
         memory_limit=numbers("memory-limit", arguments.memory_limit),
         bytes_limit=numbers("bytes-limit", arguments.bytes_limit),
         edges=edges(arguments),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.printing import say
-from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, schedules_help
+from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, costs, schedules_help
 from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
 
 def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str, str]:
     from evenpipe.plan.measured import compare
-    from evenpipe.schedule.files import read_costs
     from evenpipe.schedule.trace_file import read_trace
 
     others = (
@@ -101,6 +100,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
         "group_size",
         "edges",
         "memory_limit",
+        "data_parallel",
+        "prefetch",
     )
     for name in (*others, "vocabulary"):
         if getattr(arguments, name) is not None:
@@ -109,6 +110,5 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
                 f"--{option} is given, but the trace {arguments.trace} has a schedule already; leave one of them out"
             )
     trace = read_trace(arguments.trace)
-    costs = None if arguments.costs is None else read_costs(arguments.costs)
-    comparison = compare(trace, costs, unit_seconds=arguments.unit_seconds or 1.0)
+    comparison = compare(trace, costs(arguments), unit_seconds=arguments.unit_seconds or 1.0)
     return comparison.timelines, comparison.title or Path(arguments.trace).stem, comparison.allocations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from evenpipe.cli.lists import whole_numbers
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import add_json, add_offload, offload, options, refuse_too_large
+from evenpipe.cli.schedule_arguments import add_json, add_offload, add_options, offload, options, refuse_too_large
 from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
 
@@ -84,17 +84,7 @@ def _add_batch(batch: argparse._ArgumentGroup) -> None:
     batch.add_argument("--microbatch-size", metavar="N", type=int, default=1, help="sequences (default: 1)")
     batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
     batch.add_argument("--schedule", metavar="NAME|FILE.csv", default="1f1b", help="default: %(default)s")
-    batch.add_argument(
-        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
-    )
-    batch.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
-    )
-    batch.add_argument(
-        "--memory-limit",
-        metavar="K[,K...]",
-        help="most stage activations of a device, for schedules that have this option",
-    )
+    add_options(batch)
     batch.add_argument(
         "--vocabulary",
         metavar="MODE",

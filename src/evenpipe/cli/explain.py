@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from evenpipe.cli.model_argument import add_hardware, check_gpus
+from evenpipe.cli.model_argument import add_gpus, add_hardware, add_kernels, check_gpus
 from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.schedule_arguments import add_json
 from evenpipe.errors import InputError
 
 SEQUENCE = 4096
@@ -16,7 +17,7 @@ SEQUENCES_PER_GPU = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the machine and the output."""
     parser.add_argument("model", metavar="MODEL", help="hub name, folder or config.json")
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
+    add_gpus(parser)
     add_hardware(parser)
     parser.add_argument(
         "--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE}, or the longest)"
@@ -28,18 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pp", metavar="P", type=int, help="devices of the pipeline, at least 2 (default: the best from 4 on)"
     )
     parser.add_argument("--tp", metavar="T", type=int, help="tensor parallelism (default: the best)")
-    parser.add_argument(
-        "--kernels",
-        default="transformers",
-        help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
-    )
+    add_kernels(parser)
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         help="write the picture as a page (.html), .svg, .png or .json instead of printing it",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.epilog = (
         "Needs no GPU and no weights: times are computed from the shapes of the model and the speed of the\n"
         "hardware, memory as by `evenpipe estimate`.\n\nexit codes: 0 done, 2 the input is wrong"

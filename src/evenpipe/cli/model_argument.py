@@ -17,6 +17,11 @@ MOST_GPUS = 100_000
 """Largest accepted number of GPUs; this many can already be arranged in thousands of ways."""
 
 
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """Add `--gpus`, for `check_gpus`."""
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
+
+
 def check_gpus(number: int) -> None:
     """Raise InputError for a number of GPUs below 1 or above MOST_GPUS."""
     if not 1 <= number <= MOST_GPUS:
@@ -34,6 +39,15 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-memory", metavar="SIZE", help="memory of each GPU, such as 80GiB (default: that of the hardware)"
+    )
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add `--kernels`."""
+    parser.add_argument(
+        "--kernels",
+        default="transformers",
+        help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.cli.lists import whole_numbers, words
-from evenpipe.cli.model_argument import add_hardware, check_gpus
+from evenpipe.cli.model_argument import add_gpus, add_hardware, add_kernels, check_gpus
+from evenpipe.cli.output_argument import check_output
 from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.schedule_arguments import add_json
 from evenpipe.errors import InputError
 from evenpipe.given import plain
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
     )
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
+    add_gpus(parser)
     add_hardware(parser)
     parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
     parser.add_argument(
@@ -45,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="type of the matrix products (default: bf16, fp32 on a CPU)"
     )
-    parser.add_argument(
-        "--kernels",
-        default="transformers",
-        help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
-    )
+    add_kernels(parser)
     space = parser.add_argument_group("choices of the search: one value, or several separated by commas")
     for name, what in (
         ("dp", "replicas"),
@@ -87,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", metavar="N", type=int, help="processes (default: one per core)")
     parser.add_argument("--no-cache", action="store_true", help="neither use nor write the cache on disk")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.epilog = (
         "Every plan fits in memory, as estimated by `evenpipe estimate` for every device. Times come from `evenpipe\n"
         "simulate`, with pass times from the shapes of the model and the speed of the hardware.\n\n"
@@ -106,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None and arguments.workers < 1:
         raise InputError(f"--workers is {arguments.workers}, expected at least 1")
     if arguments.output is not None:
-        _check_output(arguments.output)
+        check_output(arguments.output, ".toml", "a configuration")
     problem, base = _problem(arguments)
     space = _space(arguments, problem)
     cache = EvaluationCache.none() if arguments.no_cache else EvaluationCache.of(problem)
@@ -188,27 +186,22 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
 
     only = arguments.runnable or problem.hardware.torch_device == "cpu"
     given: dict[str, Any] = {}
-    for name, field in (
-        ("dp", "dp"),
-        ("tp", "tp"),
-        ("cp", "cp"),
-        ("pp", "pp"),
-        ("zero", "zero"),
-        ("microbatch_size", "microbatch_sizes"),
-        ("stages_per_device", "stages_per_device"),
+    for name, field, values in (
+        ("dp", "dp", whole_numbers),
+        ("tp", "tp", whole_numbers),
+        ("cp", "cp", whole_numbers),
+        ("pp", "pp", whole_numbers),
+        ("zero", "zero", whole_numbers),
+        ("microbatch_size", "microbatch_sizes", whole_numbers),
+        ("stages_per_device", "stages_per_device", whole_numbers),
+        ("schedule", "schedules", words),
+        ("vocabulary", "vocabularies", words),
+        ("checkpointing", "checkpointing", words),
+        ("offload", "offload", words),
     ):
         text = getattr(arguments, name)
         if text is not None:
-            given[field] = whole_numbers(name, text)
-    for name, field in (
-        ("schedule", "schedules"),
-        ("vocabulary", "vocabularies"),
-        ("checkpointing", "checkpointing"),
-        ("offload", "offload"),
-    ):
-        text = getattr(arguments, name)
-        if text is not None:
-            given[field] = words(name, text)
+            given[field] = values(name, text)
     if arguments.host_share is not None:
         given["host_shares"] = tuple(map(_share, words("host_share", arguments.host_share)))
     if "vocabularies" in given:
@@ -225,14 +218,6 @@ def _share(text: str) -> float | None:
         return float(text)
     except ValueError:
         raise InputError(f"--host-share is '{plain(text)}', expected numbers between 0 and 1, or least") from None
-
-
-def _check_output(path: Path) -> None:
-    """Raise InputError, before the search, if the plan cannot be written."""
-    if path.suffix != ".toml":
-        raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")
 
 
 def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:

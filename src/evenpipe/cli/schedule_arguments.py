@@ -12,6 +12,8 @@ from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
+    from evenpipe.recipe.parallelism import Parallelism
+    from evenpipe.schedule import Costs
     from evenpipe.schedule.placement import Edge
 
 COSTS = """
@@ -51,7 +53,14 @@ def add_costs(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--costs", metavar="FILE", help=f"TOML or JSON file with times and bytes, {use}")
 
 
-def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
+def costs(arguments: argparse.Namespace) -> Costs | None:
+    """Return the costs in the file of `--costs`, None without it. Raises InputError if they are not valid."""
+    from evenpipe.schedule.files import read_costs
+
+    return None if arguments.costs is None else read_costs(arguments.costs)
+
+
+def add_memory_limit(parser: argparse._ActionsContainer, use: str) -> None:
     """Add `--memory-limit`."""
     parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
 
@@ -77,6 +86,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of named schedules, for `options`."""
+    parser.add_argument(
+        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
+    )
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
+    )
+    add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
+
+
 def add_cases(parser: argparse.ArgumentParser) -> None:
     """Add the schedules, their size and their costs, for `cases`."""
     parser.add_argument(
@@ -88,17 +108,11 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         help="several schedules side by side, after --schedule if given; 'all': every name",
     )
     add_size(parser, required=False)
-    parser.add_argument(
-        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
-    )
+    add_options(parser)
     parser.add_argument(
         "--slices", metavar="N", type=int, help="cut every sequence into so many slices of equal time (default: 1)"
     )
-    parser.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
-    )
     add_edges(parser)
-    add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
         "--vocabulary",
         metavar="MODE,...",
@@ -106,6 +120,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         " (default: first-last, with the vocabulary layers on the first and last stage; for a file: unchanged)",
     )
     add_offload(parser)
+    add_replicas(parser)
     add_costs(parser, "default: equal times")
 
 
@@ -119,6 +134,35 @@ def add_offload(parser: argparse._ActionsContainer) -> None:
         " the lowest possible peak), a number (enough to stay below that many bytes, with the sizes of --costs),"
         " none; default: scheduled (as the order says)",
     )
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Add what replicas do, for `replicas`."""
+    parser.add_argument(
+        "--data-parallel",
+        choices=("replicate", "shard"),
+        help="several replicas: they sum gradients, or also share parameters and gather them (default: one replica)",
+    )
+    parser.add_argument(
+        "--reshard", action="store_true", help="with shard: free parameters between passes, and gather them again"
+    )
+    parser.add_argument(
+        "--prefetch",
+        metavar="N",
+        type=int,
+        help="with shard: gather parameters so many stages ahead (default: all at the start; 1 with --reshard)",
+    )
+
+
+def replicas(arguments: argparse.Namespace) -> Parallelism | None:
+    """Return what replicas do, if there are several. Raises InputError if it is not valid."""
+    from evenpipe.recipe.parallelism import Parallelism
+
+    kind = arguments.data_parallel
+    several = Parallelism(
+        dp=2, data_parallel=kind or "replicate", reshard=arguments.reshard, prefetch=arguments.prefetch
+    )
+    return None if kind is None else several
 
 
 def offload(arguments: argparse.Namespace) -> str | float:
@@ -137,7 +181,6 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases of the arguments of `add_cases`, planned and simulated. Raises InputError."""
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
-    from evenpipe.schedule.files import read_costs
 
     given = options(arguments)
     names = [] if arguments.schedule is None else [arguments.schedule]
@@ -161,11 +204,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         devices=arguments.devices,
         microbatches=arguments.microbatches,
         vocabularies=modes,
-        costs=None if arguments.costs is None else read_costs(arguments.costs),
+        costs=costs(arguments),
         options=given,
         offload=offload(arguments),
         slices=arguments.slices,
         edges=edges(arguments),
+        replicas=replicas(arguments),
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from evenpipe.cli.output_argument import check_output
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import (
     add_costs,
     add_json,
     add_memory_limit,
     add_size,
+    costs,
     numbers,
     refuse_too_large,
 )
-from evenpipe.errors import InputError
-from evenpipe.given import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, print the result and write the order."""
     from evenpipe.plan.search import order_problem_of, search
-    from evenpipe.schedule.files import read_costs, write_schedule
+    from evenpipe.schedule.files import write_schedule
 
     if arguments.output is not None:
-        _check_output(arguments.output)
+        check_output(arguments.output, ".csv", "a schedule's file")
     refuse_too_large(arguments)
     problem = order_problem_of(
         devices=arguments.devices,
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         placement=arguments.placement,
         split_backward=arguments.split_backward,
         vocabulary=arguments.vocabulary,
-        costs=None if arguments.costs is None else read_costs(arguments.costs),
+        costs=costs(arguments),
         memory_limit=numbers("memory-limit", arguments.memory_limit),
         objective=arguments.objective,
     )
@@ -86,11 +86,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(result.text())
     return 0
-
-
-def _check_output(path: Path) -> None:
-    """Raise InputError, before the search, if the order cannot be written, or not be read again by its name."""
-    if path.suffix != ".csv":
-        raise InputError(f"--output is '{plain(path)}', but the name of a schedule's file must end in .csv")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")

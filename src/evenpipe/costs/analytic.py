@@ -213,27 +213,28 @@ def _streamed_share(work: LayerWork, setting: Setting) -> float:
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
     """Return forward and backward of attention; keys and values of the other parts of the sequence arrive meanwhile."""
-    if not work.heads:
+    sizes = work.attention
+    if not sizes.heads:
         return 0.0, 0.0
     hardware, axis = setting.hardware, setting.axes.context
     speed = hardware.peak(setting.dtype) * hardware.attention_fraction
     if setting.flash:
-        flops = setting.tokens * work.attention_flops(setting.sequence) / setting.tensor
+        flops = setting.tokens * sizes.flops(sizes.pairs(setting.sequence)) / setting.tensor
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
-        pairs = setting.tokens * setting.sequence * work.heads / setting.tensor
-        flops = 2.0 * pairs * (work.query_size + work.value_size)
+        pairs = setting.tokens * setting.sequence * sizes.heads / setting.tensor
+        flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
     if axis.size == 1:
         return forward, backward
-    passing = axis.size * setting.tokens * work.key_value_size / setting.tensor * setting.element
+    passing = axis.size * setting.tokens * sizes.key_value_size / setting.tensor * setting.element
     arriving = axis.gather_seconds(hardware, passing)
     # The results for each part of the keys are added in fp32: outputs, and gradients of queries, keys and values.
     parts = axis.size - 1
-    result = setting.tokens * work.heads * work.value_size / setting.tensor
-    gradients = result + setting.tokens * work.key_value_size / setting.tensor
+    result = setting.tokens * sizes.heads * sizes.value_size / setting.tensor
+    gradients = result + setting.tokens * sizes.key_value_size / setting.tensor
     merging, merging_backward = (
         parts * hardware.streaming_seconds(ADDED_BYTES * elements, RING_OPERATIONS) for elements in (result, gradients)
     )

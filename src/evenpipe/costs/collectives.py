@@ -42,10 +42,6 @@ class Axis:
         """Return the time of an all-gather or reduce-scatter; `size`: bytes of the whole tensor."""
         return self._ring(hardware, size * (self.size - 1) / self.size)
 
-    def reduce_all_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return the time of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
-        return 2 * self.gather_seconds(hardware, size)
-
     def broadcast_seconds(self, hardware: Hardware, size: float) -> float:
         """Return the time of a broadcast of `size` bytes, or a reduce to one device: a chain through all of them."""
         return self._ring(hardware, size)

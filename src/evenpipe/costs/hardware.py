@@ -214,34 +214,14 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
 # network (one direction), of PCIe. Attention, forward and backward together, head size 128, causal: FlashAttention-2
 # reaches 0.55 to 0.6 of the peak on A100 (arXiv 2307.08691, figure 4) and 0.35 to 0.4 on H100; 3 reaches 0.55 to 0.65
 # (arXiv 2407.08608, figures 5 and 6). B200: as H100 with 3. fp32 is without TF32.
-KNOWN: dict[str, Hardware] = {
-    hardware.name: hardware
-    for hardware in (
-        _gpu(
-            "A100-40G", (312, 19.5), 267.9, 0.55, 108, 39.4, 1555, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."
-        ),
-        _gpu(
-            "A100-80G", (312, 19.5), 267.9, 0.55, 108, 79.15, 2039, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."
-        ),
-        _gpu(
-            "H100-80G",
-            (989.4, 66.9),
-            792.1,
-            0.45,
-            132,
-            79.1,
-            3350,
-            450,
-            50,
-            64,
-            "NVIDIA H100 data sheet, SXM, 8 x NDR.",
-        ),
-        _gpu(
-            "H200", (989.4, 66.9), 794.5, 0.45, 132, 139.8, 4800, 450, 50, 64, "NVIDIA H200 data sheet, SXM, 8 x NDR."
-        ),
-        _gpu("B200", (2250, 75), 1745, 0.45, 148, 178.35, 7700, 900, 50, 64, "NVIDIA HGX B200 data sheet, 8 x NDR."),
-    )
-}
+_GPUS = (
+    _gpu("A100-40G", (312, 19.5), 267.9, 0.55, 108, 39.4, 1555, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."),
+    _gpu("A100-80G", (312, 19.5), 267.9, 0.55, 108, 79.15, 2039, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."),
+    _gpu("H100-80G", (989.4, 66.9), 792.1, 0.45, 132, 79.1, 3350, 450, 50, 64, "NVIDIA H100 data sheet, SXM, 8 x NDR."),
+    _gpu("H200", (989.4, 66.9), 794.5, 0.45, 132, 139.8, 4800, 450, 50, 64, "NVIDIA H200 data sheet, SXM, 8 x NDR."),
+    _gpu("B200", (2250, 75), 1745, 0.45, 148, 178.35, 7700, 900, 50, 64, "NVIDIA HGX B200 data sheet, 8 x NDR."),
+)
+KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
 """By name. All are SXM devices, eight to a node, with one network card each."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.model.description import Description
-from evenpipe.model.flops import EXPERTS, EXPERTS_PER_TOKEN, LOCAL, WITHOUT_ATTENTION, first_number
+from evenpipe.model.flops import Attention, attention_of, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,7 @@ class LayerWork:
     parameters: int
     """Number of all parameters, including norms and biases."""
     hidden_size: int
-    heads: int
-    """0 if there is no attention over a context."""
-    query_size: int
-    value_size: int
-    key_value_size: int
-    """Size of keys and values of one token, all heads."""
-    window: int | None
-    """Tokens that attention looks back on; None: all."""
+    attention: Attention
     middle: float
     """Size of the input of the activation of the MLP."""
     gated: bool
@@ -69,52 +62,32 @@ class LayerWork:
         """FLOPs of products, forward, per token."""
         return sum(product.flops for product in self.products)
 
-    def pairs(self, sequence: int) -> float:
-        """Keys that a token attends to, on average over a causal sequence."""
-        window = sequence if self.window is None else min(self.window, sequence)
-        return window - window * (window - 1) / (2 * sequence)
-
-    def attention_flops(self, sequence: int) -> float:
-        """FLOPs of attention, forward, per token."""
-        return 2.0 * self.pairs(sequence) * self.heads * (self.query_size + self.value_size)
-
 
 def layers_of(description: Description) -> tuple[LayerWork, ...]:
     """Return the work of every layer; equal layers share one object."""
     seen: dict[Any, LayerWork] = {}
     found = []
     for index in range(description.layers):
-        module = description.layer(index)
-        key = (tuple((name, *one.shape) for name, one in module.named_parameters()), _window(description, index))
+        attention = attention_of(description, index)
+        key = (tuple((name, *one.shape) for name, one in description.layer(index).named_parameters()), attention)
         if key not in seen:
-            seen[key] = _layer(description, index)
+            seen[key] = _layer(description, index, attention)
         found.append(seen[key])
     return tuple(found)
 
 
-def _layer(description: Description, index: int) -> LayerWork:
+def _layer(description: Description, index: int, attention: Attention) -> LayerWork:
     module = description.layer(index)
-    config = description.layer_config(index)
-    products = tuple(_products(description, index))
-    window = _window(description, index)
-    heads = int(getattr(config, "num_attention_heads", 0) or 0) if window != _NOTHING else 0
-    size = getattr(config, "head_dim", None) or (description.hidden_size // heads if heads else 0)
-    query = getattr(config, "qk_head_dim", None) or size
-    value = getattr(config, "v_head_dim", None) or size
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    products = tuple(product for _, product in _named_products(description, index))
     names = [name for name, _ in module.named_parameters()]
     norms = [one for one in module.modules() if "norm" in type(one).__name__.lower()]
-    queries_and_so_on = heads * query + key_value_heads * (query + value)
+    queries_and_so_on = attention.heads * attention.query_size + attention.key_value_size
     outputs = sum(product.outputs * product.met for product in products)
     return LayerWork(
         products=products,
         parameters=sum(one.numel() for one in module.parameters()),
         hidden_size=description.hidden_size,
-        heads=heads,
-        query_size=query,
-        value_size=value,
-        key_value_size=key_value_heads * (query + value),
-        window=None if window in (_NOTHING, None) else window,
+        attention=attention,
         middle=max(0.0, outputs - queries_and_so_on - 2 * description.hidden_size),
         gated=any("gate_proj" in name or "gate_up" in name for name in names),
         norms=len(norms),
@@ -140,15 +113,9 @@ def _last_product(description: Description, index: int) -> Product | None:
     return last
 
 
-def _products(description: Description, index: int) -> Iterator[Product]:
-    return (product for _, product in _named_products(description, index))
-
-
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
     """Return products with the name of their module within the layer."""
-    config = description.layer_config(index)
-    experts = first_number(config, EXPERTS)
-    met = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+    experts, met = experts_of(description.layer_config(index))
     for name, module in description.layer(index).named_modules():
         turned = hasattr(module, "nf")  # transformers' Conv1D stores its matrix as [inputs, outputs]
         for parameter in module.parameters(recurse=False):
@@ -157,21 +124,6 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
             elif parameter.ndim == 2:
                 outputs, inputs = parameter.shape[::-1] if turned else parameter.shape
                 yield name, Product(inputs, outputs)
-
-
-_NOTHING = -1
-"""Replaces a window: the layer has no attention over a context."""
-
-
-def _window(description: Description, index: int) -> int | None:
-    config = description.layer_config(index)
-    types = getattr(config, "layer_types", None)
-    kind = types[index] if types else None
-    if kind in WITHOUT_ATTENTION or config is None:
-        return _NOTHING
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    windowed = kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True))
-    return window if windowed and isinstance(window, int) else None
 
 
 # --- bytes that are read and written --------------------------------------------------------------------------
@@ -184,11 +136,11 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
     writes queries and keys. Otherwise as transformers computes them: an RMSNorm in fp32 is five operations, and
     rotary embedding cuts, negates, joins, multiplies twice and adds.
     """
-    hidden = work.hidden_size
+    hidden, attention = work.hidden_size, work.attention
     eager_norm = 28.0 if element == 4 else 24.0 + 4.0 * element
     eager = 0 if fused else work.eager_norms
     norms = hidden * (eager * eager_norm + (work.norms - eager) * 2.0 * element)
-    rotated = work.heads * work.query_size + work.key_value_size / 2
+    rotated = attention.heads * attention.query_size + attention.key_value_size / 2
     rotary = rotated * element * (2.0 if fused else 9.0)
     if work.gated:
         activation = work.middle * element * (1.5 if fused else 2.5)

@@ -26,8 +26,8 @@ from .panel import Panel, lanes
 RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
 """Resources that an event can wait for, by number; 0 means unknown. Others are added on first use."""
 
-COMPUTE, TRANSFERS, COPIES = range(3)
-"""Types of rows of events."""
+COMPUTE, TRANSFERS, BESIDE = range(3)
+"""Types of rows of events; `BESIDE`: copies to the host and back, and collectives over replicas."""
 
 _LARGEST = 2**30
 
@@ -110,11 +110,9 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
     for device in range(panel.devices):
         rows.append((device, COMPUTE, len(events)))
         events += panel.rows[device]
-    for shows in (TRANSFERS, COPIES):
+    for shows in (TRANSFERS, BESIDE):
         for device in range(panel.devices):
-            row = [
-                event for event in panel.beside[device] if (event.item.kind in (Kind.O, Kind.L)) == (shows == COPIES)
-            ]
+            row = [event for event in panel.beside[device] if isinstance(event.item, Transfer) == (shows == TRANSFERS)]
             chosen = lanes(row)
             for lane in range(max(chosen, default=-1) + 1):
                 rows.append((device, shows, len(events)))

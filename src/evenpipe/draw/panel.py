@@ -26,7 +26,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A device was idle until `item`, a transfer or a copy, was complete."""
+    """A device was idle until `item`, which runs beside compute, was complete."""
 
     item: Item
     start: float
@@ -52,10 +52,11 @@ class Panel:
         return rows + ((),) * (self.devices - len(rows))
 
     @cached_property
-    def copies(self) -> tuple[tuple[Event, ...], ...]:
-        """Return copies to the host and back, per device, by start, without those of length 0."""
+    def passes_beside(self) -> tuple[tuple[Event, ...], ...]:
+        """Return copies to the host and back, and collectives over replicas, per device, by start, without those of
+        length 0."""
         return tuple(
-            tuple(event for event in row if event.item.kind in (Kind.O, Kind.L) and event.end > event.start)
+            tuple(event for event in row if isinstance(event.item, Pass) and event.end > event.start)
             for row in self.beside
         )
 
@@ -72,7 +73,7 @@ class Panel:
 
     @cached_property
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
-        """Return the kinds of transfer and copy that any device waits for, in the order of legends."""
+        """Return the kinds that run beside compute and that any device waits for, in the order of legends."""
         found = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
         return tuple(kind for kind in LOOKS if kind in found)
 

@@ -5,10 +5,12 @@ Only shapes with plain attributes are used, without scripts, so every viewer and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from evenpipe.schedule import Event
-from evenpipe.schedule.passes import unit_text
+from evenpipe.schedule import Event, Item, Kind, Pass, TransferKind
+from evenpipe.schedule.passes import SHARDING_KINDS, unit_text
+from evenpipe.schedule.sharding import part_of
 
 from .axis import ticks
 from .canvas import FAINT, Canvas, n, text_width
@@ -24,7 +26,7 @@ _SPEEDUP = 40
 _WAIT = 0.3
 """Height of the bar of a wait, relative to a row."""
 _COPY = 0.4
-"""Height of the lane of copies to the host and back, relative to a row."""
+"""Height of the lane of passes beside compute, relative to a row."""
 
 
 def svg(
@@ -51,23 +53,23 @@ def svg(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Heights of a device's row, of the lane of copies and the memory curve below it, and of the gap to the next."""
+    """Heights of a device's row, of the passes beside it and the memory curve below it, and of the gap to the next."""
 
     height: float
-    copies: float
+    beside: float
     memory: float
     gap: float
 
     @property
     def pitch(self) -> float:
-        return self.height + self.copies + self.memory + self.gap
+        return self.height + self.beside + self.memory + self.gap
 
     @classmethod
-    def of(cls, devices: int, *, copies: bool, memory: bool) -> _Rows:
+    def of(cls, devices: int, *, beside: bool, memory: bool) -> _Rows:
         height = 24.0 if devices <= 8 else 18.0 if devices <= 16 else 13.0 if devices <= 48 else 600 / devices
         gap = min(4.0, height / 5)
-        lane = round(height * _COPY, 1) if copies else 0.0
-        return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or copies else 0))
+        lane = round(height * _COPY, 1) if beside else 0.0
+        return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or beside else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class _Page:
         self.waits = waits
         self.length = max(panel.length for panel in panels)
         most = max(panel.devices for panel in panels)
-        self.copies = any(row for panel in panels for row in panel.copies)
-        self.rows = _Rows.of(most, copies=self.copies, memory=memory)
+        self.beside = any(row for panel in panels for row in panel.passes_beside)
+        self.rows = _Rows.of(most, beside=self.beside, memory=memory)
         self.left = 12 + text_width(f"device {max(most - 1, 0)}", 12)
         self.right = float(_RIGHT)
         if memory:
@@ -138,9 +140,9 @@ class _Page:
                 middle = y + self.rows.height / 2 + size * 0.36
                 self.canvas.text(self.left - 8, middle, f"device {device}", size, fill=FAINT, anchor="end")
             self._row(panel, device, y)
-            self._copies(panel, device, y + self.rows.height)
+            self._beside(panel, device, y + self.rows.height)
             if self.memory:
-                self._curve(panel, device, y + self.rows.height + self.rows.copies, highest)
+                self._curve(panel, device, y + self.rows.height + self.rows.beside, highest)
         return top + panel.devices * self.rows.pitch
 
     def _row(self, panel: Panel, device: int, y: float) -> None:
@@ -157,18 +159,18 @@ class _Page:
         for event in long:
             self._box(panel, event, y)
 
-    def _copies(self, panel: Panel, device: int, y: float) -> None:
-        """Draw copies beside compute, on as many lanes as run at a time."""
-        events = panel.copies[device]
+    def _beside(self, panel: Panel, device: int, y: float) -> None:
+        """Draw passes beside compute, on as many lanes as run at a time."""
+        events = panel.passes_beside[device]
         chosen = lanes(events)
-        height = self.rows.copies / (max(chosen, default=0) + 1)
+        height = self.rows.beside / (max(chosen, default=0) + 1)
         for event, lane in zip(events, chosen, strict=True):
             x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
             edge = 0.4 if width >= 4 else 0.0
             box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
             colour = LOOKS[event.item.kind].colour
             self.canvas.rect(box.x, box.y, box.width, box.height, colour)
-            self._number(unit_text(event.item), colour, box)
+            self._number(_short(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
         height = self.rows.height
@@ -260,14 +262,12 @@ class _Page:
         return bottom + _AXIS + (14 if unit else 0)
 
     def _legend(self, top: float) -> float:
-        entries = [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in kinds_in(self.panels)]
-        copied = {event.item.kind for panel in self.panels for row in panel.copies for event in row}
-        entries += [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in LOOKS if kind in copied]
+        beside = {event.item.kind for panel in self.panels for row in panel.passes_beside for event in row}
+        entries = _entries(kinds_in(self.panels)) + _entries(kind for kind in LOOKS if kind in beside)
         entries.append((IDLE, "idle"))
         if self.waits:
             awaited = {kind for panel in self.panels for kind in panel.awaited}
-            kinds = [kind for kind in LOOKS if kind in awaited]
-            entries += [(LOOKS[kind].colour, f"waits for {kind.value}  {LOOKS[kind].words}") for kind in kinds]
+            entries += _entries((kind for kind in LOOKS if kind in awaited), "waits for ")
         x = self.left
         for colour, text in entries:
             size = 20 + text_width(text, 12)
@@ -285,3 +285,16 @@ class _Page:
 
     def _x(self, panel: Panel, time: float) -> float:
         return self.left + (time - panel.origin) * self.pixels_per_unit
+
+
+def _entries(kinds: Iterable[Kind | TransferKind], begin: str = "") -> list[tuple[str, str]]:
+    """Return colour and text of each look in a legend; kinds that look alike share the first one's."""
+    first = {LOOKS[kind]: kind for kind in reversed(list(kinds))}
+    return [(look.colour, f"{begin}{kind.value}  {look.words}") for look, kind in reversed(first.items())]
+
+
+def _short(item: Item) -> str:
+    """Return the unit of a copy; the part that a collective over replicas is about."""
+    if isinstance(item, Pass) and item.kind in SHARDING_KINDS:
+        return str(part_of(item))
+    return unit_text(item)

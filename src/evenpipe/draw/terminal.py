@@ -16,7 +16,7 @@ from statistics import median
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Event, Kind, TransferKind
-from evenpipe.schedule.passes import unit_text
+from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, unit_text
 
 from .ansi import DEPTHS, Painter
 from .axis import ticks
@@ -30,9 +30,9 @@ MOST_LINES = 128
 """Most rows of devices in a picture without colour, if a device takes several."""
 _LETTER: dict[Kind | TransferKind, str] = {
     Kind.OVERLAP_F_B: "&",
-    Kind.UNSHARD: "u",
-    Kind.RESHARD: "r",
-    Kind.REDUCE_GRAD: "g",
+    **dict.fromkeys(GATHERING_KINDS, "u"),
+    **dict.fromkeys(FREEING_KINDS, "r"),
+    **dict.fromkeys(REDUCING_KINDS, "g"),
 }
 _COUNTED = (Kind.F, Kind.B, Kind.I, Kind.W)
 """Kinds that a picture in letters must have room for; those of vocabulary layers are often much shorter."""

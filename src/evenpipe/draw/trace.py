@@ -1,9 +1,9 @@
 """Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
 A device is a process, counted from 1, because Perfetto uses 0 for the kernel. Its threads are compute, waits (idle
-times, by the transfer that ended them), communication and copies to and from the host, with as many threads of the last
-two as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device that takes
-its result, if the timeline has the placement of its stages.
+times, by what ended them), communication, copies to and from the host, and collectives over replicas, with as many
+threads of the last three as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of
+another device that takes its result, if the timeline has the placement of its stages.
 
 Times are whole nanoseconds, the unit of Perfetto, so that consecutive slices do not overlap.
 
@@ -17,13 +17,16 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from evenpipe.schedule import Event, Kind, Pass, parts_of
+from evenpipe.schedule import Event, Item, Kind, Pass, Transfer, parts_of
+from evenpipe.schedule.passes import SHARDING_KINDS
 
 from .panel import Panel, Timelines, lanes, panels_of
 
 _MICROSECONDS = 1e6
 _DEFAULT_UNIT_SECONDS = 1e-3
-_COMPUTE, _WAITS, _THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 1, 2, 100, 200  # numbers of threads
+_COMPUTE, _WAITS = 1, 2  # numbers of threads
+_THREADS = {"communication": 100, "copies": 200, "replicas": 300}
+"""First numbers of the threads of what runs beside compute."""
 _BACKWARD = (Kind.I, Kind.B)
 
 
@@ -92,10 +95,9 @@ class _Writer:
 
     def _beside(self) -> Iterator[tuple[Event, int, str]]:
         """Return the events beside compute, with their threads; name the threads."""
-        groups = (("communication", _THREADS_OF_COMMUNICATION), ("copies", _THREADS_OF_COPIES))
         for device in range(self.panel.devices):
-            for category, base in groups:
-                row = [event for event in self.panel.beside[device] if _is_copy(event) == (category == "copies")]
+            for category, base in _THREADS.items():
+                row = [event for event in self.panel.beside[device] if _category(event.item) == category]
                 for event, lane in zip(row, lanes(row), strict=True):
                     self.threads[device, base + lane] = f"{category} {lane + 1}" if lane else category
                     yield event, base + lane, category
@@ -139,8 +141,10 @@ class _Writer:
         return round((time - self.panel.origin) * self.unit, 3)
 
 
-def _is_copy(event: Event) -> bool:
-    return event.item.kind in (Kind.O, Kind.L)
+def _category(item: Item) -> str:
+    if isinstance(item, Transfer):
+        return "communication"
+    return "replicas" if item.kind in SHARDING_KINDS else "copies"
 
 
 def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:

@@ -12,7 +12,7 @@ from evenpipe.model.shape import LayerShape
 
 def is_eager(shape: LayerShape, kernels: Kernels) -> bool:
     """Return whether attention stores all of its probabilities."""
-    return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention == "eager")
+    return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention.eager)
 
 
 class Attention(Norms):
@@ -41,7 +41,7 @@ class Attention(Norms):
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         """Return the result, and the probabilities if there are any."""
         query, key, value = self._projected(hidden)
-        if self._shape.rotary_size:
+        if self._shape.rotary.size:
             query, key = self._rotated(query, key)
         if "core attention" in self._again:
             core = self._tape.checkpointed(lambda *given: self._core(*given)[0], query, key, value)
@@ -54,38 +54,35 @@ class Attention(Norms):
         return self._operations.linear(
             result,
             sizes.stream,
-            sizes.heads * shape.value_size * sizes.hidden,
-            sizes.hidden if shape.output_bias else 0,
+            sizes.heads * shape.attention.head_size * sizes.hidden,
+            sizes.hidden if shape.attention.output_bias else 0,
             "result of attention",
             scattered=sizes.gathered,
         )
 
     def _projected(self, hidden: Sketch) -> tuple[Sketch, Sketch, Sketch]:
-        shape, sizes = self._shape, self._sizes
-        widths = (
-            sizes.heads * shape.query_size,
-            sizes.key_value_heads * shape.query_size,
-            sizes.key_value_heads * shape.value_size,
-        )
-        if shape.packed_qkv or self._kernels.packed_qkv:
-            packed = self._columns(hidden, sum(widths), shape.attention_bias, "packed queries, keys and values")
-            if shape.sliced_qkv:
+        shape, sizes = self._shape.attention, self._sizes
+        heads = (sizes.heads, sizes.key_value_heads, sizes.key_value_heads)
+        widths = [count * shape.head_size for count in heads]
+        if shape.qkv != "apart" or self._kernels.packed_qkv:
+            packed = self._columns(hidden, sum(widths), shape.bias, "packed queries, keys and values")
+            if shape.qkv == "sliced":
                 query, key, value = (self._operations.part(packed, sizes.tokens * width) for width in widths)
             else:
-                if shape.joined_rotary:
+                if self._shape.rotary.joined:
                     packed = self._turned(packed)
                 query, key, value = self._operations.parts(packed, [sizes.tokens * width for width in widths])
             return self._query_key_norm(query, sizes.heads), self._query_key_norm(key, sizes.key_value_heads), value
-        query = self._turned(self._columns(hidden, widths[0], shape.attention_bias, "queries"))
-        if not shape.late_query_key_norm:
+        query = self._turned(self._columns(hidden, widths[0], shape.bias, "queries"))
+        if not shape.late_norm:
             query = self._query_key_norm(query, sizes.heads)
-        key = self._turned(self._columns(hidden, widths[1], shape.attention_bias, "keys"))
-        if not shape.late_query_key_norm:
+        key = self._turned(self._columns(hidden, widths[1], shape.bias, "keys"))
+        if not shape.late_norm:
             key = self._query_key_norm(key, sizes.key_value_heads)
-        value = self._columns(hidden, widths[2], shape.attention_bias, "values")
+        value = self._columns(hidden, widths[2], shape.bias, "values")
         if not self._is_flash:
             value = self._turned(value)
-        if shape.late_query_key_norm:
+        if shape.late_norm:
             query = self._query_key_norm(query, sizes.heads)
             key = self._query_key_norm(key, sizes.key_value_heads)
         return query, key, value
@@ -100,12 +97,12 @@ class Attention(Norms):
 
     def _turned(self, x: Sketch) -> Sketch:
         """Heads before tokens, in place; in memory the gradient arrives in that order too, and is copied back."""
-        if self._kernels.rotary == "fused" and self._is_flash and not self._shape.packed_qkv:
+        if self._kernels.rotary == "fused" and self._is_flash and self._shape.attention.qkv == "apart":
             return x
         return self._operations.turned(x)
 
     def _query_key_norm(self, x: Sketch, heads: int) -> Sketch:
-        style, sizes = self._shape.query_key_norm, self._sizes
+        style, sizes = self._shape.attention.query_key_norm, self._sizes
         if style == "none":
             return x
         rows = sizes.tokens * heads if style == "head" else sizes.tokens
@@ -115,7 +112,7 @@ class Attention(Norms):
         operations, element = self._operations, self._sizes.element
         if self._kernels.rotary == "fused":
             return operations.fused_rotary(query, key, self._tables)
-        if self._shape.wide_rotary:
+        if self._shape.rotary.wide:
             query, key = operations.to(query, WIDE), operations.to(key, WIDE)
         turned_query, turned_key = self._by_angles(query, "queries"), self._by_angles(key, "keys")
         return operations.to(turned_query, element, "queries"), operations.to(turned_key, element, "keys")
@@ -124,8 +121,8 @@ class Attention(Norms):
         """x cos + rotate_half(x) sin."""
         operations, shape = self._operations, self._shape
         rest = None
-        if shape.joined_rotary:
-            rotated = x.elements * shape.rotary_size // shape.query_size
+        if shape.rotary.joined:
+            rotated = x.elements * shape.rotary.size // shape.attention.head_size
             x, rest = operations.part(x, rotated), operations.part(x, x.elements - rotated)
         cosine, sine = self._tables
         result = operations.add(operations.times_table(x, cosine), operations.times_table(self._half(x), sine), name)
@@ -155,13 +152,13 @@ class Attention(Norms):
             query,
             key,
             value,
-            size=sizes.tokens * sizes.heads * shape.value_size,
+            size=sizes.tokens * sizes.heads * shape.attention.head_size,
             rows=sizes.tokens * sizes.heads,
             mask=mask,
             others=(sizes.context_parallel - 1) * (key.elements + value.elements),
         )
         del mask
-        if shape.joined_rotary and kernels.attention == "sdpa" and kernels.rotary == "eager":
+        if shape.rotary.joined and kernels.attention == "sdpa" and kernels.rotary == "eager":
             # The result has the memory layout of the queries, which were concatenated by heads.
             result = operations.turned(result, copies=True, copies_gradient=False, name="attention, by tokens")
         return result, None
@@ -173,21 +170,21 @@ class Attention(Norms):
             key, value = operations.repeated(key, groups), operations.repeated(value, groups)
         scores = sizes.tokens * sizes.heads * sizes.context
         # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
-        lies_by_heads = shape.joined_rotary
+        lies_by_heads = shape.rotary.joined
         weights = operations.scaled(
             operations.product(
                 self._by_heads(query, lies_by_heads), self._by_heads(key, groups > 1 or lies_by_heads), scores
             )
         )
-        if shape.soft_cap:
+        if shape.attention.soft_cap:
             weights = operations.scaled(weights)
             weights = operations.elementwise(weights, "capped scores", saves_result=True)
             weights = operations.scaled(weights)
         weights = operations.offset(weights)  # plus the mask
-        if shape.wide_softmax:
+        if shape.attention.wide_softmax:
             weights = operations.to(weights, WIDE)
         weights = operations.to(operations.softmax(weights, "probabilities"), sizes.element, "probabilities")
-        size = sizes.tokens * sizes.heads * shape.value_size
+        size = sizes.tokens * sizes.heads * shape.attention.head_size
         result = operations.product(weights, self._by_heads(value, groups > 1), size)
         result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
         return result, weights

@@ -74,7 +74,7 @@ class Block(Attention):
             self._remade(self._inner(hidden), "activation"),
             sizes.stream,
             sizes.mlp * sizes.hidden,
-            sizes.hidden if shape.mlp_bias else 0,
+            sizes.hidden if shape.mlp.bias else 0,
             "result of the MLP",
             scattered=sizes.gathered,
         )
@@ -83,29 +83,29 @@ class Block(Attention):
         """Return the tensor between the products."""
         operations, shape, sizes = self._operations, self._shape, self._sizes
         fused = self._kernels.activation == "fused"
-        if not shape.gated:
-            up = self._columns(hidden, sizes.mlp, shape.mlp_bias, "up")
+        if not shape.mlp.gated:
+            up = self._columns(hidden, sizes.mlp, shape.mlp.bias, "up")
             return operations.elementwise(up, "input of down") if fused else self._activated(up, "input of down")
-        if shape.packed_gate:
-            packed = self._columns(hidden, 2 * sizes.mlp, shape.mlp_bias, "gate and up")
+        if shape.mlp.packed_gate:
+            packed = self._columns(hidden, 2 * sizes.mlp, shape.mlp.bias, "gate and up")
             if fused:
                 return operations.fused_packed_gate(packed, "input of down")
             gate, up = operations.parts(packed, [sizes.tokens * sizes.mlp] * 2)
             return operations.times(up, self._activated(gate, "activated gate"), "input of down")
         if fused:
             return operations.fused_gate(
-                self._columns(hidden, sizes.mlp, shape.mlp_bias, "gate"),
-                self._columns(hidden, sizes.mlp, shape.mlp_bias, "up"),
+                self._columns(hidden, sizes.mlp, shape.mlp.bias, "gate"),
+                self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"),
                 "input of down",
             )
         return operations.times(
-            self._activated(self._columns(hidden, sizes.mlp, shape.mlp_bias, "gate"), "activated gate"),
-            self._columns(hidden, sizes.mlp, shape.mlp_bias, "up"),
+            self._activated(self._columns(hidden, sizes.mlp, shape.mlp.bias, "gate"), "activated gate"),
+            self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"),
             "input of down",
         )
 
     def _activated(self, x: Sketch, name: str) -> Sketch:
-        operations, function = self._operations, self._shape.activation
+        operations, function = self._operations, self._shape.mlp.activation
         if function in SAVES_INPUT or function in SAVES_RESULT:
             return operations.elementwise(x, name, saves_result=function in SAVES_RESULT)
         if function == "relu2":

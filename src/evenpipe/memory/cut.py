@@ -66,8 +66,8 @@ def sizes_of(
     """
     batch = divided(tokens, sequence, "tokens of a microbatch over the sequence")
     local = batch * divided(sequence, cp, "sequence over context parallelism")
-    heads = divided(shape.heads, tp, "heads over tensor parallelism")
-    key_value_heads = shape.key_value_heads
+    heads = divided(shape.attention.heads, tp, "heads over tensor parallelism")
+    key_value_heads = shape.attention.key_value_heads
     if key_value_heads < tp:
         divided(tp, key_value_heads, "tensor parallelism over heads of keys and values")
         key_value_heads = tp  # every GPU holds one whole head; some hold the same one
@@ -78,7 +78,7 @@ def sizes_of(
         hidden=shape.hidden_size,
         heads=heads,
         key_value_heads=divided(key_value_heads, tp, "heads of keys and values over tensor parallelism"),
-        mlp=divided(shape.mlp_size, tp, "size of the MLP over tensor parallelism"),
+        mlp=divided(shape.mlp.size, tp, "size of the MLP over tensor parallelism"),
         element=element,
         stream_tokens=divided(local, tp, "tokens over sequence parallelism") if sequence_parallel else local,
         context_parallel=cp,

@@ -107,7 +107,8 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
     total = 0
     for shape, choice in zip(source.shapes[first:last], settings.checkpointing[first:last], strict=True):
         if choice not in COPIES_NOTHING:
-            total += settings.tokens_here * shape.heads * shape.value_size * settings.element // settings.parallelism.tp
+            width = shape.attention.heads * shape.attention.head_size
+            total += settings.tokens_here * width * settings.element // settings.parallelism.tp
     return total
 
 

@@ -18,7 +18,7 @@ from transformers import masking_utils
 
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import Description
-from evenpipe.model.modules import ModuleStage
+from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.stage import Stage
 
 
@@ -72,18 +72,17 @@ def empty_stage(
 ) -> Stage | ModuleStage:
     """Return layers [first, last) on the meta device, from anywhere in the model: unlike a trainable stage it may own
     an end that it does not reach. For `give_storage`."""
-    build: Any = ModuleStage if description.config is None else Stage
-    stage: Stage | ModuleStage = build(
-        description,
-        first,
-        last,
+    build = ModuleStage if description.config is None else Stage
+    part = Part(
+        first=first,
+        last=last,
         is_first=is_first,
         is_last=is_last,
         dtype=dtype,
         compute_dtype=compute_dtype,
         torch_device="meta",
     )
-    return stage
+    return build(description, part)
 
 
 def give_storage(stage: Stage | ModuleStage) -> None:

@@ -99,9 +99,7 @@ class LayerBytes:
 
 
 def check_has_closed_form(shape: LayerShape) -> None:
-    """Raise InputError for a layer that can only be traced: a mixture of experts, or one with dropout."""
-    if shape.experts:
-        raise InputError(f"experts: {shape.experts} in a layer, whose bytes depend on the routing, expected 0.")
+    """Raise InputError for a layer that can only be traced: one with dropout."""
     if shape.dropout:
         raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
@@ -128,7 +126,7 @@ def layer_bytes(
         checkpointing: of `REGIONS`.
 
     Raises:
-        InputError: a mixture of experts, dropout, an unknown choice, or sizes that cannot be cut evenly.
+        InputError: dropout, an unknown choice, or sizes that cannot be cut evenly.
     """
     if checkpointing not in REGIONS:
         raise InputError(f"checkpointing: {checkpointing!r}, expected one of {', '.join(REGIONS)}.")
@@ -280,17 +278,17 @@ def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
 
 
 def _table_names(shape: LayerShape) -> tuple[str, ...]:
-    return tuple(f"{name} of {shape.rotary_table}" for name in ("cosines", "sines")) if shape.rotary_size else ()
+    return tuple(f"{name} of {shape.rotary.table}" for name in ("cosines", "sines")) if shape.rotary.size else ()
 
 
 def _table(shape: LayerShape, sizes: Sizes) -> tuple[int, int]:
     """Return elements, and bytes of each."""
-    return sizes.tokens // sizes.batch * shape.rotary_size, WIDE if shape.wide_table else sizes.element
+    return sizes.tokens // sizes.batch * shape.rotary.size, WIDE if shape.rotary.wide_table else sizes.element
 
 
 def _masked(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> bool:
     """torch's own attention needs a mask: for a window that is not longer than the sequence."""
-    window = shape.window
+    window = shape.attention.window
     return kernels.attention == "sdpa" and window is not None and sizes.context >= window
 
 
@@ -305,6 +303,6 @@ def given(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> dict[str, int]:
     """Return bytes that the model's forward computes once for all layers of this kind: tables, a mask, positions."""
     elements, element = _table(shape, sizes)
     found = dict.fromkeys(_table_names(shape), elements * element)
-    found[f"mask of {shape.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)
+    found[f"mask of {shape.attention.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)
     found["positions"] = 8 * (sizes.tokens // sizes.batch)
     return {name: size for name, size in found.items() if size}

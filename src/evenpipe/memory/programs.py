@@ -7,8 +7,8 @@ from functools import cached_property
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage, for_replicas
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage
+from evenpipe.recipe.parallelism import Parallelism, for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
 

@@ -75,7 +75,7 @@ def self_check(
     with undisturbed(), torch.enable_grad(), _one_thread(), _sign_of_life(description, say):
         small, dtype = small_model(description)
         generator = torch.Generator().manual_seed(1)
-        for padded in (False, True) if small.takes_attention_mask else (False,):
+        for padded in (False, True) if small.takes("attention_mask") else (False,):
             _check_cut(small, dtype, _batch(small, generator, padded), split)
 
 

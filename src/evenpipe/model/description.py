@@ -14,23 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
-from evenpipe.model.logits import probe_logits
+from evenpipe.model.logits import forward_of_logits, probe_logits
 from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
-    PROBE_BATCH,
-    PROBE_SEQUENCE,
     Structure,
     build_skeleton,
-    call_embedded,
     embedding_of,
     find_layers,
     first_line,
     layers_of,
     module_name,
     persistent_buffers,
-    replace_head,
     uncuttable,
 )
 
@@ -43,48 +39,91 @@ class Description:
     """A copy of the user's config. None for a model of plain modules."""
     architecture: str
     """Class name, for messages."""
-    layers: int
-    hidden_size: int
-    vocabulary_size: int
-    """Rows of the embedding matrix and of the head."""
-    tied: bool
-    """Embedding and head are one matrix, called `embedding_name`; no parameter is then called `head_name`."""
-    embedding_name: str
-    head_name: str
-    head_bias_name: str | None
-    head_weight_shape: tuple[int, int]
-    padding_index: int | None
-    """Row of the embedding that starts at zero and gets no gradient from the embedding."""
-    logit_scale: float
-    """Logits are multiplied by this, before the soft-cap."""
-    soft_cap: float | None
-    """Logits become cap * tanh(logits / cap)."""
-    maximum_length: int | None
-    """`max_position_embeddings`, if the config has it."""
-    takes_position_ids: bool
-    """The model's forward has a parameter `position_ids`."""
-    takes_attention_mask: bool
-    """The model's forward has a parameter `attention_mask`."""
-    position_rows: int | None
-    """Position ids must be below this, since they index a table (learned positions); None: no table outside layers."""
     structure: Structure
-    counts_positions: bool = False
-    """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
     skeleton: Any = field(repr=False)
     """The whole model on the meta device, fp32: names and shapes. For plain modules: the modules themselves."""
+    logit_scale: float = 1.0
+    """Logits are multiplied by this, before the soft-cap."""
+    soft_cap: float | None = None
+    """Logits become cap * tanh(logits / cap)."""
+    router_loss: RouterLoss | None = None
+    """Added to the loss of a mixture of experts whose config sets `output_router_logits`."""
+    position_rows: int | None = None
+    """Position ids must be below this, since they index a table (learned positions); None: no table outside layers."""
+    counts_positions: bool = False
+    """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
     source: str | None = None
     """Hub name or folder with the weights; None: fresh weights, or the weights of `model`."""
     model: Any = field(default=None, repr=False)
     """A live model from which the stages copy their weights."""
     trust_remote_code: bool = False
-    router_loss: RouterLoss | None = None
-    """Added to the loss of a mixture of experts whose config sets `output_router_logits`."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(layers_of(self.skeleton, self.structure.layers_name))
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the embedding matrix and of the head."""
+        return self._embedding.weight.shape[1]
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the embedding matrix and of the head."""
+        return self._embedding.weight.shape[0]
+
+    @property
+    def padding_index(self) -> int | None:
+        """Row of the embedding that starts at zero and gets no gradient from the embedding."""
+        return self._embedding.padding_idx
+
+    @property
+    def tied(self) -> bool:
+        """Embedding and head are one matrix, called `embedding_name`; no parameter is then called `head_name`."""
+        return self._embedding.weight is self._head.weight
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the embedding matrix."""
+        return f"{self.structure.embedding_module}.weight"
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's matrix."""
+        return f"{self.structure.head_module}.weight"
+
+    @property
+    def head_bias_name(self) -> str | None:
+        """Name of the head's bias, the first one if it has several; None if there is none."""
+        bias = self._head.bias
+        return next((name for name, one in self.skeleton.named_parameters() if one is bias), None)
 
     @property
     def vocabulary_names(self) -> tuple[str, ...]:
         """Parameters that are sharded by rows and belong to no stage."""
         names = (self.embedding_name, None if self.tied else self.head_name, self.head_bias_name)
         return tuple(name for name in names if name is not None)
+
+    @property
+    def maximum_length(self) -> int | None:
+        """`max_position_embeddings`, if the config has it."""
+        length = (
+            None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        )
+        return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def _embedding(self) -> nn.Embedding:
+        return embedding_of(self.skeleton, self.structure.embedding_module)
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self.skeleton.get_submodule(self.structure.head_module)
+
+    def takes(self, argument: str) -> bool:
+        """Return whether the model's forward has a parameter of that name; plain modules take hidden states only."""
+        return self.config is not None and takes(type(self.skeleton), argument)
 
     def positions_of(self, token_ids: torch.Tensor) -> torch.Tensor | None:
         """Return position ids [batch, sequence] if the model counts them from token ids, which stages do not have;
@@ -176,7 +215,6 @@ def _describe(
             )
     embedding, head = _ends(skeleton)
     layers_name = find_layers(skeleton)
-    layers = len(layers_of(skeleton, layers_name))
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     check_sharing(architecture, skeleton, embedding, head)
@@ -187,54 +225,24 @@ def _describe(
         tied = live_embedding.weight is live_head.weight
         if tied != (embedding.weight is head.weight):
             skeleton = _tied_otherwise(architecture, config, model_class, tied)
-            embedding, head = _ends(skeleton)
 
-    quiet = copy.deepcopy(config)
-    without_router_loss(quiet)
-    fresh = build_skeleton(quiet, torch.float64, model_class)
+    fresh = build_skeleton(without_router_loss(config), torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
-    # `fresh` now runs without layers and weights, and the stub in the head's place can return any logits.
-    looked = embedding_of(fresh, embedding_module)
-    logits_for: list[torch.Tensor] = []
-    replace_head(fresh, head_module, lambda hidden: logits_for[0])
-
-    def run(z: torch.Tensor) -> torch.Tensor:
-        logits_for[:] = [z]
-        with torch.no_grad():
-            hidden = torch.ones(z.shape[0], z.shape[1], embedding.weight.shape[1], dtype=torch.float64)
-            return call_embedded(fresh, looked, structure.wants_token, hidden, return_dict=True).logits
-
-    scale, cap = probe_logits(architecture, run, head.weight.shape[0])
-    router_loss = None
-    if wants_router_loss(config):
-        logits_for[:] = [torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, head.weight.shape[0], dtype=torch.float64)]
-        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], structure)
-    takes_position_ids = takes(model_class, "position_ids")
-    padding = embedding.padding_idx
-    counts = takes_position_ids and padding is not None and probe_counted_positions(fresh, structure, padding)
-    maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # `fresh` now runs on hidden states without layers and weights.
+    scale, cap = probe_logits(architecture, forward_of_logits(fresh, structure), head.weight.shape[0])
+    takes_position_ids, padding = takes(model_class, "position_ids"), embedding.padding_idx
     return Description(
         config=config,
         architecture=architecture,
-        layers=layers,
-        hidden_size=embedding.weight.shape[1],
-        vocabulary_size=embedding.weight.shape[0],
-        tied=embedding.weight is head.weight,
-        embedding_name=f"{embedding_module}.weight",
-        head_name=f"{head_module}.weight",
-        head_bias_name=None if head.bias is None else _name_of(skeleton, head.bias),
-        head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
-        padding_index=embedding.padding_idx,
-        logit_scale=scale,
-        soft_cap=cap,
-        maximum_length=maximum_length if isinstance(maximum_length, int) and maximum_length > 0 else None,
-        takes_position_ids=takes_position_ids,
-        takes_attention_mask=takes(model_class, "attention_mask"),
-        position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
-        router_loss=router_loss,
-        counts_positions=counts,
         structure=structure,
         skeleton=skeleton,
+        logit_scale=scale,
+        soft_cap=cap,
+        router_loss=probe_router_loss(fresh, structure) if wants_router_loss(config) else None,
+        position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
+        counts_positions=takes_position_ids
+        and padding is not None
+        and probe_counted_positions(fresh, structure, padding),
         source=name,
         model=live,
         trust_remote_code=trust_remote_code,
@@ -303,11 +311,6 @@ def check_sharing(
             in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
             if other != name and not tied and not in_one_layer:
                 raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
-
-
-def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
-    """Return the name of a parameter in `named_parameters`, the first one if it has several."""
-    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def _layer_of(name: str, layers: str | None) -> str | None:

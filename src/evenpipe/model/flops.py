@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.model.description import Description
@@ -13,6 +13,33 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The attention of one layer over its context."""
+
+    heads: int
+    """0 if there is no such attention."""
+    query_size: int
+    value_size: int
+    key_value_size: int
+    """Size of keys and values of one token, all heads."""
+    window: int | None
+    """Tokens that attention looks back on; None: all."""
+
+    def context(self, sequence: int) -> int:
+        """Return the most keys that a token attends to."""
+        return sequence if self.window is None else min(self.window, sequence)
+
+    def pairs(self, sequence: int) -> float:
+        """Return the keys that a token attends to, on average over a causal sequence."""
+        window = self.context(sequence)
+        return window - window * (window - 1) / (2 * sequence)
+
+    def flops(self, keys: float) -> float:
+        """Return the forward FLOPs of a token with so many keys."""
+        return 2.0 * keys * self.heads * (self.query_size + self.value_size)
+
+
 def layer_flops(description: Description, sequence: int) -> list[float]:
     """Return the forward floating-point operations per token of every layer.
 
@@ -20,14 +47,16 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
     2 * context * heads * (query size + value size), where context is `sequence` or the window if that is smaller.
     Masked products are counted.
     """
-    return [
-        _matrices(description, index) + _attention(description, index, sequence) for index in range(description.layers)
-    ]
+    found = []
+    for index in range(description.layers):
+        attention = attention_of(description, index)
+        found.append(_matrices(description, index) + attention.flops(attention.context(sequence)))
+    return found
 
 
 def head_flops(description: Description) -> float:
     """Return the forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
-    return 2.0 * math.prod(description.head_weight_shape)
+    return 2.0 * description.vocabulary_size * description.hidden_size
 
 
 ARRANGING_SEQUENCE = 2048
@@ -47,9 +76,7 @@ def usual_length(description: Description) -> int:
 
 def _matrices(description: Description, index: int) -> float:
     """Count the matrices. Experts are stored as [experts, ..., ...]; their biases [experts, ...] are not matrices."""
-    config = description.layer_config(index)
-    experts = first_number(config, EXPERTS)
-    share = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+    experts, share = experts_of(description.layer_config(index))
     total = 0.0
     for module in description.layer(index).modules():
         matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
@@ -61,22 +88,34 @@ def _matrices(description: Description, index: int) -> float:
     return total
 
 
-def _attention(description: Description, index: int, sequence: int) -> float:
+def attention_of(description: Description, index: int) -> Attention:
+    """Read the attention of a layer from its config."""
     config = description.layer_config(index)
     types = getattr(config, "layer_types", None)
     kind = types[index] if types else None
     heads = getattr(config, "num_attention_heads", None)
     if kind in WITHOUT_ATTENTION or not isinstance(heads, int):
-        return 0.0
+        heads = 0
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    windowed = kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True))
-    context = min(sequence, window) if windowed and isinstance(window, int) else sequence
-    size = getattr(config, "head_dim", None) or description.hidden_size // heads
+    windowed = heads and (kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True)))
+    size = getattr(config, "head_dim", None) or (description.hidden_size // heads if heads else 0)
     query = getattr(config, "qk_head_dim", None) or size
     value = getattr(config, "v_head_dim", None) or size
-    return 2.0 * context * heads * (query + value)
+    return Attention(
+        heads=heads,
+        query_size=query,
+        value_size=value,
+        key_value_size=(getattr(config, "num_key_value_heads", None) or heads) * (query + value),
+        window=window if windowed and isinstance(window, int) else None,
+    )
 
 
-def first_number(config: Any, names: tuple[str, ...]) -> int | None:
+def experts_of(config: Any) -> tuple[int | None, float]:
+    """Return the number of experts, None without any, and the share of them that a token uses."""
+    experts = _first_number(config, EXPERTS)
+    return experts, (_first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that exists and is a whole number."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

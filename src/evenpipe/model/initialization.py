@@ -6,7 +6,9 @@ blocks of 256 rows, so that every shard gets the same rows and no process draws 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -44,68 +46,54 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
     embedding = embedding_of(stage.whole, structure.embedding_module)
     with undisturbed(), torch.no_grad(), meta_matrix(embedding):
         for unit in units(stage.whole, structure.layers_name):
-            held = [
-                (module, key, parameter)
-                for module in unit.module.modules()
-                for key, parameter in module._parameters.items()
-                if parameter is not None
-            ]
-            if not held:
-                continue
-            elsewhere = _held_elsewhere(unit.module)
-            try:
-                for module, key, stand_in in elsewhere:
-                    setattr(module, key, torch.empty(stand_in.shape))
-                for module, key, parameter in held:
-                    module._parameters[key] = _blank(parameter.shape)
-                unit.apply_rules(seed)
-                torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
-                unit.fill_gaps(lambda module: module._parameters)
-                for module, key, parameter in held:
-                    parameter.copy_(module.get_parameter(key))
-            finally:
-                for module, key, parameter in held:
-                    module._parameters[key] = parameter
-                for module, key, stand_in in elsewhere:
-                    setattr(module, key, stand_in)
+            with _drawing(list(unit.module.modules())) as drawn:
+                if drawn:
+                    unit.apply_rules(seed)
+                    torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
+                    unit.fill_gaps(lambda module: module._parameters)
         for name, module, owner in children_first(stage.whole, "", stage.whole):
-            if structure.layers_name.startswith(f"{name}."):
-                _initialize_around(stage.whole, name, module, owner, seed)
+            if structure.layers_name.startswith(f"{name}."):  # a model around the list of layers
+                with _drawing([module]) as drawn:
+                    if drawn:
+                        torch.default_generator.manual_seed(seed_of(seed, name))
+                        owner._init_weights(module)
+                    for key in drawn:
+                        if untouched(module.get_parameter(key)):
+                            Unit(name, module, owner, stage.whole, None).refuse("", key)
 
 
-def _held_elsewhere(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Return a unit's stand-ins for parameters of other stages: plain tensors without memory that no rule can write."""
-    return [
-        (module, key, value)
-        for module in unit.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
+@contextlib.contextmanager
+def _drawing(modules: list[nn.Module]) -> Iterator[list[str]]:
+    """Replace the direct parameters of these modules by blank ones, and copy those back on exit.
+
+    Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: meanwhile
+    they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
+    """
+    held = [
+        (module, key, parameter)
+        for module in modules
+        for key, parameter in module._parameters.items()
+        if parameter is not None
     ]
-
-
-def _initialize_around(model: PreTrainedModel, name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
-    """Draw the direct parameters of a model around the list of layers."""
-    held = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    if not held:
-        return
-    # Parameters of other stages are plain tensors of zeros without memory here, and no rule can write to them.
-    elsewhere = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    elsewhere = [
+        (module, key, value)
+        for module in modules
+        for key, value in vars(module).items()
+        if held and isinstance(value, torch.Tensor)
+    ]
     try:
-        for key, parameter in held.items():
+        for module, key, stand_in in elsewhere:
+            setattr(module, key, torch.empty(stand_in.shape))
+        for module, key, parameter in held:
             module._parameters[key] = _blank(parameter.shape)
-        for key, value in elsewhere.items():
-            setattr(module, key, torch.empty(value.shape))
-        torch.default_generator.manual_seed(seed_of(seed, name))
-        owner._init_weights(module)
-        for key, parameter in held.items():
-            drawn = module.get_parameter(key)
-            if untouched(drawn):
-                Unit(name, module, owner, model, None).refuse("", key)
-            parameter.copy_(drawn)
+        yield [key for _, key, _ in held]
+        for module, key, parameter in held:
+            parameter.copy_(module.get_parameter(key))
     finally:
-        module._parameters.update(held)
-        for key, value in elsewhere.items():
-            setattr(module, key, value)
+        for module, key, parameter in held:
+            module._parameters[key] = parameter
+        for module, key, stand_in in elsewhere:
+            setattr(module, key, stand_in)
 
 
 def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:

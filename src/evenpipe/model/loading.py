@@ -87,8 +87,8 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
         names = (description.embedding_name, description.head_name)
         name = next((known for known in names if known in files.stored), description.embedding_name)
     files.require([name])
-    is_bias = name == description.head_bias_name
-    files.require_shape(name, description.head_weight_shape[:1] if is_bias else description.head_weight_shape)
+    shape = (description.vocabulary_size, description.hidden_size)
+    files.require_shape(name, shape[:1] if name == description.head_bias_name else shape)
     return files.rows(name, start, stop)
 
 

@@ -11,11 +11,33 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
-from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, uncuttable
+from evenpipe.model.structure import (
+    PROBE_BATCH,
+    PROBE_SEQUENCE,
+    Structure,
+    call_embedded,
+    embedding_of,
+    replace_head,
+    uncuttable,
+)
 
 SMALL, LARGE = 2.0**-30, 2.0**40
 GRID = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.01, 0.5, 3.0, 19.0, 111.0, SMALL, LARGE)
+
+
+def forward_of_logits(model: nn.Module, structure: Structure) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the `run` of `probe_logits` for a model as `probe` leaves it. Its head is replaced."""
+    embedding = embedding_of(model, structure.embedding_module)
+
+    def run(z: torch.Tensor) -> torch.Tensor:
+        replace_head(model, structure.head_module, lambda hidden: z)
+        hidden = torch.ones(*z.shape[:2], embedding.embedding_dim, dtype=torch.float64)
+        with torch.no_grad():
+            return call_embedded(model, embedding, structure.wants_token, hidden, return_dict=True).logits
+
+    return run
 
 
 def probe_logits(
@@ -31,10 +53,10 @@ def probe_logits(
         InputError: the model changes them in another way.
     """
 
+    shape = (PROBE_BATCH, PROBE_SEQUENCE, vocabulary_size)
+
     def at(value: float) -> float:
-        return float(
-            run(torch.full((PROBE_BATCH, PROBE_SEQUENCE, vocabulary_size), value, dtype=torch.float64))[0, 0, 0]
-        )
+        return float(run(torch.full(shape, value, dtype=torch.float64))[0, 0, 0])
 
     scale, largest = at(SMALL) / SMALL, at(LARGE)
     capped = not math.isclose(largest, scale * LARGE, rel_tol=1e-5)
@@ -42,12 +64,9 @@ def probe_logits(
         scale = at(1.0)
     cap = largest if capped else None
 
-    places = torch.arange(PROBE_BATCH * PROBE_SEQUENCE * vocabulary_size).view(
-        PROBE_BATCH, PROBE_SEQUENCE, vocabulary_size
-    )
-    z = torch.tensor(GRID, dtype=torch.float64)[
-        places % len(GRID)
-    ]  # every value in many columns: the result must not depend on the column
+    places = torch.arange(math.prod(shape)).view(shape)
+    # Every value stands in many columns: the result must not depend on the column.
+    z = torch.tensor(GRID, dtype=torch.float64)[places % len(GRID)]
     y = run(z.clone())
     if y.shape != z.shape:
         raise uncuttable(architecture, "its logits change their shape after the output layer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -47,55 +48,43 @@ def describe_modules(
     return Description(
         config=None,
         architecture="the model",
-        layers=len(layers),
-        hidden_size=embedding.weight.shape[1],
-        vocabulary_size=embedding.weight.shape[0],
-        tied=embedding.weight is head.weight,
-        embedding_name="embedding.weight",
-        head_name="head.weight",
-        head_bias_name="head.bias" if head.bias is not None else None,
-        head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
-        padding_index=embedding.padding_idx,
-        logit_scale=1.0,
-        soft_cap=None,
-        maximum_length=None,
-        takes_position_ids=False,
-        takes_attention_mask=False,
-        position_rows=None,
         structure=Structure(layers_name="layers", embedding_module="embedding", head_module="head"),
         skeleton=whole,
         model=whole,
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The part of a model that a stage is, and the form of its tensors: see `build_stage`."""
+
+    first: int
+    last: int
+    is_first: bool
+    is_last: bool
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    torch_device: str | torch.device
+
+
 class ModuleStage(nn.Module):
     """Layers [first, last) of a model of plain modules, with the interface of `Stage`."""
 
-    def __init__(
-        self,
-        description: Description,
-        first: int,
-        last: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        dtype: torch.dtype,
-        torch_device: str | torch.device,
-        compute_dtype: torch.dtype | None = None,  # unused, since there are no stand-ins here as in `Stage`
-    ):
+    def __init__(self, description: Description, part: Part):
         super().__init__()
-        self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
+        self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         whole = description.skeleton
-        self.layers = nn.ModuleDict({str(index): copy.deepcopy(whole.layers[index]) for index in range(first, last)})
-        if is_last:
+        self.layers = nn.ModuleDict(
+            {str(index): copy.deepcopy(whole.layers[index]) for index in range(part.first, part.last)}
+        )
+        if part.is_last:
             self.norm = copy.deepcopy(whole.norm)
         self._embedding: tuple[nn.Embedding, ...] = ()
-        if is_first:
-            embedding = _without_weight(whole.embedding)
-            self._embedding = (embedding.to(torch_device),)
-        self.to(torch_device)
+        if part.is_first:
+            self._embedding = (_without_weight(whole.embedding).to(part.torch_device),)
+        self.to(part.torch_device)
         for parameter in self.parameters():  # not buffers: rounding them may change results
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(part.dtype)
         self._returns_checked = False
         self.train()
 

@@ -139,7 +139,10 @@ def _to_disk(
         for disk, part in _converted(used, first_name, description).items():
             yield _renamed(disk, renamings), part
     if waiting:
-        missing = sorted({member for first in waiting for member in groups[first]} - {*_members(waiting)})
+        missing = sorted(
+            {member for first in waiting for member in groups[first]}
+            - {name for parts in waiting.values() for name in parts}
+        )
         raise InputError(f"{missing[0]} of {description.architecture} is missing: it is stored with others in one.")
 
 
@@ -168,11 +171,6 @@ def _groups(names: Mapping[str, torch.Tensor], converters: list[WeightConverter]
         if converter is not None:
             groups.setdefault(first_name, []).append(name)
     return groups
-
-
-def _members(waiting: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    for parts in waiting.values():
-        yield from parts
 
 
 def _renamed(name: str, renamings: list[WeightRenaming]) -> str:

@@ -18,13 +18,14 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from evenpipe.errors import InputError
 from evenpipe.model.graph import graph_nodes
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.structure import (
@@ -58,6 +59,7 @@ class _Record:
     beside: list[torch.Tensor] = field(default_factory=list)
     """All tensors that layers receive besides the hidden states."""
     head_input: torch.Tensor | None = None
+    writes_to_input: bool = False
 
     def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         self.head_input = hidden
@@ -88,6 +90,125 @@ class _Record:
         return forward
 
 
+class _Probe:
+    """A hollow model whose layers record what they get."""
+
+    def __init__(self, model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str):
+        self.model = model
+        self.layers, self.embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
+        self.arguments = [*inspect.signature(self.layers[0].forward).parameters]
+        self.known = Structure(
+            layers_name=layers_name,
+            embedding_module=embedding_module,
+            head_module=head_module,
+            layer_argument=self.arguments[0],
+        )
+        self.shape = (PROBE_BATCH, PROBE_SEQUENCE, self.embedding.weight.shape[1])
+        hollow(model, self.known, range(0), lambda hidden: hidden)
+        self.numbers, self.shown = _numbers_for_parameters(model)
+        self.rows = torch.rand(self.shape, dtype=torch.float64, requires_grad=True)
+        self.neutral_token = neutral_token(model.config, self.embedding.padding_idx)
+
+    def run(self, form: Structure, beside: torch.Tensor | None = None) -> _Record:
+        """Return what one forward shows if layers return and the model wants what `form` says."""
+        record = _Record()
+        for index, layer in enumerate(self.layers):
+            layer.forward = record.layer_forward(index, self.arguments, form.returns, beside)
+        replace_head(self.model, form.head_module, record.take_head_input)
+        embedded = embed_rows(self.embedding, self.rows).clone()  # some families write to their input
+        call_embedded(self.model, self.embedding, form.wants_token, embedded)
+        record.writes_to_input = embedded._version > 0
+        return record
+
+    def first_that_runs(self) -> tuple[_Record, Structure]:
+        """Try the forms of a layer's result, without token ids and with them."""
+        failure = ""
+        for token, returns in itertools.product((None, self.neutral_token), (0, 1, 2, 3)):
+            form = replace(self.known, returns=returns, wants_token=token)
+            try:
+                record = self.run(form)
+            except Exception as error:  # families raise many types on a form that they do not expect
+                failure = failure or (
+                    "its forward needs more of what other devices hold than the hidden states that layers hand on: it"
+                    f" stops at {_where(error)}"
+                )
+                continue
+            first = record.received[0] if record.received else None
+            if isinstance(first, torch.Tensor) and first.shape != self.shape:
+                raise self.refused(
+                    f"for {PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens its layers receive a tensor of the shape"
+                    f" {tuple(first.shape)}, and between stages only hidden states as wide as the embedding, [batch,"
+                    f" sequence, {self.shape[-1]}], travel"
+                )
+            travelling = [*record.received, record.head_input]
+            if all(isinstance(hidden, torch.Tensor) and hidden.shape == self.shape for hidden in travelling):
+                return record, replace(form, writes_to_input=record.writes_to_input)
+            failure = failure or "the hidden states change their shape on the way"
+        raise self.refused(failure)
+
+    def check_passage(self, record: _Record, form: Structure) -> None:
+        """Check that every layer runs once, in order, on exactly the previous result, without other trainable
+        inputs."""
+        layers = len(self.layers)
+        if record.order != list(range(layers)):
+            raise self.refused(f"its forward calls its {layers} layers in the order {record.order[:20]}")
+        for index in range(1, layers):
+            if not torch.equal(record.received[index], record.returned[index - 1]):
+                raise self.refused(f"the hidden states change between layers {index - 1} and {index}")
+        if record.sideways:
+            raise self.refused(
+                f"its layers receive trainable tensors besides the hidden states ({_named(self.model, record)}), and"
+                " between stages only the hidden states travel"
+            )
+        if form.returns > 1:  # attention weights, or another input of the next layer
+            with contextlib.suppress(Exception):
+                beside = torch.rand((), dtype=torch.float64, requires_grad=True)
+                record.sideways += self.run(form, beside).sideways
+            if record.sideways and _returns_two_tensors(self.model, self.known.layers_name):
+                raise self.refused(
+                    f"its layers hand a second tensor on to each other ({_named(self.model, record)}), and between"
+                    " stages only the hidden states travel"
+                )
+
+    def outer_parameters(self, record: _Record, form: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the parameters outside the layers that belong to the first and to the last stage."""
+        assert record.head_input is not None
+        before, after = _leaves(record.received[0]), _leaves(record.head_input)
+        if any(id(hidden) in after for hidden in [self.rows, *record.returned[:-1]]):
+            raise self.refused("its output uses hidden states other than the last layer's")
+        last = tuple(name for name, leaf in self.numbers.items() if id(leaf) in after)
+        for name in last:
+            if id(self.numbers[name]) in before:
+                raise self.refused(f"its parameter {name} acts both before and after the layers")
+        # Parameters that are not used for text (an image tower) get no gradient, and belong to the first stage.
+        first = tuple(name for name in self.numbers if name not in last)
+        silent = [name for name in first if id(self.numbers[name]) not in before]
+        if silent and (name := _acts_unseen(lambda: self.run(form), self.shown, silent)):
+            raise self.refused(f"its parameter {name} acts on the layers or after them without a gradient")
+        return first, last
+
+    def token_in_evaluation(self, form: Structure) -> int | None:
+        """Return `Structure.wants_token`, which training does not show for all families."""
+        self.model.eval()
+        try:
+            embedded = self.run(form).received[0]
+        except Exception as error:  # in evaluation RWKV changes the weights of all its layers
+            raise self.refused(
+                "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops"
+                f" at {_where(error)}"
+            ) from error
+        token = form.wants_token
+        if token is None:
+            with contextlib.suppress(Exception):  # some forwards fail on token ids without the embedding's weights
+                asked = self.run(replace(form, wants_token=self.neutral_token)).received[0]
+                token = None if torch.equal(embedded, asked) else self.neutral_token
+        self.model.train()
+        return token
+
+    def refused(self, reason: str) -> InputError:
+        return uncuttable(type(self.model).__name__, reason)
+
+
 def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
     """Find the rest of the structure.
 
@@ -97,100 +218,18 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     Raises:
         InputError: the model cannot be cut exactly.
     """
-    architecture = type(model).__name__
-    known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
-    layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
-    arguments = [*inspect.signature(layers[0].forward).parameters]
-    argument = arguments[0]
-    shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
-    hollow(model, known, range(0), lambda hidden: hidden)
-    outer, shown = _numbers_for_parameters(model)
-    rows = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+    hollowed = _Probe(model, layers_name, embedding_module, head_module)
+    record, form = hollowed.first_that_runs()
+    hollowed.check_passage(record, form)
+    first, last = hollowed.outer_parameters(record, form)
+    wants_token = hollowed.token_in_evaluation(form)
+    for layer in hollowed.layers:
+        layer.forward = identity_forward(form.layer_argument, form.returns)
+    return replace(form, first_parameters=first, last_parameters=last, wants_token=wants_token)
 
-    def run(returns: int, token: int | None, beside: torch.Tensor | None = None) -> tuple[_Record, bool]:
-        record = _Record()
-        for index, layer in enumerate(layers):
-            layer.forward = record.layer_forward(index, arguments, returns, beside)
-        replace_head(model, head_module, record.take_head_input)
-        embedded = embed_rows(embedding, rows).clone()  # some families write to their input
-        call_embedded(model, embedding, token, embedded)
-        return record, embedded._version > 0
 
-    failure, neutral = "", neutral_token(model.config, embedding.padding_idx)
-    for wants_token, returns in itertools.product((None, neutral), (0, 1, 2, 3)):
-        try:
-            record, writes_to_input = run(returns, wants_token)
-        except Exception as error:  # families raise many types on a form that they do not expect
-            failure = failure or (
-                "its forward needs more of what other devices hold than the hidden states that layers hand on: it stops"
-                f" at {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
-            )
-            continue
-        if record.received and isinstance(record.received[0], torch.Tensor) and record.received[0].shape != shape:
-            raise uncuttable(
-                architecture,
-                f"for {PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens its layers receive a tensor of the shape"
-                f" {tuple(record.received[0].shape)}, and between stages only hidden states as wide as the embedding,"
-                f" [batch, sequence, {shape[-1]}], travel",
-            )
-        travelling = [*record.received, record.head_input]
-        if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):
-            break
-        failure = failure or "the hidden states change their shape on the way"
-    else:
-        raise uncuttable(architecture, failure)
-    _check_passage(model, record, len(layers))
-    if returns > 1:  # attention weights, or another input of the next layer
-        with contextlib.suppress(Exception):
-            beside = torch.rand((), dtype=torch.float64, requires_grad=True)
-            record.sideways += run(returns, wants_token, beside)[0].sideways
-        if record.sideways and _returns_two_tensors(model, layers_name):
-            raise uncuttable(
-                architecture,
-                f"its layers hand a second tensor on to each other ({_named(model, record)}),"
-                " and between stages only the hidden states travel",
-            )
-
-    assert record.head_input is not None
-    leaves_before, leaves_after = _leaves(record.received[0]), _leaves(record.head_input)
-    if any(id(hidden) in leaves_after for hidden in [rows, *record.returned[:-1]]):
-        raise uncuttable(architecture, "its output uses hidden states other than the last layer's")
-    last = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_after)
-    for name in last:
-        if id(outer[name]) in leaves_before:
-            raise uncuttable(architecture, f"its parameter {name} acts both before and after the layers")
-    # Parameters that are not used for text (an image tower) get no gradient, and belong to the first stage.
-    first = tuple(name for name in outer if name not in last)
-    silent = [name for name in first if id(outer[name]) not in leaves_before]
-    if silent and (name := _acts_unseen(lambda: run(returns, wants_token)[0], shown, silent)):
-        raise uncuttable(architecture, f"its parameter {name} acts on the layers or after them without a gradient")
-    model.eval()
-    try:
-        embedded = run(returns, wants_token)[0].received[0]
-    except Exception as error:  # in evaluation RWKV changes the weights of all its layers
-        reason = (
-            "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops at"
-            f" {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
-        )
-        raise uncuttable(architecture, reason) from error
-    if wants_token is None:
-        with contextlib.suppress(Exception):  # some forwards fail on token ids without the embedding's weights
-            asked = run(returns, neutral)[0].received[0]
-            wants_token = None if torch.equal(embedded, asked) else neutral
-    model.train()
-    for layer in layers:
-        layer.forward = identity_forward(argument, returns)
-    return Structure(
-        layers_name=layers_name,
-        embedding_module=embedding_module,
-        head_module=head_module,
-        layer_argument=argument,
-        returns=returns,
-        first_parameters=first,
-        last_parameters=last,
-        writes_to_input=writes_to_input,
-        wants_token=wants_token,
-    )
+def _where(error: Exception) -> str:
+    return f"{line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
 
 
 def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -259,22 +298,6 @@ def _named(model: PreTrainedModel, record: _Record) -> str:
     settings = vars(model.config.get_text_config()).items()
     said = [f"{name} = {value}" for name, value in settings if value and any(one.rstrip("s") in name for one in names)]
     return ", ".join(names) + (f"; see {', '.join(said)} in its config" if said else "")
-
-
-def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None:
-    """Check that every layer runs once, in order, on exactly the previous result, without other trainable inputs."""
-    architecture = type(model).__name__
-    if record.order != list(range(layers)):
-        raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
-    for index in range(1, layers):
-        if not torch.equal(record.received[index], record.returned[index - 1]):
-            raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
-    if record.sideways:
-        raise uncuttable(
-            architecture,
-            f"its layers receive trainable tensors besides the hidden states ({_named(model, record)}), and between"
-            " stages only the hidden states travel",
-        )
 
 
 def _leaves(output: torch.Tensor) -> set[int]:

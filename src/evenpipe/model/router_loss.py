@@ -20,6 +20,7 @@ Everything is in fp32 and in the order of the layers, as in transformers, so the
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
-from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, call_embedded, embedding_of
+from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, call_embedded, embedding_of, replace_head
 
 OPTION = "output_router_logits"
 FUNCTION = "load_balancing_loss_func"
@@ -99,21 +100,23 @@ def wants_router_loss(config: Any) -> bool:
     return bool(getattr(config, OPTION, False) or getattr(config.get_text_config(), OPTION, False))
 
 
-def without_router_loss(config: Any) -> None:
-    """Switch the option off in a config (the caller's own copy), so that a forward on stand-ins computes no loss."""
+def without_router_loss(config: Any) -> Any:
+    """Return a copy of a config with the option off, so that a forward on stand-ins computes no loss."""
+    config = copy.deepcopy(config)
     for one in (config, config.get_text_config()):
         if getattr(one, OPTION, False):
             setattr(one, OPTION, False)
+    return config
 
 
-def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Structure) -> RouterLoss:
+def probe_router_loss(model: PreTrainedModel, structure: Structure) -> RouterLoss:
     """Find out how a family's forward uses the option.
 
     For one forward its loss function is replaced, which shows the function's arguments and the factor of its result.
     The function is then compared with ours on random numbers.
 
     Args:
-        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights.
+        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights. Its head is replaced.
 
     Raises:
         InputError: transformers has no router loss for the family, or a different one.
@@ -131,7 +134,9 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Struc
         return value
 
     embedding = embedding_of(model, structure.embedding_module)
-    hidden = torch.ones(PROBE_BATCH, PROBE_SEQUENCE, hidden_size, dtype=torch.float64)
+    hidden = torch.ones(PROBE_BATCH, PROBE_SEQUENCE, embedding.embedding_dim, dtype=torch.float64)
+    logits = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, embedding.num_embeddings, dtype=torch.float64)
+    replace_head(model, structure.head_module, lambda hidden: logits)
     labels = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64)
     mask = torch.ones_like(labels)
 

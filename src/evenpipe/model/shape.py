@@ -19,73 +19,87 @@ LOCAL = "sliding_attention"
 NORM_PLACES = ("before attention", "after attention", "before mlp", "after mlp")
 
 
+NormStyle = Literal["torch", "narrow", "wide", "plus one", "centred"]
+"""How transformers' module computes a norm: torch's own function; in fp32, rounded before the weight ("narrow") or
+after it ("wide"); with 1 + weight; with the mean subtracted in a separate step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The attention of a layer."""
+
+    heads: int
+    """Number of query heads."""
+    key_value_heads: int
+    head_size: int
+    """Of queries, keys and values."""
+    qkv: Literal["apart", "packed", "sliced"] = "apart"
+    """Queries, keys and values are three matrices; or one ("packed"); or one, and separate slices of its product
+    ("sliced"), so each slice's gradient has its full size."""
+    bias: bool = False
+    """Queries, keys and values have a bias."""
+    output_bias: bool = False
+    """The product after attention has a bias."""
+    query_key_norm: Literal["none", "head", "whole"] = "none"
+    """Queries and keys have norms: over each head, or over all heads at once."""
+    late_norm: bool = False
+    """Queries and keys are normalised after the values are computed, not each immediately."""
+    window: int | None = None
+    """Number of tokens that attention sees; None: all."""
+    eager: bool = False
+    """transformers' default for this model is eager attention, not sdpa."""
+    wide_softmax: bool = True
+    """Probabilities of eager attention are computed in fp32."""
+    soft_cap: bool = False
+    """Scores are capped by a tanh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryShape:
+    """The rotary embedding of a layer's queries and keys."""
+
+    size: int
+    """Number of rotated columns per head; 0: no rotary embedding."""
+    table: str = "rotary"
+    """Layers of one stage with the same name share their tables of cosines and sines."""
+    wide_table: bool = False
+    """These tables are fp32 for every dtype of the hidden states."""
+    wide: bool = False
+    """Queries and keys are rotated in fp32."""
+    joined: bool = False
+    """Rotated and other columns are joined in a new tensor, even if there are no other columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpShape:
+    """The MLP of a layer."""
+
+    size: int
+    """Inner width."""
+    gated: bool
+    """There are two input products, and one is the other's gate."""
+    activation: str
+    """Name in the config."""
+    packed_gate: bool = False
+    """Gate and up are one matrix."""
+    bias: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """The shape of one transformer layer. Sizes are in elements."""
 
     hidden_size: int
-    heads: int
-    """Number of query heads."""
-    key_value_heads: int
-    query_size: int
-    """Size of one head of queries and keys."""
-    value_size: int
-    """Size of one head of values."""
-    mlp_size: int
-    """Inner width of the MLP."""
-    gated: bool
-    """The MLP has two input products, and one is the other's gate."""
-    activation: str
-    """Name in the config."""
-    norm: Literal["rms", "layer"]
+    attention: AttentionShape
+    rotary: RotaryShape
+    mlp: MlpShape
     norms: tuple[str, ...]
     """Positions of the norms of the residual stream, from `NORM_PLACES`."""
-    query_key_norm: Literal["none", "head", "whole"]
-    """Queries and keys have norms: over each head, or over all heads at once."""
-    parallel: bool
+    norm_style: NormStyle = "narrow"
+    parallel: bool = False
     """Attention and MLP read the same input and are added together."""
-    packed_qkv: bool
-    """Queries, keys and values are one matrix."""
-    packed_gate: bool
-    """Gate and up are one matrix."""
-    rotary_size: int
-    """Number of rotated columns per head; 0: no rotary embedding."""
-    attention_bias: bool
-    """Queries, keys and values have a bias."""
-    mlp_bias: bool
-    window: int | None
-    """Number of tokens that attention sees; None: all."""
-    experts: int = 0
-    """Number of experts; 0: a dense MLP."""
-    experts_per_token: int = 0
-    shared_mlp_size: int = 0
-    """Inner width of the experts that every token uses."""
-
-    output_bias: bool = False
-    """The product after attention has a bias."""
-    norm_style: Literal["torch", "narrow", "wide", "plus one", "centred"] = "narrow"
-    """How transformers' module computes its norms: torch's own function; in fp32, rounded before the weight ("narrow")
-    or after it ("wide"); with 1 + weight; with the mean subtracted in a separate step."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """transformers' default for this model."""
-    sliced_qkv: bool = False
-    """Queries, keys and values are separate slices of a packed product, so each slice's gradient has its full size."""
-    wide_softmax: bool = True
-    """Probabilities of eager attention are computed in fp32."""
-    soft_cap: bool = False
-    """Attention scores are capped by a tanh."""
-    rotary_table: str = "rotary"
-    """Layers of one stage with the same name share their tables of cosines and sines."""
-    wide_table: bool = False
-    """These tables are fp32 for every dtype of the hidden states."""
-    wide_rotary: bool = False
-    """Queries and keys are rotated in fp32."""
-    joined_rotary: bool = False
-    """Rotated and other columns are joined in a new tensor, even if there are no other columns."""
     holds_attention: bool = False
     """The result of attention is live until the layer ends, since a variable refers to it."""
-    late_query_key_norm: bool = False
-    """Queries and keys are normalised after the values are computed, not each immediately."""
     scaled_residual: bool = False
     """Additions to the residual stream are multiplied by a number."""
     dropout: bool = False
@@ -104,10 +118,9 @@ def layer_shapes(description: Description) -> tuple[LayerShape, ...]:
             f"model_type: {model_type!r} has layers that are not known in closed form, expected one of "
             f"{', '.join(sorted(_KNOWN))}."
         )
-    config = description.config.get_text_config()
-    styles: dict[type[nn.Module], Any] = {}
+    styles: dict[type[nn.Module], NormStyle] = {}
     wide_table = _has_wide_table(description)
-    return tuple(_read(description, config, index, styles, wide_table) for index in range(description.layers))
+    return tuple(_read(description, index, styles, wide_table) for index in range(description.layers))
 
 
 _KNOWN = frozenset(
@@ -150,61 +163,73 @@ def _model_type(description: Description) -> str:
 
 
 def _read(
-    description: Description, config: Any, index: int, styles: dict[type[nn.Module], Any], wide_table: bool
+    description: Description, index: int, styles: dict[type[nn.Module], NormStyle], wide_table: bool
 ) -> LayerShape:
-    layer = description.layer(index)
-    attention, mlp = _one_of(layer, _ATTENTION), _one_of(layer, _MLP)
-    heads = config.num_attention_heads
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    output, up, down = _one_of(attention, _OUTPUT), _one_of(mlp, _UP + _PACKED_GATE), _one_of(mlp, _DOWN)
-    queries = _one_of(attention, _QUERIES + _PACKED_QKV)
-    size = _rows(output, inputs=True) // heads
-    packed_qkv, packed_gate = not hasattr(attention, "q_proj"), hasattr(mlp, "gate_up_proj")
-    gated = packed_gate or hasattr(mlp, "gate_proj")
-    expected = heads * size + (2 * key_value_heads * size if packed_qkv else 0)
-    if _rows(queries) != expected:
-        raise _unknown(description, f"{_rows(queries)} columns of queries, where {heads} heads of {size} were expected")
+    config, layer = description.config.get_text_config(), description.layer(index)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds else None
+    attention = _attention(description, _one_of(layer, _ATTENTION), kind)
     places = _norm_places(description, layer)
-    norm = next(module for module in places.values())
-    kind = getattr(config, "layer_types", None)
-    kind = kind[index] if kind else None
+    norm = next(iter(places.values()))
+    if type(norm) not in styles:
+        styles[type(norm)] = norm_style(norm)
     rotary = getattr(config, "rope_parameters", None) or {}
-    by_kind = isinstance(rotary.get(kind), Mapping)
+    rotated = attention.head_size * rotary.get("partial_rotary_factor", 1.0) if _rotates(config, index, kind) else 0
+    one_norm = "before mlp" not in places and "after mlp" not in places
     return LayerShape(
         hidden_size=description.hidden_size,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        query_size=size,
-        value_size=size,
-        mlp_size=_rows(down, inputs=True),
-        gated=gated,
-        activation=str(next(getattr(config, name) for name in _ACTIVATION if hasattr(config, name))),
-        norm="layer" if _style(norm, styles) in ("torch", "centred") else "rms",
-        norms=tuple(place for place in NORM_PLACES if place in places),
-        query_key_norm=_query_key_norm(attention, size),
-        parallel=bool(
-            getattr(config, "use_parallel_residual", "before mlp" not in places and "after mlp" not in places)
+        attention=attention,
+        rotary=RotaryShape(
+            size=int(rotated),
+            table=str(kind) if isinstance(rotary.get(kind), Mapping) else "rotary",
+            wide_table=wide_table,
+            wide=config.model_type in _WIDE_ROTARY,
+            joined=config.model_type in _JOINED_ROTARY,
         ),
-        packed_qkv=packed_qkv,
-        packed_gate=packed_gate,
-        rotary_size=int(size * rotary.get("partial_rotary_factor", 1.0)) if _rotates(config, index, kind) else 0,
-        attention_bias=queries.bias is not None,
-        output_bias=output.bias is not None,
-        mlp_bias=up.bias is not None,
-        window=_window(config, kind),
-        norm_style=_style(norm, styles),
-        attention="eager" if description.skeleton.config._attn_implementation == "eager" else "sdpa",
-        sliced_qkv=config.model_type in _SLICED_QKV,
-        wide_softmax=config.model_type not in _NARROW_SOFTMAX,
-        soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
-        rotary_table=str(kind) if by_kind else "rotary",
-        wide_table=wide_table,
-        wide_rotary=config.model_type in _WIDE_ROTARY,
-        joined_rotary=config.model_type in _JOINED_ROTARY,
+        mlp=_mlp(config, _one_of(layer, _MLP)),
+        norms=tuple(place for place in NORM_PLACES if place in places),
+        norm_style=styles[type(norm)],
+        parallel=bool(getattr(config, "use_parallel_residual", one_norm)),
         holds_attention=config.model_type in _HOLDS_ATTENTION,
-        late_query_key_norm=config.model_type in _LATE_NORM,
         scaled_residual=hasattr(config, "residual_multiplier"),
         dropout=any(isinstance(value, float) and value > 0 and _drops(name) for name, value in vars(config).items()),
+    )
+
+
+def _attention(description: Description, attention: nn.Module, kind: str | None) -> AttentionShape:
+    config = description.config.get_text_config()
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    output, queries = _one_of(attention, _OUTPUT), _one_of(attention, _QUERIES + _PACKED_QKV)
+    size = _rows(output, inputs=True) // heads
+    packed = not hasattr(attention, "q_proj")
+    expected = heads * size + (2 * key_value_heads * size if packed else 0)
+    if _rows(queries) != expected:
+        raise _unknown(description, f"{_rows(queries)} columns of queries, where {heads} heads of {size} were expected")
+    return AttentionShape(
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_size=size,
+        qkv="apart" if not packed else "sliced" if config.model_type in _SLICED_QKV else "packed",
+        bias=queries.bias is not None,
+        output_bias=output.bias is not None,
+        query_key_norm=_query_key_norm(attention, size),
+        late_norm=config.model_type in _LATE_NORM,
+        window=_window(config, kind),
+        eager=description.skeleton.config._attn_implementation == "eager",
+        wide_softmax=config.model_type not in _NARROW_SOFTMAX,
+        soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
+    )
+
+
+def _mlp(config: Any, mlp: nn.Module) -> MlpShape:
+    packed = hasattr(mlp, "gate_up_proj")
+    return MlpShape(
+        size=_rows(_one_of(mlp, _DOWN), inputs=True),
+        gated=packed or hasattr(mlp, "gate_proj"),
+        activation=str(next(getattr(config, name) for name in _ACTIVATION if hasattr(config, name))),
+        packed_gate=packed,
+        bias=_one_of(mlp, _UP + _PACKED_GATE).bias is not None,
     )
 
 
@@ -282,15 +307,9 @@ def _window(config: Any, kind: str | None) -> int | None:
 # --- properties found by running a module -----------------------------------------------------------------------------
 
 
-def _style(norm: nn.Module, known: dict[type[nn.Module], Any]) -> Any:
-    if type(norm) not in known:
-        known[type(norm)] = norm_style(norm)
-    return known[type(norm)]
-
-
 @torch.no_grad()
-def norm_style(norm: nn.Module) -> Literal["torch", "narrow", "wide", "plus one", "centred"]:
-    """Find out how a norm is computed (`LayerShape.norm_style`), from its results on simple inputs.
+def norm_style(norm: nn.Module) -> NormStyle:
+    """Find out how a norm is computed, from its results on simple inputs.
 
     norm: with one weight, on any device; a copy is run.
     """

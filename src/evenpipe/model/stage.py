@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +27,11 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
-from evenpipe.model.modules import ModuleStage
+from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
+    Structure,
     build_skeleton,
     call_embedded,
     embed_rows,
@@ -46,6 +49,8 @@ from evenpipe.model.structure import (
 class Relay:
     """Carries the tensors of one call between `Stage.forward` and the hooks in the model; empty between calls."""
 
+    argument: str
+    """As `Structure.layer_argument`."""
     received: torch.Tensor | None = None
     stand_in: torch.Tensor | None = None
     result: torch.Tensor | None = None
@@ -53,6 +58,40 @@ class Relay:
 
     def clear(self) -> None:
         self.received = self.stand_in = self.result = self.router_logits = None
+
+    def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Replace a layer's hidden states by the received ones."""
+        return self._with_hidden(args, kwargs, self.received)
+
+    def capture_input(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Take a layer's hidden states as the result, and replace them by the stand-in."""
+        self.result = args[0] if args else kwargs[self.argument]
+        return self._with_hidden(args, kwargs, self.stand_in)
+
+    def capture_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Take a layer's output as the result, and replace it by the stand-in."""
+        if isinstance(output, (tuple, list)):
+            self.result = output[0]
+            return type(output)((self.stand_in, *output[1:]))
+        self.result = output
+        return self.stand_in
+
+    def record_router(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
+        """Append entry `index` of a router's output."""
+        if self.router_logits is None:  # not requested, or a layer's forward runs again in the backward
+            return
+        logits = output[index] if isinstance(output, tuple) else output
+        if logits is not None:
+            self.router_logits.append(logits)
+
+    def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Take the head's input as the result if there is none yet."""
+        if self.result is None:
+            self.result = hidden
+        return hidden.detach()[..., :1]
+
+    def _with_hidden(self, args: tuple, kwargs: dict, hidden: torch.Tensor | None) -> tuple[tuple, dict]:
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, self.argument: hidden})
 
 
 class Stage(nn.Module):
@@ -62,31 +101,19 @@ class Stage(nn.Module):
     included: they are sharded over all devices.
     """
 
-    def __init__(
-        self,
-        description: Description,
-        first: int,
-        last: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        dtype: torch.dtype,
-        torch_device: str | torch.device,
-        compute_dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, description: Description, part: Part):
         super().__init__()
-        compute_dtype = compute_dtype or dtype
-        self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
-        self._relay = Relay()
+        self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         structure = description.structure
-        whole = build_skeleton(description.config, dtype, type(description.skeleton))
-        receive = _take_head_input(self._relay)
-        hollow(whole, structure, range(first, last), receive, dtype=compute_dtype, torch_device=torch_device)
-        _materialise(whole, description, self, dtype=dtype, compute_dtype=compute_dtype, torch_device=torch_device)
-        _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
+        relay = self._relay = Relay(structure.layer_argument)
+        kept = range(part.first, part.last)
+        whole = build_skeleton(description.config, part.dtype, type(description.skeleton))
+        hollow(whole, structure, kept, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
+        _materialise(whole, description, part)
+        _place_hooks(layers_of(whole, structure.layers_name), structure, part, relay)
         if description.router_loss is not None:
-            for module, index in router_modules(whole, structure.layers_name, range(first, last)):
-                module.register_forward_hook(_record_router(self._relay, index))
+            for module, index in router_modules(whole, structure.layers_name, kept):
+                module.register_forward_hook(partial(relay.record_router, index))
 
         self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
         for name, child in whole.named_children():
@@ -94,10 +121,7 @@ class Stage(nn.Module):
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
         self._embedding = (embedding_of(whole, structure.embedding_module),)
-        self._taken = {
-            "position_ids": description.takes_position_ids,
-            "attention_mask": description.takes_attention_mask,
-        }
+        self._taken = {name: description.takes(name) for name in ("position_ids", "attention_mask")}
         # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
         self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
@@ -203,51 +227,43 @@ def build_stage(
         end = "first" if is_first and first != 0 else "last"
         raise InputError(f"layers [{first}, {last}) of {count} cannot be the {end} stage: it has to reach that end.")
     build = ModuleStage if description.config is None else Stage
-    return build(
-        description,
-        first,
-        last,
+    part = Part(
+        first=first,
+        last=last,
         is_first=is_first,
         is_last=is_last,
         dtype=dtype,
+        compute_dtype=compute_dtype or dtype,
         torch_device=torch_device,
-        compute_dtype=compute_dtype,
     )
+    return build(description, part)
 
 
-def _materialise(
-    whole: PreTrainedModel,
-    description: Description,
-    stage: Stage,
-    *,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    torch_device: str | torch.device,
-) -> None:
+def _materialise(whole: PreTrainedModel, description: Description, part: Part) -> None:
     """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
     All get the given dtypes: some families build their routers in fp32 for every dtype of the model.
     """
     structure = description.structure
     owned = {
-        *(structure.first_parameters if stage.is_first else ()),
-        *(structure.last_parameters if stage.is_last else ()),
+        *(structure.first_parameters if part.is_first else ()),
+        *(structure.last_parameters if part.is_last else ()),
     }
-    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(stage.first, stage.last))
+    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(part.first, part.last))
     for owner, attribute, name in outer_parameters(whole):
         meta = owner.get_parameter(attribute)
         if name in owned or name.startswith(prefixes):
-            value = torch.full(meta.shape, float("nan"), dtype=dtype, device=torch_device)
+            value = torch.full(meta.shape, float("nan"), dtype=part.dtype, device=part.torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]
-            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, torch_device))
-    dtypes = _buffer_dtypes(description, compute_dtype) if compute_dtype != dtype else {}
+            setattr(owner, attribute, stand_in(meta.shape, part.compute_dtype, part.torch_device))
+    dtypes = _buffer_dtypes(description, part.compute_dtype) if part.compute_dtype != part.dtype else {}
     for prefix, module in whole.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(torch_device, dtypes.get(name, buffer.dtype))
+                module._buffers[key] = buffer.to(part.torch_device, dtypes.get(name, buffer.dtype))
 
 
 def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -259,67 +275,16 @@ def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, to
     return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
 
 
-def _place_hooks(layers: nn.ModuleList, description: Description, stage: Stage, relay: Relay) -> None:
-    argument, returns = description.structure.layer_argument, description.structure.returns
-    first, last = stage.first, stage.last
+def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:
+    first, last = part.first, part.last
     for index, layer in enumerate(layers):
         if not first <= index < last:
-            layer.forward = identity_forward(argument, returns)
+            layer.forward = identity_forward(structure.layer_argument, structure.returns)
     # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
     receiving = layers[min(first, len(layers) - 1)]
-    if not stage.is_first:
-        receiving.register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
-    if not stage.is_last and first < last:
-        layers[last - 1].register_forward_hook(_capture_output(relay))
-    elif not stage.is_last:
-        receiving.register_forward_pre_hook(_capture_input(relay, argument), with_kwargs=True)
-
-
-def _inject(relay: Relay, argument: str):
-    def hook(module, args, kwargs):
-        return _with_hidden(args, kwargs, argument, relay.received)
-
-    return hook
-
-
-def _capture_output(relay: Relay):
-    def hook(module, args, output):
-        if isinstance(output, (tuple, list)):
-            relay.result = output[0]
-            return type(output)((relay.stand_in, *output[1:]))
-        relay.result = output
-        return relay.stand_in
-
-    return hook
-
-
-def _record_router(relay: Relay, index: int):
-    def hook(module, args, output):
-        if relay.router_logits is None:  # not requested, or a layer's forward runs again in the backward
-            return
-        logits = output[index] if isinstance(output, tuple) else output
-        if logits is not None:
-            relay.router_logits.append(logits)
-
-    return hook
-
-
-def _capture_input(relay: Relay, argument: str):
-    def hook(module, args, kwargs):
-        relay.result = args[0] if args else kwargs[argument]
-        return _with_hidden(args, kwargs, argument, relay.stand_in)
-
-    return hook
-
-
-def _with_hidden(args: tuple, kwargs: dict, argument: str, hidden: torch.Tensor | None) -> tuple[tuple, dict]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, argument: hidden})
-
-
-def _take_head_input(relay: Relay):
-    def receive(hidden: torch.Tensor) -> torch.Tensor:
-        if relay.result is None:
-            relay.result = hidden
-        return hidden.detach()[..., :1]
-
-    return receive
+    if not part.is_first:
+        receiving.register_forward_pre_hook(relay.inject, with_kwargs=True)
+    if not part.is_last and first < last:
+        layers[last - 1].register_forward_hook(relay.capture_output)
+    elif not part.is_last:
+        receiving.register_forward_pre_hook(relay.capture_input, with_kwargs=True)

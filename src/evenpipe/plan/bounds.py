@@ -193,7 +193,8 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     """
     tokens = setting.tokens * setting.element
     wide = work.hidden_size * setting.hidden_share
-    attended = (work.heads * (work.query_size + work.value_size) + work.key_value_size) / setting.tensor
+    sizes = work.attention
+    attended = (sizes.heads * (sizes.query_size + sizes.value_size) + sizes.key_value_size) / setting.tensor
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
     none = tokens * (4 * wide + attended + middle + last)

@@ -11,6 +11,7 @@ from evenpipe.schedule.words import count
 from .cases import WHOLE, Case
 
 EQUAL = "equal (F = I = W = 1 per stage, B = 2; S = T = 0.4 per device; no transfer takes time)"
+EQUAL_REPLICAS = "replicas: UNSHARD 1, REDUCE_GRAD 2 per stage; of E and S 0.4 and 0.8 per device"
 EQUAL_COPIES = "copies to the host and back: 0.75 each; bytes: a forward of a stage stores 1"
 
 
@@ -22,6 +23,7 @@ def summary(case: Case, costs: str | None) -> str:
         f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
         f"costs      {EQUAL if costs is None else costs}",
         *([f"           {EQUAL_COPIES}"] if costs is None and timeline.on_device else []),
+        *([f"           {EQUAL_REPLICAS}"] if costs is None and case.costs.sharding else []),
         f"step       {_number(simulation.makespan)}{_bound(case, 'makespan')}",
         f"busy       {100 * timeline.mean_busy:.1f} % of the step, on average over devices",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",

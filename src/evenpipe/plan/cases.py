@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.recipe.parallelism import Parallelism, for_replicas
 from evenpipe.schedule.check import check_order, check_program
-from evenpipe.schedule.costs import EQUAL_COSTS, HOST_COSTS, Costs
+from evenpipe.schedule.costs import EQUAL_COSTS, EQUAL_SHARDING, HOST_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
+from evenpipe.schedule.links import REPLICAS, Link
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
+from evenpipe.schedule.transforms.communication import add_communication
 from evenpipe.schedule.words import count
 from evenpipe.simulate import Simulation, simulate
 
@@ -72,6 +75,7 @@ def plan_cases(
     offload: str | float = "scheduled",
     slices: int | None = None,
     edges: Sequence[Edge] = (),
+    replicas: Parallelism | None = None,
 ) -> list[Case]:
     """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
@@ -79,7 +83,7 @@ def plan_cases(
     passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
     options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
     programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of
-    files; chains by default.
+    files; chains by default. replicas: what they share, and when; None: there is one.
 
     Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
@@ -94,6 +98,8 @@ def plan_cases(
     mixed = any(mode in WHOLE for mode in modes) and any(mode not in WHOLE for mode in modes)
     if costs is None:
         costs = EQUAL_COSTS if offload in ("scheduled", "none") else HOST_COSTS
+        if replicas is not None:
+            costs = replace(costs, links={REPLICAS: Link(bandwidth=1.0)}, sharding=EQUAL_SHARDING)
     given = dict(options or {})
     taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
     _refuse_unused(given, taken.values(), names)
@@ -126,6 +132,9 @@ def plan_cases(
                     source = name if file is None else file
                     more = {**taken[name], "slices": slices, "offload": offload}
                     schedule = plan_order(source, devices, microbatches, mode, used, **more)
+                if replicas is not None:
+                    program = schedule if isinstance(schedule, Program) else add_communication(schedule, used)
+                    schedule = for_replicas(program, replicas, tied=False)
                 simulation = simulate(schedule, used)
                 cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases

@@ -296,7 +296,10 @@ def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Con
     times = costs_of(problem, one, program.placement).stage_times(program.placement)
     forward, backward = times[Kind.F], times[Kind.B]
     assert forward is not None and backward is not None
-    shares = (copy / (ahead + back) for copy, ahead, back in zip(seconds, forward, backward, strict=True))
+    shares = (
+        copy / (ahead + back) if ahead + back else 0.0  # a stage without layers
+        for copy, ahead, back in zip(seconds, forward, backward, strict=True)
+    )
     rounded = tuple(math.ceil(COPY_STEPS * share) / COPY_STEPS for share in shares)
     return replace(one.with_offload(one.offload, copy_time=rounded), copy_seconds=seconds)
 

@@ -36,7 +36,7 @@ def model_flops(problem: Problem) -> float:
     """Return the FLOPs of one step, forward and backward, without recomputation; masked pairs of attention do not
     count."""
     tokens = problem.sequence * problem.sequences_per_step
-    layers = sum(work.flops + work.attention_flops(problem.sequence) for work in problem.works)
+    layers = sum(work.flops + work.attention.flops(work.attention.pairs(problem.sequence)) for work in problem.works)
     return 3.0 * tokens * (layers + problem.model_costs.head)
 
 

@@ -94,7 +94,7 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
 
 
 def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
-    heads = {work.heads for work in problem.works if work.heads}
+    heads = {work.attention.heads for work in problem.works if work.attention.heads}
     node = problem.hardware.devices_per_node
     for tp in divisors(problem.gpus):
         if not _allowed(tp, space.tp) or any(count % tp for count in heads) or tp > node:

@@ -12,6 +12,9 @@ from evenpipe.schedule.placement import Placement
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
+SHARED = ("UNSHARD", "REDUCE_GRAD")
+"""Those among `Costs.sharding`."""
+
 
 def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the schedule") -> Costs:
     """Convert `costs` for `stages` stages to `wanted` stages that do the same work in total.
@@ -44,7 +47,8 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
         changed["memory"] = {
             name: cut(f"memory.{name}", value) if name in PER_STAGE else value for name, value in costs.memory.items()
         }
-    return replace(costs, **changed)
+    sharding = {name: cut(f"sharding.{name}", costs.sharding[name]) for name in SHARED if name in costs.sharding}
+    return replace(costs, sharding={**costs.sharding, **sharding}, **changed)
 
 
 def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
@@ -52,7 +56,7 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
 
     An output layer is three products of equal size (logits, their gradients with respect to its input and its
     weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
-    and B. Kinds without a time stay so.
+    and B, and likewise what replicas send. Kinds without a time stay so.
     """
     head = sum(sum(spread(name, getattr(costs, name) or 0.0, placement.devices, "device") or ()) for name in "SCT")
     rows, gradients = (
@@ -72,4 +76,12 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
             longer[0] += first
             longer[-1] += last
             changed[name] = tuple(longer)
-    return replace(costs, **changed)
+    sharding = dict(costs.sharding)
+    for name in SHARED if sharding else ():
+        sizes = spread(name, sharding.get(name, 0.0), placement.stages, "stage") or ()
+        longer = list(sizes)
+        for stage, part in ((0, "E"), (-1, "S")):
+            shards = spread(name, sharding.pop(f"{name}_{part}", 0.0), placement.devices, "device") or ()
+            longer[stage] += sum(shards)
+        sharding[name] = tuple(longer)
+    return replace(costs, sharding=sharding, **changed)

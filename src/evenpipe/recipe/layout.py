@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description, arranging_flops
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import (
     Costs,
@@ -16,8 +16,6 @@ from evenpipe.schedule import (
     Placement,
     Program,
     Schedule,
-    add_sharding,
-    check_program,
     evaluation_program,
     generate,
     plan_program,
@@ -151,22 +149,6 @@ def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, P
 def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return the first layer (inclusive) and the last (exclusive) of each stage."""
     return tuple(pairwise(accumulate(layers_per_stage, initial=0)))
-
-
-def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
-    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
-    same program if there are no replicas."""
-    if parallelism.replicas == 1:
-        return program
-    shared = add_sharding(
-        program,
-        gathers=parallelism.data_parallel == "shard",
-        tied=tied,
-        reshard=parallelism.reshard,
-        prefetch=parallelism.prefetch,
-    )
-    check_program(shared).raise_if_faulty()
-    return shared
 
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:

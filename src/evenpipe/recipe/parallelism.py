@@ -7,6 +7,7 @@ from typing import Literal
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
+from evenpipe.schedule import Program, add_sharding, check_program
 
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
 
@@ -96,3 +97,19 @@ class Parallelism:
                 )
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
+
+
+def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
+    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
+    same program if there are no replicas."""
+    if parallelism.replicas == 1:
+        return program
+    shared = add_sharding(
+        program,
+        gathers=parallelism.data_parallel == "shard",
+        tied=tied,
+        reshard=parallelism.reshard,
+        prefetch=parallelism.prefetch,
+    )
+    check_program(shared).raise_if_faulty()
+    return shared

@@ -137,11 +137,8 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
             raise InputError(
                 f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
             )
-    for name, tensor, taken in (
-        ("position_ids", position_ids, model.takes_position_ids),
-        ("attention_mask", attention_mask, model.takes_attention_mask),
-    ):
-        if tensor is not None and not taken:
+    for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+        if tensor is not None and not model.takes(name):
             raise InputError(f"{name}: {model.architecture} does not take it, expected None")
     rows = model.position_rows
     if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):

@@ -100,9 +100,7 @@ class Pipeline(SpreadModel):
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
         replicas: number of pipelines side by side, each with the whole model and its own data: the size of `dp`;
             default: that of the mesh, else one.
-        data_parallel: "replicate" (the default) or "shard" (FSDP2).
-        reshard, prefetch: with "shard", when parameters are gathered and freed, as in `Parallelism`; default: all are
-            gathered at the start of the step.
+        data_parallel, reshard, prefetch: "replicate" (the default) or "shard" (FSDP2), as in `Parallelism`.
         layers_per_stage: layers of each stage, first to last; default: an even split.
         checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
         compile_layers: run every layer through torch.compile.
@@ -240,11 +238,10 @@ class Pipeline(SpreadModel):
             if router_loss is None
             else RouterLosses(router_loss, replicas=self.replicas, torch_device=self.torch_device)
         )
+        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
             over_replicas = Replicas(self._held, self.layout.program, replicas, is_first=self.replica == 0)
-        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
-        if over_replicas is not None:
             follow.append(over_replicas.follow_flags)
         self._trained = Trained(
             dict(self.named_parameters()),

@@ -11,13 +11,23 @@ from evenpipe.given import shown
 
 from .cost_values import Cost, cost, number, refuse_unknown, spread, table
 from .effects import ON_DEVICE
-from .links import LINKS, CopyEngine, Link, links_from_dict
-from .passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
+from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict
+from .passes import (
+    FREEING_KINDS,
+    GATHERING_KINDS,
+    REDUCING_KINDS,
+    SHAPES,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Kind,
+    Pass,
+    TransferKind,
+)
 from .placement import Placement
 
 __all__ = ["COLLECTIVES", "EQUAL_COSTS", "HOST_COSTS", "CopyEngine", "Cost", "Costs", "Link", "PassTimes"]
 
-COLLECTIVES = LINKS[1:]
+COLLECTIVES = LINKS[1:-1]
 """Names of the durations in `Costs.collectives`."""
 
 RECEIVE = "receive"
@@ -25,9 +35,12 @@ RECEIVE = "receive"
 
 _PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
+_SHARDING = {kind.value: SHAPES[kind][0] for kind in sorted(GATHERING_KINDS | REDUCING_KINDS)}
+"""Kinds that send data to replicas: per stage, or else per device."""
+_FREEING = {kind.value: SHAPES[kind][0] for kind in sorted(FREEING_KINDS)}
 _FACTORS = ("overlap_slowdown", "contention")
 _ONE_NUMBER = ("p2p", *_FACTORS)
-_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, RECEIVE)
+_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, *_SHARDING, *_FREEING, RECEIVE)
 _CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
@@ -78,6 +91,11 @@ class Costs:
     """Replaces `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single
     hops ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer
     at a time; `timing` uses only the classes, not the single hops."""
+    sharding: Mapping[str, Cost] = field(default_factory=dict)
+    """Bytes that a device sends to its replicas in UNSHARD and REDUCE_GRAD (one number, or one per stage), UNSHARD_E,
+    UNSHARD_S, REDUCE_GRAD_E and REDUCE_GRAD_S (or one per device); `links` must have `replicas`. They run one at a time
+    beside compute, and share the network of their device: while one and a hop with a link are under way there, each
+    goes at half speed. For the full simulator."""
     overlap_slowdown: float = 1.0
     """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
     contention: float = 1.0
@@ -89,7 +107,8 @@ class Costs:
     """Bytes that one forward of a stage stores until its backward: one number, or one per stage."""
     memory: Mapping[str, Cost] | None = None
     """Bytes that each kind of pass adds, in place of `bytes`: positive from its start, negative from its end. One
-    number, or one per stage (F, B, I, W, R, O, D, L) or device (S, C, T, E, G); `receive` is the buffer of one hop,
+    number, or one per stage (F, B, I, W, R, O, D, L, UNSHARD, RESHARD, REDUCE_GRAD) or device (S, C, T, E, G,
+    UNSHARD_E, ...); `receive` is the buffer of one hop,
     from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
     time. For the full simulator."""
 
@@ -113,6 +132,10 @@ class Costs:
             if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
                 twice = name if name == "p2p" else f"collectives.{name}"
                 raise InputError(f"costs: {twice} and links.{name} both give its duration; give only one of them")
+        sent = table("sharding", self.sharding, tuple(_SHARDING))
+        put("sharding", {name: cost(f"sharding.{name}", value) for name, value in sent.items()})
+        if self.sharding and REPLICAS not in self.links:
+            raise InputError(f"costs: sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
         put("engine", CopyEngine.from_dict(self.engine))
         if self.memory is not None:
             deltas = table("memory", self.memory, _MEMORY)
@@ -204,6 +227,16 @@ class Costs:
             times[kind] = copies if given is None else given
         return times
 
+    def sharding_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Return the time that each kind of collective over replicas takes alone: by stage, or by device for those of
+        the vocabulary layers; nothing for kinds without bytes."""
+        link = self.links.get(REPLICAS, Link())
+        times = {}
+        for name, value in self.sharding.items():
+            sizes = _spread(f"sharding.{name}", value, placement, per_stage=_SHARDING[name])
+            times[Kind(name)] = tuple(replace(link, bytes=size).time if size else 0.0 for size in sizes)
+        return times
+
     def with_copies(self, placement: Placement, copy_time: Cost) -> Costs:
         """Return the costs with times of O and L if they have none: `copy_time` (one number, or one per stage) times
         forward plus backward of the stage. Unchanged if a forward or backward has no time.
@@ -233,11 +266,8 @@ class Costs:
         deltas = {}
         for name, value in self.memory.items():
             if name != RECEIVE:
-                per_device = name in _PER_DEVICE
-                count = placement.devices if per_device else placement.stages
-                found = spread(f"memory.{name}", value, count, "device" if per_device else "stage")
-                assert found is not None
-                deltas[Kind(name)] = found
+                per_stage = name not in _PER_DEVICE and {**_SHARDING, **_FREEING}.get(name, True)
+                deltas[Kind(name)] = _spread(f"memory.{name}", value, placement, per_stage=per_stage)
         return deltas
 
     def check_devices(self, placement: Placement) -> None:
@@ -275,6 +305,13 @@ class Costs:
             return link.time
         name = _CLASS_OF.get(kind)
         return self.p2p if name is None else self.collectives.get(name, 0.0)
+
+
+def _spread(name: str, value: Cost, placement: Placement, *, per_stage: bool) -> tuple[float, ...]:
+    count, of = (placement.stages, "stage") if per_stage else (placement.devices, "device")
+    found = spread(name, value, count, of)
+    assert found is not None
+    return found
 
 
 class PassTimes:
@@ -327,3 +364,14 @@ backward."""
 
 HOST_COSTS = replace(EQUAL_COSTS, bytes=1.0)
 """The same for orders with offload: one forward stores one unit of bytes."""
+
+EQUAL_SHARDING = {
+    "UNSHARD": 1.0,
+    "UNSHARD_E": 0.4,
+    "UNSHARD_S": 0.4,
+    "REDUCE_GRAD": 2.0,
+    "REDUCE_GRAD_E": 0.8,
+    "REDUCE_GRAD_S": 0.8,
+}
+"""`Costs.sharding` that goes with equal costs and a bandwidth of 1: parameters of a stage are gathered in the time of a
+forward, and their gradients, in a wider dtype, are summed in twice that."""

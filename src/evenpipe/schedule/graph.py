@@ -49,14 +49,14 @@ class Graph:
     routes: tuple[Route, ...]
     units: int
     slices: int
-    places: list[Places] = field(default_factory=list)
-    stop: list[int] = field(default_factory=list)
-    site: list[int] = field(default_factory=list)
-    offset: list[int] = field(default_factory=list)
-    waits: list[tuple[int, ...]] = field(default_factory=list)
-    feeds: list[tuple[int, ...]] = field(default_factory=list)
-    odd: list[Carried] = field(default_factory=list)
-    _odd_number: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    places: list[Places] = field(default_factory=list, init=False)
+    stop: list[int] = field(default_factory=list, init=False)
+    site: list[int] = field(default_factory=list, init=False)
+    offset: list[int] = field(default_factory=list, init=False)
+    waits: list[tuple[int, ...]] = field(default_factory=list, init=False)
+    feeds: list[tuple[int, ...]] = field(default_factory=list, init=False)
+    odd: list[Carried] = field(default_factory=list, init=False)
+    _odd_number: dict[tuple[int, int, int], int] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, order: Order, dependencies: Dependencies | None = None, *, absent_is_done: bool = False) -> Graph:

@@ -12,8 +12,10 @@ from evenpipe.given import shown
 
 from .cost_values import number, table
 
-LINKS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
-"""Names that links may have: hops, and the collectives of `Costs.collectives`."""
+REPLICAS = "replicas"
+"""The link from a device to its replicas; `Costs.sharding` has the bytes."""
+LINKS = ("p2p", "broadcast", "statistics", "reduce", "embedding", REPLICAS)
+"""Names that links may have: hops, the collectives of `Costs.collectives`, and replicas."""
 
 _HOP = re.compile(r"[FB]:(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
 
@@ -66,7 +68,10 @@ def links_from_dict(values: Any) -> dict[str, Link]:
     links = {key: Link.from_dict(f"links.{key}", value) for key, value in values.items()}
     for key, link in links.items():
         whole = link if key in LINKS else link.over(links.get("p2p"))
-        if whole.bandwidth is not None and whole.bytes is None:
+        if key == REPLICAS:
+            if link.bytes is not None or link.bandwidth is None:
+                raise InputError(f"costs: links.{REPLICAS} must have a bandwidth and no bytes; sharding has the bytes")
+        elif whole.bandwidth is not None and whole.bytes is None:
             raise InputError(f"costs: links.{key} has a bandwidth but no bytes; give the size of one transfer")
     return links
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from .effects import IN_FLIGHT
-from .passes import Item, Kind, Pass, parts_of
+from .passes import GATHERING_KINDS, REDUCING_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
 from .words import count
 
@@ -43,7 +44,8 @@ class Timeline:
     """Events of each device, in the order in which it ran them, in any one unit of time.
 
     stage_bytes: bytes that one forward of each stage stores until its backward, if known; for `peak_bytes`.
-    beside: per device, the transfers and copies to and from the host that ran beside its compute, by start.
+    beside: per device, what ran beside its compute, by start: transfers, copies to and from the host, collectives over
+        replicas.
     memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
     on_device: likewise the stage activations on the device, if some move to the host; else None.
     placement: of the stages, if known.
@@ -74,10 +76,8 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """Per device, from the start of its first event to the end of its last."""
-        return tuple(
-            max(event.end for event in row) - min(event.start for event in row) if row else 0.0 for row in self.events
-        )
+        """Per device, from the start of its first event to the end of its last, collectives over replicas included."""
+        return tuple(map(_span, self._steps))
 
     @property
     def span(self) -> float:
@@ -87,8 +87,15 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Return the time from the first start to the last end, over all devices."""
-        rows = [event for row in self.events for event in row]
-        return max(event.end for event in rows) - min(event.start for event in rows) if rows else 0.0
+        return _span([event for row in self._steps for event in row])
+
+    @cached_property
+    def _steps(self) -> tuple[tuple[Event, ...], ...]:
+        """Per device, its compute, and the collectives over replicas beside it: the step is over when they are."""
+        return tuple(
+            (*row, *(event for event in others if event.item.kind in GATHERING_KINDS | REDUCING_KINDS))
+            for row, others in zip_longest(self.events, self.beside, fillvalue=())
+        )
 
     @property
     def skew(self) -> float:
@@ -171,6 +178,10 @@ class Timeline:
             peak_activations((event.item for event in row if isinstance(event.item, Pass)), weights)
             for row in self.events
         )
+
+
+def _span(events: Collection[Event]) -> float:
+    return max(event.end for event in events) - min(event.start for event in events) if events else 0.0
 
 
 def _highest(curve: tuple[tuple[float, float], ...]) -> float:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from evenpipe.schedule import Event, Transfer
+from evenpipe.schedule.passes import REDUCING_KINDS
 
 from .loop import START, Loop
 from .timeline import event_of
@@ -58,8 +59,10 @@ class CriticalPath:
 
 
 def critical_path(work: Work, loop: Loop, slices: int) -> CriticalPath:
-    """Return the path to the pass that ends last; if there are several, on the lowest device. slices: of a sequence."""
-    chain = [max((n for n in range(len(work.items)) if n not in work.copy_feeds), key=lambda n: (loop.end[n], -n))]
+    """Return the path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device.
+    slices: of a sequence."""
+    ends = (n for n, item in enumerate(work.items) if n not in work.beside or item.kind in REDUCING_KINDS)
+    chain = [max(ends, key=lambda n: (loop.end[n], -n))]
     while _why(loop, chain[-1])[0] != START:
         chain.append(_why(loop, chain[-1])[1])
     steps: list[Event] = []
@@ -76,4 +79,4 @@ def _why(loop: Loop, n: int) -> tuple[str, int]:
 
 
 def _transfer(work: Work, k: int, device: int, slices: int) -> Transfer:
-    return work.route_of[k].transfer(device, *divmod(work.unit_of[k], slices))
+    return work.transfers.route[k].transfer(device, *divmod(work.transfers.unit[k], slices))

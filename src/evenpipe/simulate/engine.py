@@ -51,7 +51,7 @@ class Engines:
         """Process the end of copy `number`."""
         loop = self.loop
         loop.end[number] = now
-        for waiting in self.work.copy_feeds[number]:
+        for waiting in self.work.beside[number]:
             loop.arrived(waiting, number, now)
         link = self._link(number)
         if link is not None:

@@ -1,7 +1,7 @@
 """The event loop: all devices execute their rows in simulated time.
 
-When a pass has ended, its device issues the transfers and copies before the next pass. That pass starts when the
-transfers and copies it needs have completed. A transfer starts when its last member has issued it (so its data is
+When a pass has ended, its device issues the transfers, copies and collectives over replicas before the next pass. That
+pass starts when those it needs have completed. A transfer starts when its last member has issued it (so its data is
 ready: on each producer it comes after the pass that makes it) and, if its communicator has a link, when the link has
 carried earlier ready transfers. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
 speed, for exactly that time; likewise at 1 / `contention` while all other devices compute, and in between while some
@@ -14,11 +14,13 @@ from collections import deque
 from heapq import heappop, heappush
 
 from evenpipe.schedule import CopyEngine
+from evenpipe.schedule.passes import HOP_KINDS
 
 from .engine import Engines
-from .work import Work
+from .network import COMMUNICATOR, Network
+from .work import COPIES, Work
 
-START, DEVICE, TRANSFER, COMMUNICATOR = "start", "device", "transfer", "communicator"
+START, DEVICE, TRANSFER = "start", "device", "transfer"
 
 
 class Loop:
@@ -30,8 +32,8 @@ class Loop:
     """
 
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
-        passes, transfers, devices = len(work.items), len(work.route_of), len(work.rows)
-        self.work, self.slowdown, self.contention = work, slowdown, contention
+        passes, transfers, devices = len(work.items), len(work.transfers.route), len(work.rows)
+        self.work, self.transfers, self.slowdown, self.contention = work, work.transfers, slowdown, contention
         self.computing = self.counted = 0  # devices that compute, now and at the last change of speeds
         self.rate = [1.0] * devices  # current slowdown of a running pass
         self.start, self.end = [0.0] * passes, [-1.0] * passes
@@ -41,16 +43,17 @@ class Loop:
         self.posted = [0.0] * transfers
         self.issued: dict[int, float] = {}
         self.needs = list(work.needs)
-        self.missing = list(work.members_of)
+        self.missing = list(work.transfers.members)
         self.stands = [0] * devices  # position in the row
         self.clock = [0.0] * devices  # end of the last pass
         self.running = [-1] * devices
         self.last = [-1] * devices  # the last pass
-        self.carrying = [-1] * work.queues
-        self.pending: list[deque[int]] = [deque() for _ in range(work.queues)]
+        self.carrying = [-1] * work.transfers.queues
+        self.pending: list[deque[int]] = [deque() for _ in range(work.transfers.queues)]
         self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
         self.engines = Engines(work, engine, self)
+        self.network = Network(work, self)
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
@@ -70,8 +73,8 @@ class Loop:
                 self._carried(~number, now)
                 continue
             device = device_of[number]
-            if number in self.work.copy_feeds:
-                self.engines.done(number, now)
+            if number in self.work.beside:
+                (self.engines if self.work.items[number].kind in COPIES else self.network).done(number, now)
             elif running[device] == number and due[device] == now:
                 running[device] = -1
                 self.computing -= 1
@@ -89,10 +92,10 @@ class Loop:
             number = row[at]
             if number < 0:
                 self._issue(~number, device, now)
-            elif number in self.work.copy_feeds:
+            elif number in self.work.beside:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                self.engines.submit(number, now)
+                (self.engines if self.work.items[number].kind in COPIES else self.network).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -116,12 +119,12 @@ class Loop:
 
     def _issue(self, k: int, device: int, now: float) -> None:
         self.missing[k] -= 1
-        if device == self.work.route_of[k].members[-1]:
+        if device == self.transfers.route[k].members[-1]:
             self.posted[k] = now
         if self.missing[k]:
             return
         self.why_of[k], self.who_of[k] = self._since(device)
-        queue = self.work.queue_of[k]
+        queue = self.transfers.queue[k]
         if queue >= 0:
             if self.carrying[queue] >= 0:
                 self.pending[queue].append(k)
@@ -131,26 +134,35 @@ class Loop:
 
     def _carry(self, k: int, now: float) -> None:
         self.start_of[k] = now
-        if self.slowdown > 1 and self.work.slows[k]:
-            for member in self.work.route_of[k].members:
+        if self.slowdown > 1 and self.transfers.slows[k]:
+            for member in self.transfers.route[k].members:
                 self.active[member] += 1
                 self._change_speed(member, now)
-        heappush(self.heap, (now + self.work.takes_of[k], ~k))
+        if self._is_on_network(k):
+            self.network.carry(~k, self.transfers.route[k].members, self.transfers.takes[k], now)
+        else:
+            heappush(self.heap, (now + self.transfers.takes[k], ~k))
+
+    def _is_on_network(self, k: int) -> bool:
+        """Return whether it is a hop that shares a link with collectives over replicas."""
+        return self.network.shared and self.transfers.queue[k] >= 0 and self.transfers.route[k].kind in HOP_KINDS
 
     def _carried(self, k: int, now: float) -> None:
+        if self._is_on_network(k) and not self.network.done(~k, now):
+            return
         self.end_of[k] = now
-        if self.slowdown > 1 and self.work.slows[k]:
-            for member in self.work.route_of[k].members:
+        if self.slowdown > 1 and self.transfers.slows[k]:
+            for member in self.transfers.route[k].members:
                 self.active[member] -= 1
                 self._change_speed(member, now)
-        queue = self.work.queue_of[k]
+        queue = self.transfers.queue[k]
         if queue >= 0:
             self.carrying[queue] = -1
             if self.pending[queue]:
                 following = self.carrying[queue] = self.pending[queue].popleft()
                 self.why_of[following], self.who_of[following] = COMMUNICATOR, ~k
                 self._carry(following, now)
-        for number in self.work.feeds[k]:
+        for number in self.transfers.feeds[k]:
             self.arrived(number, ~k, now)
 
     def _rate(self, device: int) -> float:
@@ -177,7 +189,7 @@ class Loop:
         self.why[number], self.who[number] = TRANSFER, what
         if self.needs[number]:
             return
-        if number in self.work.copy_feeds:
+        if number in self.work.beside:
             self.engines.unblocked(number, now)
             return
         device = self.work.device_of[number]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Program, TransferKind, parts_of
-from evenpipe.schedule.passes import VOCABULARY_KINDS
 
 from .loop import Loop
 from .work import Work
@@ -24,7 +23,7 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     """Return the curve of each device, or None if `costs` have no bytes.
 
     A pass adds bytes at its start and releases bytes at its end. A copy back to the device adds its bytes when it is
-    issued. An order that only evaluates stores nothing.
+    issued, and so does gathering. An order that only evaluates stores nothing.
 
     Raises InputError if the bytes of a device are not 0 at the end, or become negative: then the deltas of one
     microbatch do not add up to 0.
@@ -39,15 +38,13 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
             values = deltas.get(part.kind)
             if values is None:
                 continue
-            index = device if part.kind in VOCABULARY_KINDS else part.stage
-            assert index is not None
-            delta = values[index]
+            delta = values[device if part.stage is None else part.stage]
             if delta:
                 changes[device].append((begin, 2 * n, delta) if delta > 0 else (end, 2 * n + 1, delta))
     if costs.receive_bytes:
-        for k, route in enumerate(work.route_of):
+        for k, route in enumerate(work.transfers.route):
             if route.kind in _HOPS:
-                user = max(work.feeds[k], key=loop.end.__getitem__)
+                user = max(work.transfers.feeds[k], key=loop.end.__getitem__)
                 changes[route.members[1]] += [
                     (loop.posted[k], 2 * user, costs.receive_bytes),
                     (loop.end[user], 2 * user + 1, -costs.receive_bytes),

@@ -14,7 +14,7 @@ from .critical_path import CriticalPath, critical_path
 from .loop import TRANSFER, Loop
 from .memory import memory_curves
 from .timeline import timeline_of
-from .work import Work
+from .work import COPIES, Work
 
 END = "end"
 """Stands for the wait after the last pass."""
@@ -94,7 +94,8 @@ def _simulate(program: Program, costs: Costs) -> Simulation:
         check_program(program).raise_if_faulty()
         raise AssertionError("a sound program does not complete")
     memory = memory_curves(program, costs, work, loop)
-    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if work.copy_feeds else None
+    copies = any(work.items[n].kind in COPIES for n in work.beside)
+    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
     stage_bytes = costs.stage_bytes(program.placement)
     timeline = timeline_of(program, work, loop, stage_bytes=stage_bytes, memory=memory, on_device=on_device)
     waiting, slowed = _idle(work, loop, timeline.makespan)
@@ -108,13 +109,13 @@ def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, floa
         waits: dict[str, float] = {}
         clock = lost = 0.0
         for n in row:
-            if n < 0 or n in work.copy_feeds:
+            if n < 0 or n in work.beside:
                 continue
             if loop.start[n] > clock:
                 assert loop.why[n] == TRANSFER
                 who = loop.who[n]
                 device = work.device_of[n]
-                what = (work.items[who].kind if who >= 0 else work.route_of[~who].end(device)[0]).value
+                what = (work.items[who].kind if who >= 0 else work.transfers.route[~who].end(device)[0]).value
                 waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
             lost += (clock - loop.start[n] - work.takes[n]) if max(loop.slowdown, loop.contention) > 1 else 0.0

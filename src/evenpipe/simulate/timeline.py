@@ -44,7 +44,7 @@ def timeline_of(
             else:
                 cause = behind[who] = Cause(DEVICE, work.items[who], work.device_of[who])
             event = Event(device, item, start, end, cause)
-            (others if n < 0 or n in work.copy_feeds else computed).append(event)
+            (others if n < 0 or n in work.beside else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))

@@ -1,16 +1,18 @@
 """A program in numbers, for the event loop.
 
-Passes are numbered device after device in the order of their rows, copies (O, L) among them; transfers have numbers of
-their own. A row holds n for pass n and ~k for transfer k.
+Passes are numbered device after device in the order of their rows, also those that run beside compute: copies (O, L),
+and what gathers and frees parameters and sums gradients. Transfers have numbers of their own. A row holds n for pass n
+and ~k for transfer k.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
-from evenpipe.schedule.passes import HOP_KINDS, unit_of
+from evenpipe.schedule.passes import GATHERING_KINDS, HOP_KINDS, SHARDING_KINDS, unit_of
+from evenpipe.schedule.sharding import Part, Users, part_of
 
 COPIES = frozenset({Kind.O, Kind.L})
 _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
@@ -18,29 +20,38 @@ _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
 
 
 @dataclass(slots=True)
-class Work:
-    """The program as the event loop needs it.
+class Transfers:
+    """The transfers of a program, as lists by their number.
 
-    By pass: `items`, `device_of`, `takes` (for copies: on the engine), `needs` (transfers and copies that it waits for)
-    and `copy_feeds` (by number of a copy, the passes and copies that wait for it). By transfer: `route_of`,
-    `unit_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1 without a queue),
-    `slows` (whether it slows compute down) and `feeds` (passes that wait).
+    takes: their time alone. members: how many. queue: number of the communicator, or -1 without a queue; there are
+    `queues`. slows: whether it slows compute down. feeds: the passes that wait for it.
     """
 
-    rows: list[list[int]]
-    items: list[Pass]
-    device_of: list[int]
-    takes: list[float]
-    needs: list[int]
-    copy_feeds: dict[int, list[int]]
-    route_of: list[Route]
-    unit_of: list[int]
-    takes_of: list[float]
-    members_of: list[int]
-    queue_of: list[int]
-    slows: list[bool]
-    feeds: list[list[int]]
-    queues: int
+    route: list[Route] = field(default_factory=list)
+    unit: list[int] = field(default_factory=list)
+    takes: list[float] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
+    queue: list[int] = field(default_factory=list)
+    slows: list[bool] = field(default_factory=list)
+    feeds: list[list[int]] = field(default_factory=list)
+    queues: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """The program as the event loop needs it. By pass: `items`, `device_of`, `takes` and `needs`.
+
+    takes: their time alone. needs: how many transfers and passes beside compute a pass waits for. beside: by number of
+    a pass that runs beside compute, the passes that wait for it.
+    """
+
+    rows: list[list[int]] = field(default_factory=list)
+    items: list[Pass] = field(default_factory=list)
+    device_of: list[int] = field(default_factory=list)
+    takes: list[float] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
+    beside: dict[int, list[int]] = field(default_factory=dict)
+    transfers: Transfers = field(default_factory=Transfers)
 
     @classmethod
     def of(cls, program: Program, costs: Costs) -> Work:
@@ -55,7 +66,8 @@ class _Numbering:
         self.dependencies = Dependencies.of(program)
         self.pass_times = PassTimes(costs, program.placement)
         self.copy_times = costs.copy_times(program.placement)
-        self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], 0)
+        self.sharding_times = costs.sharding_times(program.placement)
+        self.work = Work()
         self.units = program.units
         self.numbers: dict[int, int] = {}  # by number of a route * units + unit
         self.communicators: dict[str, int] = {}
@@ -65,12 +77,14 @@ class _Numbering:
 
     def _row(self, device: int) -> None:
         work, dependencies = self.work, self.dependencies
-        items, needs, takes, feeds = work.items, work.needs, work.takes, work.feeds
+        items, needs, takes, feeds = work.items, work.needs, work.takes, work.transfers.feeds
         numbers, units, slices = self.numbers, self.units, self.program.slices
         row: list[int] = []
         times: dict[tuple[Kind, int | None], float] = {}
         waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
         copies: dict[tuple[Kind, int | None, int], int] = {}
+        gathering: dict[Part, int] = {}
+        users = Users.of_row(self.program.placement, self.program.barriers, self.program.rows[device])
         for item in self.program.rows[device]:
             if item is None:
                 continue
@@ -88,17 +102,26 @@ class _Numbering:
                 takes.append(self.copy_times[kind][stage])
                 unit = unit_of(item, slices)
                 copies[kind, stage, unit] = n
-                work.copy_feeds[n] = []
+                work.beside[n] = []
                 if kind is Kind.L:
                     self._after(copies.get((Kind.O, stage, unit)), n)
                 continue
+            if kind in SHARDING_KINDS:
+                alone = self.sharding_times.get(kind)
+                takes.append(0.0 if alone is None else alone[device if stage is None else stage])
+                work.beside[n] = []
+                if kind in GATHERING_KINDS:
+                    gathering[part_of(item)] = n
+                continue
+            if gathering:
+                for used in users.parts(item):
+                    self._after(gathering.pop(used, None), n)
             time = None if item.parts else times.get((kind, stage))
             if time is None:
                 time = times[kind, stage] = self.pass_times.of(item, device)
             takes.append(time)
             for part in parts_of(item):
-                if part.microbatch is None:
-                    continue
+                assert part.microbatch is not None
                 what = (part.kind, part.stage)
                 routes = waits.get(what)
                 if routes is None:
@@ -115,9 +138,9 @@ class _Numbering:
                     self._after(copies.get((_WAITS_FOR[part.kind], part.stage, unit)), n)
         work.rows.append(row)
 
-    def _after(self, copy: int | None, n: int) -> None:
-        if copy is not None:
-            self.work.copy_feeds[copy].append(n)
+    def _after(self, other: int | None, n: int) -> None:
+        if other is not None:
+            self.work.beside[other].append(n)
             self.work.needs[n] += 1
 
     def _transfer(self, item: Transfer, device: int) -> int:
@@ -132,19 +155,19 @@ class _Numbering:
         return self._number(key, route, unit) if k is None else k
 
     def _number(self, key: int, route: Route, unit: int) -> int:
-        work = self.work
-        k = self.numbers[key] = len(work.route_of)
+        transfers = self.work.transfers
+        k = self.numbers[key] = len(transfers.route)
         carried = self.carried.get(route.number)
         if carried is None:
             carried = self.carried[route.number] = self._carried(route)
         queue, time = carried
-        work.route_of.append(route)
-        work.unit_of.append(unit)
-        work.takes_of.append(time)
-        work.members_of.append(len(route.members))
-        work.queue_of.append(queue)
-        work.slows.append(work.takes_of[k] > 0 and route.kind not in HOP_KINDS)
-        work.feeds.append([])
+        transfers.route.append(route)
+        transfers.unit.append(unit)
+        transfers.takes.append(time)
+        transfers.members.append(len(route.members))
+        transfers.queue.append(queue)
+        transfers.slows.append(transfers.takes[k] > 0 and route.kind not in HOP_KINDS)
+        transfers.feeds.append([])
         return k
 
     def _carried(self, route: Route) -> tuple[int, float]:
@@ -153,5 +176,5 @@ class _Numbering:
         if self.costs.link(route.kind, route.communicator) is None:
             return -1, time
         queue = self.communicators.setdefault(route.communicator, len(self.communicators))
-        self.work.queues = len(self.communicators)
+        self.work.transfers.queues = len(self.communicators)
         return queue, time

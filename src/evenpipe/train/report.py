@@ -70,8 +70,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """A finished run. `steps`, `tokens` and `seconds` count only since the run was last started or continued."""
+class TrainingReport:
+    """What was trained. `steps`, `tokens` and `seconds` count only since the run was last started or continued."""
 
     steps: int
     epoch: float
@@ -85,6 +85,24 @@ class RunReport:
     validation_loss: float | None
     """Mean over the tokens of the validation rows with the final weights. Compare it with `loss`, not with a mean over
     many steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineReport:
+    """What the processes on the machine of the first process share."""
+
+    processes: int = 1
+    threads: int = 1
+    """Threads of each process for torch's operations."""
+    cores: int = 1
+    """Cores that these processes may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A finished run."""
+
+    training: TrainingReport
     schedule: ScheduleReport
     devices: tuple[DeviceReport, ...]
     """All devices, replica by replica."""
@@ -92,15 +110,10 @@ class RunReport:
     """Prediction for the vocabulary mode of the run."""
     baseline: Prediction
     """Prediction for `first-last` with the same schedule."""
-    predicted_step_seconds: float | None = None
+    predicted_step_seconds: float | None
     """Step time of the order with the measured time of passes, if each device had its own core and transfers took no
     time; None on a GPU, where pass times are not measured."""
-    processes: int = 1
-    """Processes on the machine of the first process."""
-    threads: int = 1
-    """Threads of each process for torch's operations."""
-    cores: int = 1
-    """Cores that these processes may use."""
+    machine: MachineReport
 
     @property
     def predicted_speedup(self) -> float:
@@ -110,10 +123,11 @@ class RunReport:
 
 def report_text(report: RunReport) -> str:
     """Return the report for the terminal."""
-    speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
-    loss = f"loss {report.loss:.3f} in the last step"
-    if report.validation_loss is not None:
-        loss += f", {report.validation_loss:.3f} in validation"
+    training = report.training
+    speed = training.tokens / training.seconds if training.seconds > 0 else 0.0
+    loss = f"loss {training.loss:.3f} in the last step"
+    if training.validation_loss is not None:
+        loss += f", {training.validation_loss:.3f} in validation"
     rows: list[tuple[str, ...]] = [
         ("device", "busy", "peak memory", "stages", "layers", "in flight", "vocabulary rows")
     ]
@@ -133,8 +147,8 @@ def report_text(report: RunReport) -> str:
         numbers = ["replica", *(str(device.replica) for device in report.devices)]
         rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]
     lines = [
-        f"{report.steps:,} steps to epoch {report.epoch:.2f}, {report.tokens:,} tokens in {report.seconds:.1f} s "
-        f"({speed:,.0f} tokens/s); {loss}",
+        f"{training.steps:,} steps to epoch {training.epoch:.2f}, {training.tokens:,} tokens "
+        f"in {training.seconds:.1f} s ({speed:,.0f} tokens/s); {loss}",
         _schedule_line(report),
         *_table(rows),
         *_step_lines(report),
@@ -144,9 +158,11 @@ def report_text(report: RunReport) -> str:
 
 
 def write_report(report: RunReport, path: Path) -> None:
-    """Write report.json: the fields of `RunReport`, and the predicted speed-up."""
-    content: dict[str, Any] = {**asdict(report), "predicted_speedup": report.predicted_speedup}
-    write_json(path, content)
+    """Write report.json: the fields of `RunReport`, with those of `training` and `machine` beside the others, and the
+    predicted speed-up."""
+    content: dict[str, Any] = asdict(report)
+    training, machine = content.pop("training"), content.pop("machine")
+    write_json(path, {**training, **content, **machine, "predicted_speedup": report.predicted_speedup})
 
 
 def bytes_text(count: int) -> str:
@@ -173,15 +189,16 @@ def _schedule_line(report: RunReport) -> str:
 
 
 def _step_lines(report: RunReport) -> list[str]:
-    if not report.steps or report.predicted_step_seconds is None:
+    training, machine, predicted = report.training, report.machine, report.predicted_step_seconds
+    if not training.steps or predicted is None:
         return []
-    took, predicted = report.seconds / report.steps, report.predicted_step_seconds
+    took = training.seconds / training.steps
     line = f"a step took {took:.3f} s; {predicted:.3f} s are predicted from the devices' own work in this order"
-    if report.processes * report.threads > report.cores:
-        each = "" if report.threads == 1 else f" of {report.threads} threads"
-        least = predicted * report.prediction.mean_busy * report.processes / report.cores
+    if machine.processes * machine.threads > machine.cores:
+        each = "" if machine.threads == 1 else f" of {machine.threads} threads"
+        least = predicted * report.prediction.mean_busy * machine.processes / machine.cores
         line += (
-            f" with a core each, but {count(report.processes, 'process')}{each} share {count(report.cores, 'core')}, "
+            f" with a core each, but {count(machine.processes, 'process')}{each} share {count(machine.cores, 'core')}, "
             f"on which that work alone takes {least:.3f} s"
         )
     elif took > predicted:

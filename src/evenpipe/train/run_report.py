@@ -9,7 +9,14 @@ import torch
 
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Timeline
-from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport
+from evenpipe.train.report import (
+    DeviceReport,
+    MachineReport,
+    Prediction,
+    RunReport,
+    ScheduleReport,
+    TrainingReport,
+)
 
 BASELINE = "first-last"
 
@@ -17,23 +24,14 @@ BASELINE = "first-last"
 def gather_report(
     pipeline: Pipeline,
     *,
+    training: TrainingReport,
     schedule: str,
-    steps: int,
-    epoch: float,
-    tokens: int,
-    seconds: float,
     busy_seconds: float,
-    loss: float,
-    running_mean_loss: float,
-    validation_loss: float | None,
 ) -> RunReport | None:
     """Return the report on the first process of the run, None on the others. Collective.
 
-    Args:
-        schedule: the schedule's name in the configuration.
-        busy_seconds: time that this process spent in passes.
-
-    Other arguments are fields of `RunReport`.
+    schedule: the schedule's name in the configuration.
+    busy_seconds: time that this process spent in passes.
     """
     table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
     if pipeline.device or pipeline.replica:
@@ -43,18 +41,12 @@ def gather_report(
     timeline = pipeline.predict()
     prediction = _prediction(timeline, pipeline.layout.mode)
     predicted_step_seconds = None
-    if pipeline.torch_device.type == "cpu" and steps:
-        work = sum(busy for busy, _ in table) / pipeline.replicas / steps
+    if pipeline.torch_device.type == "cpu" and training.steps:
+        work = sum(busy for busy, _ in table) / pipeline.replicas / training.steps
         predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
     placement = pipeline.order.placement
     return RunReport(
-        steps=steps,
-        epoch=epoch,
-        tokens=tokens,
-        seconds=seconds,
-        loss=loss,
-        running_mean_loss=running_mean_loss,
-        validation_loss=validation_loss,
+        training=training,
         schedule=ScheduleReport(
             name=schedule,
             replicas=pipeline.replicas,
@@ -68,7 +60,7 @@ def gather_report(
             DeviceReport(
                 replica=process // pipeline.devices,
                 device=device,
-                busy=busy / seconds if seconds else 0.0,
+                busy=busy / training.seconds if training.seconds else 0.0,
                 peak_memory_bytes=int(peak),
                 stages=placement.stages_of(device),
                 layers=sum(
@@ -82,9 +74,9 @@ def gather_report(
         prediction=prediction,
         baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
         predicted_step_seconds=predicted_step_seconds,
-        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        threads=torch.get_num_threads(),
-        cores=cores(),
+        machine=MachineReport(
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), threads=torch.get_num_threads(), cores=cores()
+        ),
     )
 
 

@@ -39,7 +39,7 @@ from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches
-from evenpipe.train.report import report_text, write_report
+from evenpipe.train.report import TrainingReport, report_text, write_report
 from evenpipe.train.run_report import gather_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import open_trackers
@@ -403,17 +403,17 @@ class _Run:
 
     def _report(self) -> None:
         """Write and print the report. Collective."""
-        report = gather_report(
-            self.pipeline,
-            schedule=self.config.pipeline.schedule,
+        training = TrainingReport(
             steps=self.steps_taken,
             epoch=self.epoch,
             tokens=self.steps_taken * self.batches.tokens_per_batch,
             seconds=self._training_seconds,
-            busy_seconds=self._busy_in_all,
             loss=self._loss,
             running_mean_loss=self.progress.mean.mean,
             validation_loss=self._validation,
+        )
+        report = gather_report(
+            self.pipeline, training=training, schedule=self.config.pipeline.schedule, busy_seconds=self._busy_in_all
         )
         if report is not None and self.metrics is not None:
             write_report(report, self.config.run_folder / "report.json")

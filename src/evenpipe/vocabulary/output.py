@@ -28,7 +28,6 @@ from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.products import (
     accumulator_dtype,
     column_product,
-    hidden_product,
     logits_dtype,
     logits_product,
     stored_dtype,
@@ -36,7 +35,7 @@ from evenpipe.vocabulary.products import (
     weight_product,
 )
 from evenpipe.vocabulary.shards import Shard
-from evenpipe.vocabulary.state import OutputState
+from evenpipe.vocabulary.state import OutputState, Products
 from evenpipe.vocabulary.targets import find_targets, targets_on_device
 
 BLOCK_LOGITS = 8 * 1024 * 1024
@@ -144,9 +143,7 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
         if with_derivative:
             state.derivative = buffers.take(tokens, rows, hidden, stored, room=state.targets.tokens)
     if gradients and state.one_barrier:
-        state.product = hidden.new_empty(tokens, hidden.shape[1], dtype=statistics.dtype)
-        if with_derivative:
-            state.derivative_product = torch.empty_like(state.product)
+        state.products = Products.empty(hidden, statistics.dtype, options)
 
     # Exponentials overwrite the logits if the dtypes are equal.
     stored_room = None if keep else block_room(stored)
@@ -167,23 +164,13 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
         logits_product(hidden[span], weight, logits)
         rooms = Rooms(logits, exponentials, derivative, bias)
         state.kernels.exponentials(rooms, start, statistics[span], state, gradients=gradients)
-        if not keep:
-            _multiply_by_weight(state, exponentials, derivative, weight, span)
-    if keep:  # one product of all tokens, to fill a GPU
-        _multiply_by_weight(state, state.exponentials, state.derivative, weight, slice(0, tokens))
+        if not keep and state.products is not None:
+            state.products.multiply(exponentials, derivative, weight, span, add=False)
+    if state.exponentials is not None and state.products is not None:  # one product of all tokens, to fill a GPU
+        state.products.multiply(state.exponentials, state.derivative, weight, add=False)
     buffers.give(stored_room)
     buffers.give(logits_room)
     buffers.give(derivative_room)
-
-
-def _multiply_by_weight(
-    state: OutputState, exponentials: Tensor | None, derivative: Tensor | None, weight: Tensor, span: slice
-) -> None:
-    """Compute E W and D W of some tokens, if wanted."""
-    if state.product is not None and exponentials is not None:
-        hidden_product(exponentials, weight, state.product[span], add=False)
-    if state.derivative_product is not None and derivative is not None:
-        hidden_product(derivative, weight, state.derivative_product[span], add=False)
 
 
 @torch.no_grad()
@@ -223,10 +210,9 @@ def hidden_gradient(state: OutputState, combined: Combined, weight: Tensor) -> T
         return combined.losses.new_zeros(state.targets.tokens, weight.shape[1])
     if not state.one_barrier:
         _multiply_late(state, weight[: state.shard.tokens])
-    product, derivative_product = state.product, state.derivative_product
-    state.product = state.derivative_product = None
-    assert product is not None, "C runs once for each S"
-    return state.kernels.hidden_gradient(state, combined, weight[: state.shard.tokens], product, derivative_product)
+    products, state.products = state.products, None
+    assert products is not None, "C runs once for each S"
+    return state.kernels.hidden_gradient(state, combined, weight[: state.shard.tokens], products)
 
 
 def _multiply_late(state: OutputState, weight: Tensor) -> None:
@@ -234,14 +220,9 @@ def _multiply_late(state: OutputState, weight: Tensor) -> None:
     hidden, maximum = state.hidden, state.maximum
     assert hidden is not None and maximum is not None
     state.one_barrier = True
-    state.product = hidden.new_empty(hidden.shape, dtype=maximum.dtype)
-    if state.options.needs_derivative:
-        state.derivative_product = torch.empty_like(state.product)
+    state.products = Products.empty(hidden, maximum.dtype, state.options)
     for columns, exponentials, derivative in _exponentials(state, weight, hidden, maximum):
-        add = columns.start > 0
-        hidden_product(exponentials, weight[columns], state.product, add=add)
-        if derivative is not None and state.derivative_product is not None:
-            hidden_product(derivative, weight[columns], state.derivative_product, add=add)
+        state.products.multiply(exponentials, derivative, weight[columns], add=columns.start > 0)
 
 
 @torch.no_grad()
@@ -282,16 +263,10 @@ def backward_shard(
     weight = weight[:rows]
     weight_gradient = None if weight_gradient is None else weight_gradient[:rows]
     bias_gradient = None if bias_gradient is None else bias_gradient[:rows]
-    product = None if state.one_barrier else hidden.new_empty(hidden.shape, dtype=dtype)
-    with_derivative = state.options.needs_derivative
-    derivative_product = torch.empty_like(product) if product is not None and with_derivative else None
+    products = None if state.one_barrier else Products.empty(hidden, dtype, state.options)
 
-    def add(factor: Tensor, columns: slice, total: Tensor | None, *, of_derivative: bool = False) -> None:
-        """Add the products of one factor (E or D) with W and with X."""
-        if total is not None:
-            hidden_product(factor, weight[columns], total, add=columns.start > 0)
-        if weight_gradient is None and bias_gradient is None:
-            return
+    def add(factor: Tensor, columns: slice, *, of_derivative: bool = False) -> None:
+        """Add the products of one factor (E or D) with X."""
         scaled, coefficients = state.kernels.scaled_hidden(
             state, combined, hidden, factor.dtype, of_derivative=of_derivative
         )
@@ -300,11 +275,15 @@ def backward_shard(
         if bias_gradient is not None:
             column_product(factor, coefficients, bias_gradient[columns])
 
-    if product is not None or weight_gradient is not None or bias_gradient is not None:
+    trains = weight_gradient is not None or bias_gradient is not None
+    if products is not None or trains:
         for columns, exponentials, derivative in _exponentials(state, weight, hidden, maximum):
-            add(exponentials, columns, product)
-            if derivative is not None:
-                add(derivative, columns, derivative_product, of_derivative=True)
+            if products is not None:
+                products.multiply(exponentials, derivative, weight[columns], add=columns.start > 0)
+            if trains:
+                add(exponentials, columns)
+                if derivative is not None:
+                    add(derivative, columns, of_derivative=True)
     state.buffers.give(state.exponentials)
     state.buffers.give(state.derivative)
     state.exponentials = state.derivative = None
@@ -312,9 +291,7 @@ def backward_shard(
     if state.options.adds_constant:
         _add_constant(state, combined, hidden, weight_gradient, bias_gradient)
     state.kernels.add_label_rows(state, combined, hidden, weight_gradient, bias_gradient)
-    if product is None:
-        return None
-    return state.kernels.hidden_gradient(state, combined, weight, product, derivative_product)
+    return None if products is None else state.kernels.hidden_gradient(state, combined, weight, products)
 
 
 def _add_constant(

@@ -5,15 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from evenpipe.vocabulary.buffers import Buffers
 from evenpipe.vocabulary.options import LossOptions
+from evenpipe.vocabulary.products import hidden_product
 from evenpipe.vocabulary.shards import Shard
 from evenpipe.vocabulary.targets import Targets
 
 if TYPE_CHECKING:
     from evenpipe.vocabulary.kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Sums over the columns of a shard, [tokens, hidden_size]."""
+
+    exponentials: Tensor
+    """A = E W."""
+    derivative: Tensor | None
+    """D W, only with both soft-cap and label smoothing."""
+
+    @classmethod
+    def empty(cls, hidden: Tensor, dtype: torch.dtype, options: LossOptions) -> Products:
+        """Return uninitialised products of the shape of `hidden`."""
+        product = hidden.new_empty(hidden.shape, dtype=dtype)
+        return cls(product, torch.empty_like(product) if options.needs_derivative else None)
+
+    def multiply(
+        self, exponentials: Tensor, derivative: Tensor | None, weight: Tensor, span: slice = slice(None), *, add: bool
+    ) -> None:
+        """Compute, or add to, the products of E and D of some tokens with some rows of the weight."""
+        hidden_product(exponentials, weight, self.exponentials[span], add=add)
+        if self.derivative is not None:
+            assert derivative is not None
+            hidden_product(derivative, weight, self.derivative[span], add=add)
 
 
 @dataclass(slots=True)
@@ -37,7 +64,5 @@ class OutputState:
     """E, unless nothing is kept."""
     derivative: Tensor | None = None
     """D, only with both soft-cap and label smoothing, unless nothing is kept."""
-    product: Tensor | None = None
-    """A = E W, one barrier only."""
-    derivative_product: Tensor | None = None
-    """D W, one barrier with both soft-cap and label smoothing only."""
+    products: Products | None = None
+    """One barrier only."""

@@ -1,6 +1,6 @@
 // One timeline: its events as columns, by number, in rows in which nothing overlaps.
 
-const COMPUTE = 0, TRANSFERS = 1, COPIES = 2; // what a row shows (encode.py)
+const COMPUTE = 0, TRANSFERS = 1, BESIDE = 2; // what a row shows (encode.py)
 
 class Panel {
   static async read(data, shared, number) {

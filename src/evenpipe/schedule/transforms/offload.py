@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
@@ -117,16 +117,16 @@ class _Stay:
     """Position of the first pass that needs them."""
     ready: float
     needed: float
-    out: float = 0.0
+    out: float = field(default=0.0, init=False)
     """When the copy to the host starts, and when it ends."""
-    over: float = 0.0
-    back: float = 0.0
+    over: float = field(default=0.0, init=False)
+    back: float = field(default=0.0, init=False)
     """When the copy back starts."""
-    sent: int = 0
+    sent: int = field(default=0, init=False)
     """Position of O."""
-    given: int = 0
+    given: int = field(default=0, init=False)
     """Position of D."""
-    taken: int = 0
+    taken: int = field(default=0, init=False)
     """Position of L."""
 
 

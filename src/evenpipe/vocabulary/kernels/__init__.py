@@ -19,7 +19,7 @@ from torch import Tensor
 from evenpipe.errors import InputError
 from evenpipe.vocabulary.combination import Combined
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.state import OutputState
+from evenpipe.vocabulary.state import OutputState, Products
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,7 @@ class Kernels(Protocol):
     ) -> Combined:
         """As `evenpipe.vocabulary.combine`, which has checked the shapes."""
 
-    def hidden_gradient(
-        self,
-        state: OutputState,
-        combined: Combined,
-        weight: Tensor,
-        product: Tensor,
-        derivative_product: Tensor | None,
-    ) -> Tensor:
+    def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
         """Compute dX = r A + u (D W) + c W[target], [all tokens, hidden_size], zero at ignored ones; may overwrite
         A."""
 

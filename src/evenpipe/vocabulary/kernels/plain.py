@@ -15,7 +15,7 @@ from torch import Tensor
 from evenpipe.vocabulary.combination import COUNT, MAXIMUM, SUM, TARGET, TOTAL, WEIGHTED, Combined, combine_plainly
 from evenpipe.vocabulary.kernels import Rooms
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.state import OutputState
+from evenpipe.vocabulary.state import OutputState, Products
 from evenpipe.vocabulary.targets import Owned
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -72,20 +72,14 @@ class PlainKernels:
         """In fp64, only on numbers per token and shard."""
         return combine_plainly(statistics, token_weights, labels, options, vocabulary)
 
-    def hidden_gradient(
-        self,
-        state: OutputState,
-        combined: Combined,
-        weight: Tensor,
-        product: Tensor,
-        derivative_product: Tensor | None,
-    ) -> Tensor:
+    def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
         """In place in A."""
+        product = products.exponentials
         product.mul_(_others(state, combined)[:, None])
         if combined.uniform is not None:
             uniform = state.targets.select(combined.uniform)
-            if derivative_product is not None:
-                product.addcmul_(derivative_product, uniform[:, None])
+            if products.derivative is not None:
+                product.addcmul_(products.derivative, uniform[:, None])
             elif state.options.adds_constant:
                 product.addr_(uniform, weight.sum(0, dtype=product.dtype))
         owned = state.targets.owned

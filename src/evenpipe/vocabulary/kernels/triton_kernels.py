@@ -12,7 +12,7 @@ from evenpipe.vocabulary.combination import Combined
 from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.kernels import Rooms, rows
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.state import OutputState
+from evenpipe.vocabulary.state import OutputState, Products
 
 COLUMNS_AT_ONCE = 4096
 """Columns of a row of logits at a time, with 16 warps: 8 numbers per thread, so that a Hopper multiprocessor has
@@ -129,15 +129,9 @@ class TritonKernels:
         entropies = more[-1] if options.entropy else None
         return Combined(losses, log_probabilities, log_sum_exp, maximum, others, target, uniform, entropies)
 
-    def hidden_gradient(
-        self,
-        state: OutputState,
-        combined: Combined,
-        weight: Tensor,
-        product: Tensor,
-        derivative_product: Tensor | None,
-    ) -> Tensor:
+    def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
         """One launch; in place in A, unless tokens were removed."""
+        product = products.exponentials
         tokens, hidden_size = product.shape
         valid = state.targets.valid
         gradient = product if valid is None else product.new_zeros(state.targets.tokens, hidden_size)
@@ -147,7 +141,7 @@ class TritonKernels:
             tokens,
             hidden_size,
             product,
-            derivative_product,
+            products.derivative,
             weight,
             weight.sum(0, dtype=product.dtype) if constant else None,
             gradient,
@@ -161,7 +155,7 @@ class TritonKernels:
             hidden_size,
             weight.stride(0),
             HAS_VALID=valid is not None,
-            HAS_DERIVATIVE=derivative_product is not None,
+            HAS_DERIVATIVE=products.derivative is not None,
             HAS_CONSTANT=constant,
         )
         return gradient
