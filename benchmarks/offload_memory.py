@@ -31,7 +31,8 @@ from evenpipe import OffloadOptions, Pipeline, Recipe, launch
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.host.memory import return_freed_memory
 from evenpipe.memory.device import DeviceBytes
-from evenpipe.memory.estimate import estimate, model_bytes
+from evenpipe.memory.estimate import estimate
+from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.programs import planned
 from evenpipe.memory.replay import replay
 from evenpipe.model import describe
@@ -115,7 +116,7 @@ def predicted(settings: Settings, order: Order) -> list[int]:
     plan = planned(description, recipe)
     grown = []
     for device in range(settings.processes):
-        held = DeviceBytes.of(model_bytes(description), plan, found.run, device)
+        held = DeviceBytes.of(ModelBytes(description), plan, found.settings, device)
         state = replace(held.state, optimizer=0, step_peak=0)
         memory = replay(plan.program, device, held.stages, held.vocabulary, state, batch=held.fixed, curve=True)
         grown.append(memory.peak - memory.curve[-1])

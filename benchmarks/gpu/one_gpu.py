@@ -39,7 +39,7 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -70,14 +70,22 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCall
 from evenpipe import initialise_worker
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.model import describe, head_flops, layer_flops
+from evenpipe.optimizers.held import groups_by_decay
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.optimization import adamw
 from evenpipe.train.run_sections import OptimizerConfig
 
 CHUNKS = 8
 """Of the tokens, for the output layer of the loop (torchtitan, components/loss.py)."""
 CLIP = 1.0
 OPTIMIZER = OptimizerConfig()
+DECAY = OPTIMIZER.given("weight_decay")
+ADAM = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.given("betas"), "eps": OPTIMIZER.given("epsilon")}
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """As `evenpipe train` makes it: weight decay on matrices only."""
+    groups = [{"weight_decay": DECAY, **group} for group in groups_by_decay(parameters) if group["params"]]
+    return torch.optim.AdamW(groups, fused=True, **ADAM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +154,7 @@ class Evenpipe(_Stepwise):
         self._pipeline = build_pipeline(
             config, settings.vocabulary, 0, device, self_check=False, compute_dtype=torch.bfloat16
         )
-        self._optimizer = adamw(self._pipeline.named_parameters(), OPTIMIZER)
+        self._optimizer = adamw(self._pipeline.parameters())
 
     def step(self, batch: Tensor) -> Any:
         result = self._pipeline.step(batch)
@@ -172,7 +180,7 @@ class Loop(_Stepwise):
             for layer in self._model.model.layers:
                 layer.compile()
             self._loss = torch.compile(chunk_loss)
-        self._optimizer = adamw(self._model.named_parameters(), OPTIMIZER)
+        self._optimizer = adamw(self._model.parameters())
 
     def step(self, batch: Tensor) -> Any:
         batch = batch.to(self.device, non_blocking=True)
@@ -227,10 +235,10 @@ class Transformers(Arm):
             bf16=True,
             optim="adamw_torch_fused",
             learning_rate=OPTIMIZER.learning_rate,
-            weight_decay=OPTIMIZER.weight_decay,
-            adam_beta1=OPTIMIZER.betas[0],
-            adam_beta2=OPTIMIZER.betas[1],
-            adam_epsilon=OPTIMIZER.epsilon,
+            weight_decay=DECAY,
+            adam_beta1=ADAM["betas"][0],
+            adam_beta2=ADAM["betas"][1],
+            adam_epsilon=ADAM["eps"],
             max_grad_norm=CLIP,
             lr_scheduler_type="constant",
             torch_compile=compiled,

@@ -13,7 +13,7 @@ from models import Model, costs_name
 
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES, WHOLE
 from evenpipe.costs.hardware import Wire, find_hardware
-from evenpipe.model import describe
+from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.evaluation import end_seconds, work_of
@@ -58,8 +58,8 @@ class Case:
     @property
     def flops(self) -> float:
         """Of a step."""
-        problem = self.problem
-        return 3.0 * self.microbatches * self.tokens * (math.fsum(problem.flops) + problem.head_flops)
+        model = self.problem.description
+        return 3.0 * self.microbatches * self.tokens * (math.fsum(layer_flops(model, self.tokens)) + head_flops(model))
 
     def mfu(self, seconds: float) -> float:
         """Of a step that takes so long."""
