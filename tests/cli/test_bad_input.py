@@ -330,6 +330,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["check", "order.csv", "--bytes-limit", "3"], ["a limit in bytes needs costs"]),
     (["draw", "nowhere.json"], ["nowhere.json cannot be read"]),
     (["draw", "trace.json", "--devices", "2"], ["--devices is given", "leave one of them out"]),
+    (["draw", "trace.json", "--reshard"], ["--reshard is given", "leave one of them out"]),
+    (["draw", "trace.json", "--data-parallel", "shard"], ["--data-parallel is given", "leave one of them out"]),
     ([*DRAW, "x.pdf"], ["'x.pdf' cannot be drawn", ".html", ".svg", ".json"]),
     ([*COSTED, "config.toml"], ["unknown key 'model'", "Accepted: F, B"]),
     ([*COSTED, "nowhere.toml"], ["nowhere.toml cannot be read"]),

@@ -9,7 +9,9 @@ import pytest
 from evenpipe.errors import InputError
 from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.plan.whole_costs import WholeCosts
-from evenpipe.schedule import Costs, Placement, TransferKind
+from evenpipe.schedule import Costs, Link, Placement, TransferKind
+
+REPLICAS = {"replicas": Link(bandwidth=1.0)}
 
 CUT = [
     # costs, stages, wanted, costs of the wanted stages
@@ -19,6 +21,18 @@ CUT = [
     (Costs(F=(1, 2, 3, 4), B=2), 4, 2, Costs(F=(3, 7), B=4)),
     (Costs(F=1, B=2, S=5, T=6, E=7, G=8, C=9, p2p=3), 2, 4, Costs(F=0.5, B=1, S=5, T=6, E=7, G=8, C=9, p2p=3)),
     (Costs(F=2, B=2, memory={"F": 4, "B": -4, "S": 6}), 2, 4, Costs(F=1, B=1, memory={"F": 2, "B": -2, "S": 6})),
+    (
+        Costs(F=2, B=2, memory={"L": 4, "D": -4, "UNSHARD": 8, "RESHARD": -8, "UNSHARD_S": 2, "receive": 1}),
+        2,
+        4,
+        Costs(F=1, B=1, memory={"L": 2, "D": -2, "UNSHARD": 4, "RESHARD": -4, "UNSHARD_S": 2, "receive": 1}),
+    ),
+    (
+        Costs(F=2, B=2, links=REPLICAS, sharding={"UNSHARD": 4, "REDUCE_GRAD": (6, 8), "UNSHARD_E": 2}),
+        2,
+        1,
+        Costs(F=4, B=4, links=REPLICAS, sharding={"UNSHARD": 8, "REDUCE_GRAD": (14,), "UNSHARD_E": 2}),
+    ),
 ]
 
 
@@ -41,6 +55,12 @@ def test_whole_vocabulary_layers_at_the_ends() -> None:
     whole = with_whole_vocabulary(Costs(F=1, B=2, S=3, T=3), Placement.v_shape(1))
     assert (whole.F, whole.B) == ((1, 3), (2, 6))
     assert with_whole_vocabulary(Costs(F=1, B=2), Placement.linear(1)).F == (1,)
+
+
+def test_what_replicas_send_goes_with_whole_vocabulary_layers() -> None:
+    sharding = {"UNSHARD": 10, "UNSHARD_E": 1, "UNSHARD_S": (2, 4), "REDUCE_GRAD_S": 3}
+    whole = with_whole_vocabulary(Costs(F=1, B=2, links=REPLICAS, sharding=sharding), Placement.linear(2))
+    assert whole.sharding == {"UNSHARD": (12, 16), "REDUCE_GRAD": (0, 6)}
 
 
 WHOLE = [

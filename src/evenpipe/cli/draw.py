@@ -101,6 +101,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
         "edges",
         "memory_limit",
         "data_parallel",
+        "reshard",
         "prefetch",
     )
     for name in (*others, "vocabulary"):

@@ -144,7 +144,10 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         help="several replicas: they sum gradients, or also share parameters and gather them (default: one replica)",
     )
     parser.add_argument(
-        "--reshard", action="store_true", help="with shard: free parameters between passes, and gather them again"
+        "--reshard",
+        action="store_true",
+        default=None,
+        help="with shard: free parameters between passes, and gather them again",
     )
     parser.add_argument(
         "--prefetch",
@@ -160,7 +163,7 @@ def replicas(arguments: argparse.Namespace) -> Parallelism | None:
 
     kind = arguments.data_parallel
     several = Parallelism(
-        dp=2, data_parallel=kind or "replicate", reshard=arguments.reshard, prefetch=arguments.prefetch
+        dp=2, data_parallel=kind or "replicate", reshard=bool(arguments.reshard), prefetch=arguments.prefetch
     )
     return None if kind is None else several
 

@@ -7,13 +7,10 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.cost_values import spread
-from evenpipe.schedule.costs import Cost, Costs
+from evenpipe.schedule.costs import Cost, Costs, is_per_stage
 from evenpipe.schedule.placement import Placement
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
-
-SHARED = ("UNSHARD", "REDUCE_GRAD")
-"""Those among `Costs.sharding`."""
 
 
 def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the schedule") -> Costs:
@@ -43,12 +40,12 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     changed: dict[str, Any] = {
         name: cut(name, value) for name in PER_STAGE if (value := getattr(costs, name)) is not None
     }
-    if costs.memory is not None:
-        changed["memory"] = {
-            name: cut(f"memory.{name}", value) if name in PER_STAGE else value for name, value in costs.memory.items()
-        }
-    sharding = {name: cut(f"sharding.{name}", costs.sharding[name]) for name in SHARED if name in costs.sharding}
-    return replace(costs, sharding={**costs.sharding, **sharding}, **changed)
+    for of in ("memory", "sharding"):
+        if (values := getattr(costs, of)) is not None:
+            changed[of] = {
+                name: cut(f"{of}.{name}", value) if is_per_stage(name) else value for name, value in values.items()
+            }
+    return replace(costs, **changed)
 
 
 def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
@@ -77,7 +74,7 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
             longer[-1] += last
             changed[name] = tuple(longer)
     sharding = dict(costs.sharding)
-    for name in SHARED if sharding else ():
+    for name in ("UNSHARD", "REDUCE_GRAD") if sharding else ():
         sizes = spread(name, sharding.get(name, 0.0), placement.stages, "stage") or ()
         longer = list(sizes)
         for stage, part in ((0, "E"), (-1, "S")):

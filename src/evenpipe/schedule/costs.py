@@ -14,9 +14,8 @@ from .effects import ON_DEVICE
 from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict
 from .passes import (
     FREEING_KINDS,
-    GATHERING_KINDS,
-    REDUCING_KINDS,
     SHAPES,
+    SHARDING_KINDS,
     STAGE_KINDS,
     VOCABULARY_KINDS,
     Kind,
@@ -35,12 +34,11 @@ RECEIVE = "receive"
 
 _PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
-_SHARDING = {kind.value: SHAPES[kind][0] for kind in sorted(GATHERING_KINDS | REDUCING_KINDS)}
-"""Kinds that send data to replicas: per stage, or else per device."""
-_FREEING = {kind.value: SHAPES[kind][0] for kind in sorted(FREEING_KINDS)}
+_SHARDING = tuple(kind.value for kind in sorted(SHARDING_KINDS - FREEING_KINDS))
+"""Kinds that send data to replicas."""
 _FACTORS = ("overlap_slowdown", "contention")
 _ONE_NUMBER = ("p2p", *_FACTORS)
-_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, *_SHARDING, *_FREEING, RECEIVE)
+_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, *sorted(SHARDING_KINDS), RECEIVE)
 _CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
@@ -132,7 +130,7 @@ class Costs:
             if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
                 twice = name if name == "p2p" else f"collectives.{name}"
                 raise InputError(f"costs: {twice} and links.{name} both give its duration; give only one of them")
-        sent = table("sharding", self.sharding, tuple(_SHARDING))
+        sent = table("sharding", self.sharding, _SHARDING)
         put("sharding", {name: cost(f"sharding.{name}", value) for name, value in sent.items()})
         if self.sharding and REPLICAS not in self.links:
             raise InputError(f"costs: sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
@@ -233,7 +231,7 @@ class Costs:
         link = self.links.get(REPLICAS, Link())
         times = {}
         for name, value in self.sharding.items():
-            sizes = _spread(f"sharding.{name}", value, placement, per_stage=_SHARDING[name])
+            sizes = _spread("sharding", name, value, placement)
             times[Kind(name)] = tuple(replace(link, bytes=size).time if size else 0.0 for size in sizes)
         return times
 
@@ -266,8 +264,7 @@ class Costs:
         deltas = {}
         for name, value in self.memory.items():
             if name != RECEIVE:
-                per_stage = name not in _PER_DEVICE and {**_SHARDING, **_FREEING}.get(name, True)
-                deltas[Kind(name)] = _spread(f"memory.{name}", value, placement, per_stage=per_stage)
+                deltas[Kind(name)] = _spread("memory", name, value, placement)
         return deltas
 
     def check_devices(self, placement: Placement) -> None:
@@ -307,9 +304,15 @@ class Costs:
         return self.p2p if name is None else self.collectives.get(name, 0.0)
 
 
-def _spread(name: str, value: Cost, placement: Placement, *, per_stage: bool) -> tuple[float, ...]:
-    count, of = (placement.stages, "stage") if per_stage else (placement.devices, "device")
-    found = spread(name, value, count, of)
+def is_per_stage(name: str) -> bool:
+    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage; else it has one per
+    device."""
+    return name != RECEIVE and SHAPES[Kind(name)][0]
+
+
+def _spread(table_name: str, name: str, value: Cost, placement: Placement) -> tuple[float, ...]:
+    count, of = (placement.stages, "stage") if is_per_stage(name) else (placement.devices, "device")
+    found = spread(f"{table_name}.{name}", value, count, of)
     assert found is not None
     return found
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from .effects import IN_FLIGHT
-from .passes import GATHERING_KINDS, REDUCING_KINDS, Item, Kind, Pass, parts_of
+from .passes import SHARDING_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
 from .words import count
 
@@ -93,7 +93,7 @@ class Timeline:
     def _steps(self) -> tuple[tuple[Event, ...], ...]:
         """Per device, its compute, and the collectives over replicas beside it: the step is over when they are."""
         return tuple(
-            (*row, *(event for event in others if event.item.kind in GATHERING_KINDS | REDUCING_KINDS))
+            (*row, *(event for event in others if event.item.kind in SHARDING_KINDS))
             for row, others in zip_longest(self.events, self.beside, fillvalue=())
         )
 

@@ -74,7 +74,7 @@ class Loop:
                 continue
             device = device_of[number]
             if number in self.work.beside:
-                (self.engines if self.work.items[number].kind in COPIES else self.network).done(number, now)
+                self._beside(number).done(number, now)
             elif running[device] == number and due[device] == now:
                 running[device] = -1
                 self.computing -= 1
@@ -95,7 +95,7 @@ class Loop:
             elif number in self.work.beside:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                (self.engines if self.work.items[number].kind in COPIES else self.network).submit(number, now)
+                self._beside(number).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -112,6 +112,10 @@ class Loop:
                 break
             at += 1
         self.stands[device] = at
+
+    def _beside(self, number: int) -> Engines | Network:
+        """Return what runs a pass beside compute."""
+        return self.engines if self.work.items[number].kind in COPIES else self.network
 
     def _since(self, device: int) -> tuple[str, int]:
         """Return why the device is not further."""
