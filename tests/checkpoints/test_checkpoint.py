@@ -20,7 +20,7 @@ from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.checkpoints.state import plan_state
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.optimizer import MOMENTS, HostAdamW
-from evenpipe.parallel.tensor_placement import Held
+from evenpipe.model.placement import Held
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.errors import InputError, RunError
-from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 
 HIDDEN = 8
 EMBEDDING, HEAD, BIAS, NORM = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias", "model.norm.weight"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import RunError
-from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.train.export import export_checkpoint
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 9

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenpipe.parallel.tensor_placement import Box, Cut, TensorPlacement, chunk
+from evenpipe.model.placement import Box, Cut, TensorPlacement, chunk
 
 SIZES = {"pp": 3, "dp": 2, "tp": 2, "ep": 2, "edp": 3}
 PHI_3_ROWS = (8, 2, 2)

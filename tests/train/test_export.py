@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import persistent_buffers
-from evenpipe.parallel.tensor_placement import Held
+from evenpipe.model.placement import Held
 from evenpipe.train import export as module
 from evenpipe.train.export import export_checkpoint
 

@@ -18,7 +18,7 @@ from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
 from evenpipe.optimizers.adafactor import Adafactor
-from evenpipe.parallel.tensor_placement import Held, TensorPlacement
+from evenpipe.model.placement import Held, TensorPlacement
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from evenpipe.checkpoints.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 from evenpipe.communication.messages import dtype_name, dtype_of
 from evenpipe.errors import InputError
-from evenpipe.parallel.tensor_placement import Held
+from evenpipe.model.placement import Held
 
 INDEX = ".metadata"
 RUN = "run.json"

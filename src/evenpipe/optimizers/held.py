@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.model import Description
-from evenpipe.parallel.tensor_placement import TensorPlacement, chunk
+from evenpipe.model.placement import TensorPlacement, chunk
 
 NEEDED_BY = "the optimizer"
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHand
 from torch.distributed.tensor import DTensor
 
 from evenpipe.communication.communicator import Communicator, Handle
-from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.messages import dtype_name, dtype_of, gather_values
-from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 
 Entry = tuple[TensorPlacement, torch.dtype]
 

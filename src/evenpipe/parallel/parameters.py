@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.parallel.fsdp import ShardedModule
-from evenpipe.parallel.tensor_placement import Cut
+from evenpipe.model.placement import Cut
 
 
 class Matrix:

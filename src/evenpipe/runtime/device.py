@@ -17,7 +17,7 @@ from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, sp
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
-from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind, parts_of

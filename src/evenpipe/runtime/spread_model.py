@@ -28,7 +28,7 @@ from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_placement import Held
+from evenpipe.model.placement import Held
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.arguments import (
     check_kinds,

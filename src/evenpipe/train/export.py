@@ -34,7 +34,7 @@ from evenpipe.checkpoints.storage import read_index
 from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
-from evenpipe.parallel.tensor_placement import Held
+from evenpipe.model.placement import Held
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 

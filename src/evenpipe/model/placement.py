@@ -122,6 +122,13 @@ class TensorPlacement:
         for places in itertools.product(*by_dimension):
             yield Box(tuple(whole for whole, _ in places), tuple(local for _, local in places))
 
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of the whole tensor, as a new one."""
+        part = whole.new_empty(self.local_shape)
+        for box in self.boxes():
+            part[box.local] = whole[box.whole]
+        return part
+
     def of_state(self, shape: Sequence[int], *, whole: bool = False) -> TensorPlacement | None:
         """Return the placement of another tensor of the parameter, such as a moment, that is cut as it is. None if the
         tensor does not fit: it has other dimensions, or other lengths of those that are cut.

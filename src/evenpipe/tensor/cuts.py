@@ -1,0 +1,356 @@
+"""How a block of a layer is cut over tensor ranks, found on a small model and applied at any size.
+
+A cut is accepted only if the results of all ranks' parts add up to the result of the whole block, so a wrong guess (a
+count that has to be divided and is not, a residual inside the block) is found, and not trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.model.placement import Cut, TensorPlacement
+from evenpipe.tensor.exchange import own_rows
+from evenpipe.tensor.local import make_local
+from evenpipe.tensor.norms import norms_inside
+from evenpipe.tensor.threads import ThreadExchange, in_threads
+from evenpipe.tensor.units import Call, NoUnits, find_units, is_linear
+
+COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
+"""Names of integers in modules and configs that count heads: those of a local block are a rank's."""
+SHARES = re.compile(r"(key_value|kv)_groups$|^n_rep$")
+"""Names of the number of query heads for each head of keys and values."""
+SIZES = re.compile(
+    r"^(split_size|all_head_size|embed_dim|hidden_size|d_model|inner_dim|intermediate_size)$"
+    r"|(kv|key|value|query|conv)_(dim|size)$"
+)
+"""Names of integers that are the product of a count and a size of heads."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative error of a sum of parts, by dtype; `CLOSE_FP32` if the block rounds to fp32."""
+CLOSE_FP32 = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one parameter of a small block is cut: along a dimension, in segments that are each cut alike."""
+
+    dimension: int
+    segments: tuple[int, ...]
+    width: int
+    """Entries of the input of the last linear layer, for the proportions."""
+
+    def at(self, length: int, width: int) -> tuple[int, ...]:
+        """Return the segments of a dimension of `length` in a larger block, whose last input has `width` entries.
+
+        A segment as long as the last input stays so (queries), and the others share the rest (keys and values).
+        """
+        if len(self.segments) == 1:
+            return (length,)
+        fixed = [segment == self.width for segment in self.segments]
+        others, rest = fixed.count(False), length - width * sum(fixed)
+        if rest < 0 or (rest % others if others else rest):
+            raise NoUnits(f"a matrix of {length} entries has no segments like those of the small model")
+        return tuple(width if one else rest // others for one in fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Units of a part of a block: of all of it, or of a module inside, such as experts that all tokens use."""
+
+    name: str
+    """Of the module; empty: the whole block."""
+    count: int
+    columns: bool
+    """Units are single columns: there are as many as the last input has entries."""
+    counters: tuple[tuple[str, str], ...]
+    """(module, attribute of it or its config) that may say how many units there are; not of columns."""
+    output: str
+    """Name of the last linear layer's weight in the block."""
+    splits: Mapping[str, Split]
+    """By name of the parameter in the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCut:
+    """What each rank holds and does of a block that is cut."""
+
+    groups: tuple[Group, ...]
+    biases: tuple[str, ...] = ()
+    """Added behind the sum of ranks' parts, so the first rank alone holds them."""
+    counts: tuple[tuple[str, str], ...] = ()
+    """(module, integer attribute) whose value is divided by the number of ranks."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """The same of the modules' configs."""
+    norms: tuple[str, ...] = ()
+    """Norms over all heads: the mean of squares is summed over ranks."""
+    shares: tuple[tuple[str, str], ...] = ()
+    """(module, attribute): query heads for each head of keys and values, if ranks hold parts of such a group."""
+    sums_at: str | None = None
+    """Linear layer behind which parts are summed; None: at the end of the block."""
+
+
+# --- finding ------------------------------------------------------------------------------------------------------
+
+
+def find_cut(block: nn.Module, call: Call, ranks: int) -> BlockCut:
+    """Return how a small block can be cut over a number of ranks.
+
+    Raises:
+        NoUnits: it cannot; the text is the reason.
+    """
+    with torch.no_grad():
+        whole = call.of(block)
+    reason = ""
+    for cut in _candidates(block, call):
+        for counted in _with_counts(block, cut, ranks):
+            for ends in (counted, replace(counted, sums_at=None)) if counted.sums_at else (counted,):
+                try:
+                    error = _error_of_parts(block, call, ends, ranks, whole)
+                except Exception as failure:  # a block that does not run on local sizes raises many types
+                    reason = reason or f"{type(failure).__name__}: {failure}"
+                    continue
+                if error <= max(CLOSE[whole.dtype], CLOSE_FP32):
+                    return ends
+                reason = f"its parts do not add up to the whole, by {error:.1g}"
+    raise NoUnits(reason or "it has no parts")
+
+
+def _candidates(block: nn.Module, call: Call) -> Iterator[BlockCut]:
+    """Yield ways to cut a block, without counts, the likeliest first."""
+    reasons = []
+    norms = norms_inside(block, call)
+    for passed in ({}, norms) if norms else ({},):
+        try:
+            yield _of_units(block, "", call, passed)
+        except NoUnits as reason:
+            reasons.append(str(reason))
+    groups: list[BlockCut] = []
+    calls = calls_of_children(block, call)
+    for name, module in block.named_modules():
+        if not name or any(name.startswith(f"{cut.groups[0].name}.") for cut in groups):
+            continue
+        if is_experts(module):
+            groups.append(_of_experts(name, module))
+        elif name in calls:
+            try:
+                groups.append(_of_units(module, name, calls[name], {}))
+            except NoUnits as reason:
+                reasons.append(f"{name}: {reason}")
+    if groups:
+        biases = tuple(itertools.chain.from_iterable(cut.biases for cut in groups))
+        yield BlockCut(tuple(cut.groups[0] for cut in groups), biases)
+    if reasons:
+        raise NoUnits(reasons[0])
+
+
+def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str | None]) -> BlockCut:
+    """Return the cut of a module by its units, without counts.
+
+    Args:
+        name: of the module in the block; empty: the block.
+        norms: norms that may be over all heads: see `norms_inside`.
+    """
+    units = find_units(module, call, passed=[module.get_submodule(norm) for norm in norms])
+    prefix = f"{name}." if name else ""
+    splits, biases = {}, []
+    for linear, segments in units.segments.items():
+        layer = module.get_submodule(linear)
+        columns, rows = (1, 0) if isinstance(layer, Conv1D) else (0, 1)
+        is_last = linear == units.output
+        splits[f"{prefix}{linear}.weight"] = Split(rows if is_last else columns, segments, units.width)
+        if layer.bias is not None:
+            if is_last:
+                biases.append(f"{prefix}{linear}.bias")
+            else:
+                splits[f"{prefix}{linear}.bias"] = Split(0, segments, units.width)
+    for parameter, segments in units.parameters.items():
+        splits[f"{prefix}{parameter}"] = Split(0, segments, units.width)
+    summed = []
+    for norm, linear in norms.items():
+        width = len(module.get_submodule(norm).weight)
+        segments = units.segments.get(linear or units.output)
+        if segments is not None and sum(segments) == width:
+            summed.append(norm)
+            splits[f"{prefix}{norm}.weight"] = Split(0, segments, units.width)
+    output = f"{prefix}{units.output}"
+    columns_only = units.count == units.width
+    counters = () if columns_only else tuple(_counters(module, prefix, units.count))
+    group = Group(name, units.count, columns_only, counters, f"{output}.weight", splits)
+    return BlockCut((group,), tuple(biases), norms=tuple(summed), sums_at=None if name else output)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds experts behind transformers' experts interface."""
+    down = module._parameters.get("down_proj")
+    return down is not None and down.dim() == 3 and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def _of_experts(name: str, experts: Any) -> BlockCut:
+    """Return the cut of experts [experts, ..., ...] by their inner columns."""
+    inner = 1 if experts.is_transposed else 2
+    width = experts.down_proj.shape[inner]
+    first, twice = ("gate_up_proj", 2) if experts.has_gate else ("up_proj", 1)
+    segments = (width,) * twice if experts.is_concatenated else (twice * width,)
+    splits = {
+        f"{name}.{first}": Split(3 - inner, segments, width),
+        f"{name}.down_proj": Split(inner, (width,), width),
+    }
+    biases = ()
+    if experts.has_bias:
+        splits[f"{name}.{first}_bias"] = Split(1, segments, width)
+        biases = (f"{name}.down_proj_bias",)
+    return BlockCut((Group(name, width, True, (), f"{name}.down_proj", splits),), biases)
+
+
+def _counters(module: nn.Module, prefix: str, count: int) -> Iterator[tuple[str, str]]:
+    for name, inner in module.named_modules():
+        for held in (vars(inner), _config_of(inner)):
+            for key, value in held.items():
+                if value == count and _counts(key, value, (COUNTS,)):
+                    yield f"{prefix}{name}".rstrip("."), key
+
+
+def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
+    """Return how a call of a module calls each module inside, once; those that get hidden states first."""
+    found: dict[str, Call] = {}
+
+    def record(name: str):
+        def hook(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+                found.setdefault(name, Call(args, kwargs))
+
+        return hook
+
+    hooks = [
+        inner.register_forward_pre_hook(record(name), with_kwargs=True)
+        for name, inner in module.named_modules()
+        if name and sum(map(is_linear, inner.modules())) > 1
+    ]
+    try:
+        with torch.no_grad():
+            call.of(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
+    config = vars(module).get("config")
+    return vars(config) if isinstance(config, PreTrainedConfig) else {}
+
+
+def _with_counts(block: nn.Module, cut: BlockCut, ranks: int) -> Iterator[BlockCut]:
+    """Yield the cut with ever more integers that are divided by the number of ranks."""
+    yield cut
+    tried = set()
+    for patterns in ((COUNTS,), (COUNTS, SIZES)):
+        counts, settings, shares = [], [], []
+        for name, module in block.named_modules():
+            if not is_linear(module):
+                counts += [(name, key) for key, value in vars(module).items() if _counts(key, value, patterns)]
+                shares += [(name, key) for key, value in vars(module).items() if _counts(key, value, (SHARES,))]
+            config = vars(module).get("config")
+            if isinstance(config, PreTrainedConfig):
+                settings += [(name, key) for key, value in vars(config).items() if _counts(key, value, patterns)]
+        shares = shares if ranks > cut.groups[0].count else []
+        for chosen in ((counts, settings), (counts, []), ([], settings)):
+            made = replace(cut, counts=tuple(chosen[0]), settings=tuple(chosen[1]), shares=tuple(shares))
+            text = str(made)
+            if text not in tried and (chosen[0] or chosen[1]):
+                tried.add(text)
+                yield made
+
+
+def _counts(name: str, value: Any, patterns: tuple[re.Pattern[str], ...]) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return whole and any(pattern.search(name) for pattern in patterns)
+
+
+def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, whole: Tensor) -> float:
+    """Return the relative distance of the results of all ranks, in order, from that of the whole block."""
+
+    def part(exchange: ThreadExchange) -> Tensor:
+        local = copy.deepcopy(block)
+        placements = placements_of(block, cut, exchange.rank, exchange.size)
+        with torch.no_grad():
+            for name, placement in placements.items():
+                owner, _, leaf = name.rpartition(".")
+                module = local.get_submodule(owner)
+                if placement is None:
+                    module._parameters[leaf] = None
+                else:
+                    held = placement.of(block.get_parameter(name))
+                    module._parameters[leaf] = nn.Parameter(held, requires_grad=held.is_floating_point())
+            make_local(local, cut, exchange, call.hidden)
+            own = call.with_hidden(lambda hidden: own_rows(hidden, exchange))
+            return own.of(local).reshape(-1, whole.shape[-1])
+
+    with torch.no_grad():
+        found = torch.cat(in_threads(ranks, part))
+    expected = whole.reshape(-1, whole.shape[-1])
+    return float((found - expected).norm() / expected.norm())
+
+
+# --- at any size --------------------------------------------------------------------------------------------------
+
+
+def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
+    """Return how a rank holds the parameters of a whole block that are not on all ranks alike, by name; None: not at
+    all.
+
+    Raises:
+        NoUnits: the units cannot be divided by the number of ranks.
+    """
+    found: dict[str, TensorPlacement | None] = dict.fromkeys(cut.biases) if rank else {}
+    for group in cut.groups:
+        output = group.splits[group.output]
+        width = block.get_parameter(group.output).shape[output.dimension]
+        count = width if group.columns else _count_of(block, group)
+        if count % ranks and ranks % count:
+            what = f"{count} {'columns' if group.columns else 'groups of heads'}"
+            raise NoUnits(f"{ranks} ranks cannot share {what}")
+        for name, split in group.splits.items():
+            shape = tuple(block.get_parameter(name).shape)
+            segments = split.at(shape[split.dimension], width)
+            found[name] = _placement(shape, split, segments, count, rank, ranks)
+    return found
+
+
+def _placement(
+    shape: tuple[int, ...], split: Split, segments: tuple[int, ...], count: int, rank: int, ranks: int
+) -> TensorPlacement:
+    part, parts, copied = rank, ranks, False
+    repeated = [bool(segment % split.width) for segment in split.segments]  # heads of keys and values
+    if ranks > count and any(repeated):
+        if not all(repeated):
+            raise NoUnits("heads of keys and values are fewer than ranks, and in one matrix with the queries")
+        part, parts, copied = rank * count // ranks, count, bool(rank * count % ranks)
+    lengths = segments if len(segments) > 1 else ()
+    if any(segment % parts for segment in segments):
+        raise NoUnits(f"{ranks} ranks cannot share {segments} entries")
+    cut = Cut(("tp",), part, parts, split.dimension, lengths)
+    return TensorPlacement(shape, (cut,), frozenset(("tp",) if copied else ()))
+
+
+def _count_of(block: nn.Module, group: Group) -> int:
+    """Return the number of units of a block of any size."""
+    said = set()
+    for name, attribute in group.counters:
+        module = block.get_submodule(name)
+        for held in (vars(module), _config_of(module)):
+            if isinstance(held.get(attribute), int):
+                said.add(held[attribute])
+    if not said:
+        raise NoUnits("nothing says how many heads it has")
+    return math.gcd(*said)

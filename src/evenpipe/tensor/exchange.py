@@ -1,0 +1,114 @@
+"""How tensor ranks exchange rows inside a pass, under autograd.
+
+Between blocks every rank has its own rows [n/t, h] of the n flattened tokens of a microbatch; a block sees all of them:
+
+    rows [n/t, h] -> gather -> block with 1/t of its heads or columns -> partial [n, h] -> scatter -> rows [n/t, h]
+    backward:        scatter                                                              gather
+
+Inside and outside of blocks every gradient is partial: that of a parameter which all ranks hold whole is their sum.
+Sequence parallelism is arXiv 2205.05198, section 4.2.2; rows instead of pieces of every sequence need no copy.
+
+Hidden states [b, s, h] stay tensors of three dimensions: a rank has [b, s/t, h], which for several sequences are rows
+in the order of the flattened tokens, not a piece of each sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Exchange(Protocol):
+    """The tensor ranks of a device, as one of them sees them. All call the same operations in the same order."""
+
+    size: int
+    rank: int
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
+        ...
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
+        ...
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return the sum over ranks, a new tensor."""
+        ...
+
+
+def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
+    """Return a rank's rows [b, s/t, ...] of [b, s, ...], or [n/t, h] of [n, h]; a view."""
+    *outer, length = whole.shape[:-1]
+    rows = whole.reshape(-1, whole.shape[-1])
+    count = len(rows) // exchange.size
+    own = rows[exchange.rank * count : (exchange.rank + 1) * count]
+    return own.view(*outer, length // exchange.size, whole.shape[-1])
+
+
+def _all(rows: Tensor, exchange: Exchange) -> Tensor:
+    *outer, length, width = rows.shape
+    found = exchange.gather(rows.reshape(-1, width).contiguous())
+    return found.view(*outer, length * exchange.size, width)
+
+
+def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
+    *outer, length, width = partial.shape
+    found = exchange.scatter(partial.reshape(-1, width).contiguous())
+    return found.view(*outer, length // exchange.size, width)
+
+
+class Gather(torch.autograd.Function):
+    """Own rows -> all rows; the gradient of all rows is partial."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _all(rows, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.exchange), None
+
+
+class Scatter(torch.autograd.Function):
+    """Partial result for all rows -> own rows of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _summed(partial, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all(gradient, ctx.exchange), None
+
+
+class OwnRows(torch.autograd.Function):
+    """A result that all ranks computed whole -> own rows. Its gradient on a rank is partial: zero in others' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, whole.shape
+        return own_rows(whole, exchange).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.new_zeros(ctx.shape)
+        own_rows(whole, ctx.exchange).copy_(gradient)
+        return whole, None
+
+
+class Sum(torch.autograd.Function):
+    """A partial sum -> the sum over ranks, which each of them uses for its own part: its gradient is partial too."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.sum(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sum(gradient), None

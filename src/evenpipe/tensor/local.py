@@ -1,0 +1,118 @@
+"""Makes a block that holds a rank's parameters compute on its rows: its counts, and its exchange with other ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.tensor.exchange import Exchange, Gather, OwnRows, Scatter
+from evenpipe.tensor.norms import sum_over_ranks
+
+if TYPE_CHECKING:
+    from evenpipe.tensor.cuts import BlockCut
+
+
+def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str]) -> None:
+    """Change a block, whose parameters are already those of a rank.
+
+    Args:
+        hidden: which arguments are hidden states.
+    """
+    _divide_counts(block, cut, exchange.size)
+    for group in cut.groups:
+        for name in group.splits:
+            _fit(block.get_submodule(name.rpartition(".")[0]))
+    for name in cut.biases if exchange.rank else ():
+        owner, _, leaf = name.rpartition(".")
+        module = block.get_submodule(owner)
+        module._parameters[leaf] = None
+        if not isinstance(module, nn.Linear):  # others do not ask whether they have one
+            weight = next(one for one in module.parameters() if one.dim() > 1)
+            experts = weight.shape[:1] if weight.dim() == 3 else ()
+            size = block_width(module, weight)
+            module.__dict__[leaf] = weight.new_zeros((*experts, size), requires_grad=False)
+    for name in cut.norms:
+        sum_over_ranks(block.get_submodule(name), exchange)
+    block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
+    end = block if cut.sums_at is None else block.get_submodule(cut.sums_at)
+    end.register_forward_hook(partial(_hand_over, Scatter, exchange))
+
+
+def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
+    """Let every rank compute a block on all tokens, and keep its own rows."""
+    block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
+    block.register_forward_hook(partial(_hand_over, OwnRows, exchange))
+
+
+def block_width(module: nn.Module, weight: Tensor) -> int:
+    """Return the entries of the output of a linear layer with inputs before outputs, or of experts."""
+    if isinstance(module, Conv1D):
+        return weight.shape[1]
+    down = module.down_proj
+    assert isinstance(down, Tensor)
+    return down.shape[2 if module.is_transposed else 1]
+
+
+def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int) -> None:
+    for name, attribute in cut.counts:
+        module = block.get_submodule(name)
+        setattr(module, attribute, _divided(getattr(module, attribute), ranks))
+    configs: dict[int, Any] = {}
+    for name, attribute in cut.settings:
+        module = block.get_submodule(name)
+        given: Any = module.config
+        if id(given) not in configs:
+            copied = copy.copy(given)
+            configs[id(given)] = configs[id(copied)] = copied
+        module.config = config = configs[id(given)]
+        if vars(config)[attribute] == vars(given).get(attribute, None) and given is not config:
+            config.__dict__[attribute] = _divided(vars(given)[attribute], ranks)
+    for name, attribute in cut.shares:
+        module = block.get_submodule(name)
+        setattr(module, attribute, getattr(module, attribute) * cut.groups[0].count // ranks)
+
+
+def _divided(value: int, ranks: int) -> int:
+    """Return a rank's count: where there are fewer than ranks, several hold the same one."""
+    return value // ranks if value % ranks == 0 else 1 if ranks % value == 0 else value
+
+
+def _fit(module: nn.Module) -> None:
+    """Set the sizes that a layer keeps besides its parameters."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = weight.shape
+    elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels:
+        module.groups = module.in_channels = module.out_channels = weight.shape[0]
+
+
+def _gather(
+    exchange: Exchange, hidden: tuple[int | str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    gathered: dict[int, Tensor] = {}
+
+    def whole(rows: Tensor) -> Tensor:
+        if id(rows) not in gathered:  # the same hidden states may be queries, keys and values
+            gathered[id(rows)] = Gather.apply(rows, exchange)
+        return gathered[id(rows)]
+
+    return (
+        tuple(whole(one) if index in hidden else one for index, one in enumerate(args)),
+        {key: whole(one) if key in hidden else one for key, one in kwargs.items()},
+    )
+
+
+def _hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, (tuple, list)):
+        return type(output)((way.apply(output[0], exchange), *output[1:]))
+    return way.apply(output, exchange)

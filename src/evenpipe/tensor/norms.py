@@ -1,0 +1,78 @@
+"""Norms over all heads of queries or keys (OLMo 2), whose mean of squares is a sum over tensor ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.model.shape import NormStyle, norm_style
+from evenpipe.tensor.exchange import Exchange, Sum
+from evenpipe.tensor.units import Call, is_linear
+
+
+def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
+    """Return the names of norms inside a block, and of the linear layer of whose whole output each is a norm; None: it
+    is over something else, such as the result of all heads."""
+    made: dict[int, tuple[str, Tensor]] = {}
+    found: dict[str, str | None] = {}
+
+    def linear(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        made[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
+
+    def norm(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        taken = args[0] if args else None
+        if not isinstance(taken, Tensor) or not isinstance(output, Tensor):
+            return
+        if _epsilon(module, taken, output) is not None:
+            before = made.get(taken.data_ptr())
+            found[name] = before[0] if before is not None and before[1].shape == taken.shape else None
+
+    hooks = []
+    for name, module in block.named_modules():
+        if is_linear(module):
+            hooks.append(module.register_forward_hook(partial(linear, name)))
+        elif name and not list(module.children()) and [*module._parameters] == ["weight"]:
+            hooks.append(module.register_forward_hook(partial(norm, name)))
+    try:
+        with torch.no_grad():
+            call.of(block)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _epsilon(norm: nn.Module, taken: Tensor, given: Tensor) -> float | None:
+    """Return the small number of a root-mean-square norm; None: the module is something else."""
+    weight = norm.weight
+    if not isinstance(weight, Tensor) or weight.shape != taken.shape[-1:]:
+        return None
+    squares = taken.double().square().mean(-1, keepdim=True)
+    for value in vars(norm).values():
+        if isinstance(value, float) and value > 0:
+            normed = taken.double() * (squares + value).rsqrt()
+            for factor in (weight.double(), 1 + weight.double()):
+                if torch.allclose(normed * factor, given.double(), rtol=1e-4, atol=1e-6):
+                    return value
+    return None
+
+
+def sum_over_ranks(norm: nn.Module, exchange: Exchange) -> None:
+    """Let a norm of a rank's heads divide by the mean over the heads of all ranks."""
+    (epsilon,) = [value for value in vars(norm).values() if isinstance(value, float) and value > 0]
+    style = norm_style(norm)
+    norm.forward = partial(_normed, norm, exchange, epsilon, style)  # type: ignore[method-assign]
+
+
+def _normed(norm: nn.Module, exchange: Exchange, epsilon: float, style: NormStyle, hidden: Tensor) -> Tensor:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    total = Sum.apply(wide.square().sum(-1, keepdim=True), exchange) / (exchange.size * hidden.shape[-1])
+    normed = wide * torch.rsqrt(total + epsilon)
+    if style == "narrow":
+        return weight * normed.to(hidden.dtype)
+    return (normed * (1 + weight if style == "plus one" else weight)).to(hidden.dtype)

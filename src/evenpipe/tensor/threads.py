@@ -1,0 +1,81 @@
+"""Tensor ranks as threads of one process, for checks: they exchange tensors through a barrier.
+
+On a CPU, autograd runs a backward on the thread that asks for it, so each rank is one thread throughout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+SECONDS = 600.0
+"""Longest wait for another thread."""
+
+
+class _Meeting:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.table: list[Any] = [None] * size
+
+
+class ThreadExchange:
+    """An `Exchange` of one thread with those of the same meeting."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.size, self.rank = len(meeting.table), rank
+        self._meeting = meeting
+        self.log: list[str] = []
+        """Names of the operations, in order."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._met("gather", rows))
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        parts = [one.chunk(self.size)[self.rank] for one in self._met("scatter", partial)]
+        return torch.stack(parts).sum(0)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        return torch.stack(self._met("sum", partial)).sum(0)
+
+    def _met(self, what: str, tensor: Tensor) -> Sequence[Tensor]:
+        self.log.append(what)
+        meeting = self._meeting
+        meeting.table[self.rank] = (what, tensor.detach())
+        meeting.barrier.wait(SECONDS)
+        found = list(meeting.table)
+        meeting.barrier.wait(SECONDS)
+        assert {(name, one.shape) for name, one in found} == {(what, tensor.shape)}, "ranks exchange different things"
+        return [one for _, one in found]
+
+
+def in_threads(size: int, work: Callable[[ThreadExchange], Result]) -> list[Result]:
+    """Run `work` as each of `size` ranks at once; return their results. Raises the first error of a rank."""
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+
+    def run(rank: int) -> None:
+        try:
+            torch.set_grad_enabled(grad)
+            assert torch.get_default_dtype() == dtype
+            results[rank] = work(ThreadExchange(meeting, rank))
+        except BaseException as error:
+            errors[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [error for error in errors if error is not None]
+    for error in sorted(failed, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        raise error
+    return results

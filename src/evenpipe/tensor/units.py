@@ -1,0 +1,228 @@
+"""Finds the units of a block: the heads of an attention, the columns of an MLP, which do not need each other.
+
+No name is read: the block runs on a small model, and for every entry z_j of its last linear layer's input, gradients
+tell which outputs of the other linear layers z_j depends on. Entries that share an output belong together; what is
+connected is one unit.
+
+    q, k, v -> attention -> z -> o      z_j of head 3 depends on q of head 3, and on k and v of its group
+    gate, up -> product -> z -> down    z_j depends on column j of gate and of up
+
+A matrix whose outputs reach every unit (MLA's first projections) precedes them all, and stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+NOTHING = 1e-9
+"""Share of the largest gradient below which there is no dependence; fp32 models: `NOTHING_FP32`."""
+NOTHING_FP32 = 1e-5
+DRAWS = 3
+"""Inputs that are tried: activations such as ReLU hide some columns of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call of a block."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> list[int | str]:
+        """Where the hidden states are: the arguments [batch, tokens, hidden_size] of the block's first such shape."""
+        given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        found = [key for key, value in given.items() if is_hidden(value)]
+        return [key for key in found if given[key].shape == given[found[0]].shape]
+
+    def given(self, key: int | str) -> Tensor:
+        """Return one argument."""
+        return self.args[key] if isinstance(key, int) else self.kwargs[key]
+
+    def with_hidden(self, change: Any) -> Call:
+        """Return the same call with `change(tensor)` in place of the hidden states."""
+        places = self.hidden
+        args = tuple(change(one) if index in places else one for index, one in enumerate(self.args))
+        return Call(args, {key: change(one) if key in places else one for key, one in self.kwargs.items()})
+
+    def of(self, block: nn.Module) -> Tensor:
+        """Call a block; return its hidden states."""
+        result = block(*self.args, **self.kwargs)
+        return result[0] if isinstance(result, (tuple, list)) else result
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a block, in the order of the input of its last linear layer."""
+
+    count: int
+    output: str
+    """Name of the last linear layer."""
+    width: int
+    """Entries of its input."""
+    segments: Mapping[str, tuple[int, ...]]
+    """Of each linear layer that is cut, and of the last one's input: how its entries lie. Every segment has as many
+    entries of each unit, unit after unit: queries, keys and values of one packed matrix are three segments."""
+    parameters: Mapping[str, tuple[int, ...]]
+    """The same along the first dimension of other parameters whose entries belong to units, such as attention sinks."""
+
+
+class NoUnits(Exception):
+    """The block has none that could be cut; the text is the reason."""
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether an argument may be hidden states."""
+    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of torch or transformers."""
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = ()) -> Units:
+    """Return the units of a block.
+
+    Args:
+        call: arguments with which a small model calls it.
+        passed: modules inside that keep entries apart as far as a cut is concerned, though they compute with all of
+            them (a norm over all heads); meanwhile they return their input.
+
+    Raises:
+        NoUnits: the block is not a function of linear layers, each used once, or its units are not alike.
+    """
+    generator = torch.Generator().manual_seed(0)
+    reached: dict[str, Tensor] = {}
+    with _passing(passed):
+        for draw in range(DRAWS):
+            one = call if draw == 0 else call.with_hidden(partial(_noise, generator=generator))
+            output, found = _reached(block, one, generator)
+            reached = {name: found[name] | reached[name] if name in reached else found[name] for name in found}
+    width = next(iter(reached.values())).shape[0] if reached else 0
+    if not width:
+        raise NoUnits("it has one linear layer")
+    linear = {name for name, module in block.named_modules() if is_linear(module)}
+    cut = {name: table for name, table in reached.items() if name in linear and not table.all()}
+    if not cut:
+        raise NoUnits("every part of it needs every other one")
+    parts = _parts(width, cut)
+    if len(parts) == 1:
+        raise NoUnits("every part of it needs every other one")
+    segments = {output: _segments(output, parts, width)}
+    for name, table in cut.items():
+        of_unit = [table[part].any(0).nonzero().flatten().tolist() for part in parts]
+        segments[name] = _segments(name, of_unit, table.shape[1])
+    parameters = {}
+    for name, table in reached.items():
+        if name not in linear and table.any() and not table.all():
+            of_unit = [table[part].any(0).nonzero().flatten().tolist() for part in parts]
+            if sum(map(len, of_unit)) == table.shape[1]:  # else several units use an entry: it stays whole
+                parameters[name] = _segments(name, of_unit, table.shape[1])
+    return Units(len(parts), output, width, segments, parameters)
+
+
+def _noise(hidden: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(hidden.shape, dtype=hidden.dtype, generator=generator)
+
+
+@contextmanager
+def _passing(modules: Collection[nn.Module]) -> Iterator[None]:
+    try:
+        for module in modules:
+            module.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[str, dict[str, Tensor]]:
+    """Return the last linear layer, and for the outputs of the others, and the other parameters, a table [width,
+    entries] of what entries of its input depend on."""
+    order: list[str] = []
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        order.append(name)
+        inputs[name], outputs[name] = args[0], output
+
+    linear = {name: module for name, module in block.named_modules() if is_linear(module)}
+    hooks = [module.register_forward_hook(partial(record, name)) for name, module in linear.items()]
+    try:
+        with torch.enable_grad():
+            call.of(block)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(set(order)) < 2 or len(order) != len(set(order)):
+        raise NoUnits(f"it has {len(linear)} linear layers, used {len(order)} times")
+    output = order[-1]
+    last = inputs[output]
+    others = {name: outputs[name] for name in order[:-1]}
+    others |= {
+        name: one for name, one in block.named_parameters() if name.rpartition(".")[0] not in linear and one.dim()
+    }
+    weights = torch.randn(last.shape[:-1], dtype=last.dtype, generator=generator)
+    nothing = NOTHING if last.dtype == torch.float64 else NOTHING_FP32
+    sizes = {name: (one.shape[-1] if name in outputs else one.shape[0]) for name, one in others.items()}
+    found = {name: torch.zeros(last.shape[-1], size, dtype=last.dtype) for name, size in sizes.items()}
+    if last.grad_fn is None:
+        raise NoUnits("its last linear layer does not depend on the others")
+    for entry in range(last.shape[-1]):
+        gradients = torch.autograd.grad(
+            (last[..., entry] * weights).sum(), list(others.values()), retain_graph=True, allow_unused=True
+        )
+        for name, gradient in zip(others, gradients, strict=True):
+            if gradient is not None:
+                rows = gradient.abs().flatten(0, -2) if name in outputs else gradient.abs().reshape(sizes[name], -1).T
+                found[name][entry] = rows.amax(0)
+    return output, {name: table > nothing * table.amax() for name, table in found.items()}
+
+
+def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
+    """Return the entries of the last input by unit: those that share an output of a linear layer are in one."""
+    unit = list(range(width))
+
+    def root(entry: int) -> int:
+        while unit[entry] != entry:
+            unit[entry] = entry = unit[unit[entry]]
+        return entry
+
+    for table in tables.values():
+        for column in table.T:
+            first, *others = column.nonzero().flatten().tolist() or [0]
+            for other in others:
+                one, two = sorted((root(first), root(other)))
+                unit[two] = one
+    parts: dict[int, list[int]] = {}
+    for entry in range(width):
+        parts.setdefault(root(entry), []).append(entry)
+    return list(parts.values())
+
+
+def _segments(name: str, of_unit: list[list[int]], length: int) -> tuple[int, ...]:
+    """Return the lengths of the segments that entries, given by unit, lie in."""
+    starts = [entry for place, entry in enumerate(of_unit[0]) if place == 0 or of_unit[0][place - 1] != entry - 1]
+    stops = [entry + 1 for place, entry in enumerate(of_unit[0]) if of_unit[0][place + 1 : place + 2] != [entry + 1]]
+    widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    for number, held in enumerate(of_unit):
+        expected = [
+            entry
+            for start, width in zip(starts, widths, strict=True)
+            for entry in range(start + number * width, start + (number + 1) * width)
+        ]
+        if held != expected:
+            raise NoUnits(f"the units of {name} are not alike")
+    if sum(widths) * len(of_unit) != length:
+        raise NoUnits(f"some entries of {name} belong to no unit")
+    return tuple(width * len(of_unit) for width in widths)
