@@ -45,7 +45,7 @@ Split = Callable[[nn.Module], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class Result:
     """The result of one forward and backward."""
 
     loss: float
@@ -72,16 +72,16 @@ def self_check(
     """
     if description.config is None:
         return
-    with undisturbed(), torch.enable_grad(), _one_thread(), _sign_of_life(description, say):
+    with undisturbed(), torch.enable_grad(), one_thread(), _sign_of_life(description, say):
         small, dtype = small_model(description)
         generator = torch.Generator().manual_seed(1)
         for padded in (False, True) if small.takes("attention_mask") else (False,):
-            _check_cut(small, dtype, _batch(small, generator, padded), split)
+            _check_cut(small, dtype, some_batch(small, generator, padded), split)
 
 
 def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Split | None) -> None:
     """Raise InputError if the small model differs in pieces from the whole."""
-    expected = _whole(small, *batch)
+    expected = whole_result(small, *batch)
     for way in (None,) if split is None else (None, split):
         cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
         refuse = f"{small.architecture} cannot be trained in stages: {cut}"
@@ -94,11 +94,11 @@ def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Spli
                 f"{refuse} does not run ({type(error).__name__}: {first_line(error)}), so its layers need something of"
                 " the model around them besides the hidden states."
             ) from error
-        _compare(refuse, max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0), found, expected)
+        compare(refuse, max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0), found, expected)
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Use one thread: on busy cores, threads that share such small matrices take ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def gradient_errors(found: Gradients, expected: Gradients, floor: float = 1e-6) 
     return errors
 
 
-def _batch(small: Description, generator: torch.Generator, padded: bool) -> Batch:
+def some_batch(small: Description, generator: torch.Generator, padded: bool) -> Batch:
     """Return tokens that include padding tokens, labels that include ignored ones, and with `padded` a mask.
 
     The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
@@ -164,11 +164,11 @@ def _batch(small: Description, generator: torch.Generator, padded: bool) -> Batc
     return tokens, labels.masked_fill(mask == 0, -100), mask
 
 
-def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> _Result:
+def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> Result:
     model, router = small.model, small.router_loss
     model.zero_grad()
     given = {"labels": labels} if takes(type(model), "labels") else {}
@@ -179,12 +179,12 @@ def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask:
             f"{small.architecture} cannot be trained in stages: in transformers it does not run on labels of the shape"
             f" of the token ids ({type(error).__name__}: {first_line(error)})."
         ) from error
-    loss = _loss(output.logits, labels)
+    loss = loss_of_logits(output.logits, labels)
     added = 0.0 if router is None else router.coefficient * output.aux_loss
     if given:
         with torch.no_grad():
             logits = output.logits.float()
-            known = _loss(logits[:, :-1], labels[:, 1:]), _loss(logits, labels)
+            known = loss_of_logits(logits[:, :-1], labels[:, 1:]), loss_of_logits(logits, labels)
             _check_own_loss(model, float(output.loss), [float(one + added) for one in known])
     loss = loss + added
     rounds = contains_cast(loss)
@@ -192,7 +192,7 @@ def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     if small.tied and small.head_name in gradients:  # the head is registered before the model with the embedding
         gradients[small.embedding_name] = gradients.pop(small.head_name)
-    return _Result(loss.item(), gradients, output.logits.dtype, rounds)
+    return Result(loss.item(), gradients, output.logits.dtype, rounds)
 
 
 def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> None:
@@ -216,7 +216,7 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
 
 def _in_pieces(
     small: Description, dtype: torch.dtype, batch: Batch, split: Split | None, logits_dtype: torch.dtype
-) -> _Result:
+) -> Result:
     """Compute like the pipeline, in one process: three stages, detached at the cuts, the vocabulary by hand.
 
     Logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small differences of large
@@ -257,7 +257,7 @@ def _in_pieces(
     logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
     if small.soft_cap is not None:
         logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
-    loss = _loss(logits, labels)
+    loss = loss_of_logits(logits, labels)
     for index in range(len(stages) - 1, -1, -1):
         is_last = index == len(stages) - 1
         roots, given = [loss if is_last else outputs[index]], [None if is_last else inputs[index + 1].grad]
@@ -272,7 +272,7 @@ def _in_pieces(
     gradients: Gradients = {name: weight.grad for name, weight in weights.items()}
     for stage in stages:
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
-    return _Result(loss.item(), gradients, logits_dtype)
+    return Result(loss.item(), gradients, logits_dtype)
 
 
 def contains_cast(loss: torch.Tensor) -> bool:
@@ -280,7 +280,7 @@ def contains_cast(loss: torch.Tensor) -> bool:
     return any(node.name().startswith("ToCopy") for node in graph_nodes(loss))
 
 
-def _compare(refuse: str, tolerance: float, found: _Result, expected: _Result) -> None:
+def compare(refuse: str, tolerance: float, found: Result, expected: Result) -> None:
     refuse = f"{refuse} differs from the whole in"
     reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
     if found.gradients.keys() != expected.gradients.keys():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -43,17 +43,17 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
         InputError: transformers has no rule for one of the parameters.
     """
     structure = description.structure
-    embedding = embedding_of(stage.whole, structure.embedding_module)
+    embedding, shapes = embedding_of(stage.whole, structure.embedding_module), description.shapes
     with undisturbed(), torch.no_grad(), meta_matrix(embedding):
         for unit in units(stage.whole, structure.layers_name):
-            with _drawing(list(unit.module.modules())) as drawn:
+            with _drawing(stage, shapes, unit.name, unit.module.named_modules()) as drawn:
                 if drawn:
                     unit.apply_rules(seed)
                     torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
                     unit.fill_gaps(lambda module: module._parameters)
         for name, module, owner in children_first(stage.whole, "", stage.whole):
             if structure.layers_name.startswith(f"{name}."):  # a model around the list of layers
-                with _drawing([module]) as drawn:
+                with _drawing(stage, shapes, name, [("", module)]) as drawn:
                     if drawn:
                         torch.default_generator.manual_seed(seed_of(seed, name))
                         owner._init_weights(module)
@@ -63,34 +63,41 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _drawing(modules: list[nn.Module]) -> Iterator[list[str]]:
-    """Replace the direct parameters of these modules by blank ones, and copy those back on exit.
+def _drawing(
+    stage: Stage, shapes: Mapping[str, torch.Size], name: str, modules: Iterable[tuple[str, nn.Module]]
+) -> Iterator[list[str]]:
+    """Replace the direct parameters of these modules by blank whole ones, and copy the stage's part of those back on
+    exit.
 
     Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: meanwhile
     they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
+
+    Args:
+        shapes: of whole parameters.
+        name: of the module around the modules, which have their names in it.
     """
-    held = [
-        (module, key, parameter)
-        for module in modules
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    elsewhere = [
-        (module, key, value)
-        for module in modules
-        for key, value in vars(module).items()
-        if held and isinstance(value, torch.Tensor)
-    ]
+    held: list[tuple[nn.Module, str, nn.Parameter | None, str]] = []
+    elsewhere = []
+    for inner, module in modules:
+        for key, parameter in module._parameters.items():
+            full = ".".join(part for part in (name, inner, key) if part)
+            if parameter is not None or full in stage.held:  # rules want one that another rank holds, too
+                held.append((module, key, parameter, full))
+        elsewhere += [(module, key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    if not held:
+        yield []
+        return
     try:
         for module, key, stand_in in elsewhere:
             setattr(module, key, torch.empty(stand_in.shape))
-        for module, key, parameter in held:
-            module._parameters[key] = _blank(parameter.shape)
-        yield [key for _, key, _ in held]
-        for module, key, parameter in held:
-            parameter.copy_(module.get_parameter(key))
+        for module, key, _, full in held:
+            module._parameters[key] = _blank(shapes[full])
+        yield [key for _, key, _, _ in held]
+        for module, key, parameter, full in held:
+            if parameter is not None:
+                parameter.copy_(stage.part_of(full, module.get_parameter(key)))
     finally:
-        for module, key, parameter in held:
+        for module, key, parameter, _ in held:
             module._parameters[key] = parameter
         for module, key, stand_in in elsewhere:
             setattr(module, key, stand_in)

@@ -56,7 +56,7 @@ def copy_parameters(stage: Stage | ModuleStage, description: Description) -> Non
         for name, held in _stored(stage):
             parent, _, attribute = name.rpartition(".")
             given = getattr(description.model.get_submodule(parent), attribute)
-            held.copy_(given)
+            held.copy_(stage.part_of(name, given))
             held.requires_grad_(given.requires_grad)
 
 
@@ -67,13 +67,13 @@ def load_parameters(stage: Stage | ModuleStage, description: Description, folder
         InputError: there are no safetensors, names are missing, or shapes differ.
     """
     files = WeightFiles(description, folder)
-    wanted = dict(_stored(stage))
+    wanted, shapes = dict(_stored(stage)), description.shapes
     files.require(wanted)
-    for name, held in wanted.items():
-        files.require_shape(name, tuple(held.shape))
+    for name in wanted:
+        files.require_shape(name, tuple(shapes[name]))
     with torch.no_grad():
         for name, held in wanted.items():  # one by one, so that only one tensor is in memory twice
-            held.copy_(files.tensor(name))
+            held.copy_(stage.part_of(name, files.tensor(name)))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends, check_sharing
 from evenpipe.model.interface import check_returned
+from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
 
@@ -65,6 +66,10 @@ class Part:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     torch_device: str | torch.device
+    held: Mapping[str, TensorPlacement | None] = field(default_factory=dict)
+    """Parameters that tensor ranks share, by name; None: another rank holds it."""
+    tensor_ranks: int = 1
+    """Processes that share every layer, each with its rows of the tokens."""
 
 
 class ModuleStage(nn.Module):
@@ -87,6 +92,10 @@ class ModuleStage(nn.Module):
             parameter.data = parameter.data.to(part.dtype)
         self._returns_checked = False
         self.train()
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this stage's part of a whole parameter or buffer: all of it."""
+        return whole
 
     def forward(
         self,

@@ -15,6 +15,7 @@ last the operations after them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
+from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     Structure,
@@ -105,6 +107,8 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         structure = description.structure
+        self.held, self._tensor_ranks = part.held, part.tensor_ranks
+        self.layer_argument = structure.layer_argument
         relay = self._relay = Relay(structure.layer_argument)
         kept = range(part.first, part.last)
         whole = build_skeleton(description.config, part.dtype, type(description.skeleton))
@@ -121,6 +125,7 @@ class Stage(nn.Module):
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
         self._embedding = (embedding_of(whole, structure.embedding_module),)
+        self._first_layer = (layers_of(whole, structure.layers_name)[0],)
         self._taken = {name: description.takes(name) for name in ("position_ids", "attention_mask")}
         # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
@@ -132,6 +137,16 @@ class Stage(nn.Module):
     def whole(self) -> PreTrainedModel:
         """The transformers model whose forward runs, with only this stage's parameters."""
         return self._whole[0]
+
+    @property
+    def first_layer(self) -> nn.Module:
+        """The first layer of the whole model, here or not."""
+        return self._first_layer[0]
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this stage's part of a whole parameter or buffer."""
+        placement = self.held.get(name)
+        return whole if placement is None else placement.of(whole)
 
     def train(self, mode: bool = True) -> Stage:
         """Set training or evaluation mode, also for the model around the modules."""
@@ -146,6 +161,9 @@ class Stage(nn.Module):
         router_logits: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute hidden states from hidden states, both [batch, sequence, hidden_size].
+
+        Tensor ranks each have their rows between stages, [batch, sequence / ranks, hidden_size]; the first stage gets
+        all rows. The other arguments are those of all tokens.
 
         Args:
             hidden: the previous stage's result. On the first stage: the unscaled rows of the embedding matrix at the
@@ -173,7 +191,9 @@ class Stage(nn.Module):
         relay = self._relay
         try:
             if not (self.is_first and self.is_last):
-                relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
+                batch, length, width = hidden.shape
+                rows = 1 if self.is_first else self._tensor_ranks
+                relay.stand_in = hidden.new_zeros((batch, length * rows, width), requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
             assert embedded is not None
@@ -182,12 +202,21 @@ class Stage(nn.Module):
             with nothing_packed() if position_ids is None else nullcontext():
                 call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
+            result = relay.result
+            if self._tensor_ranks > 1:
+                form = self._rows_of(hidden)
+                if result.shape != form.shape and result.numel() == form.numel():
+                    result = result.view(form.shape)  # GPT-2 gives it the shape of its token ids
             if not self._result_checked:
-                check_returned(self._name(), relay.result, hidden)
+                check_returned(self._name(), result, self._rows_of(hidden))
                 self._result_checked = True
-            return relay.result
+            return result
         finally:
             relay.clear()
+
+    def _rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states of the form of the result."""
+        return hidden[:, : hidden.shape[1] // self._tensor_ranks] if self.is_first else hidden
 
     def _name(self) -> str:
         return f"The stage of layers [{self.first}, {self.last}) of {type(self.whole).__name__}"
@@ -203,6 +232,8 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     torch_device: str | torch.device = "cpu",
     compute_dtype: torch.dtype | None = None,
+    held: Mapping[str, TensorPlacement | None] | None = None,
+    tensor_ranks: int = 1,
 ) -> Stage | ModuleStage:
     """Build only layers [first, last) of a model: all other weights stay on the meta device.
 
@@ -216,6 +247,10 @@ def build_stage(
         dtype: dtype of the parameters.
         compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
             dtype; None: `dtype`. Stand-ins have this dtype from the start.
+        held: parameters of which this tensor rank holds a part, by name; None: it holds nothing of one.
+        tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
+        held: parameters of which this tensor rank holds a part, by name; None: it holds nothing of one.
+        tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
 
     Raises:
         InputError: the range is not within the model, or does not reach the model's end that the stage should own.
@@ -235,6 +270,8 @@ def build_stage(
         dtype=dtype,
         compute_dtype=compute_dtype or dtype,
         torch_device=torch_device,
+        held=held or {},
+        tensor_ranks=tensor_ranks,
     )
     return build(description, part)
 
@@ -253,7 +290,11 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
     for owner, attribute, name in outer_parameters(whole):
         meta = owner.get_parameter(attribute)
         if name in owned or name.startswith(prefixes):
-            value = torch.full(meta.shape, float("nan"), dtype=part.dtype, device=part.torch_device)
+            placement = part.held.get(name, TensorPlacement(tuple(meta.shape)))
+            if placement is None:
+                owner._parameters[attribute] = None
+                continue
+            value = torch.full(placement.local_shape, float("nan"), dtype=part.dtype, device=part.torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]

@@ -23,7 +23,7 @@ from evenpipe.model.placement import Cut, TensorPlacement
 from evenpipe.tensor.exchange import own_rows
 from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
-from evenpipe.tensor.threads import ThreadExchange, in_threads
+from evenpipe.tensor.threads import in_threads, thread_exchanges
 from evenpipe.tensor.units import Call, NoUnits, find_units, is_linear
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
@@ -280,24 +280,23 @@ def _counts(name: str, value: Any, patterns: tuple[re.Pattern[str], ...]) -> boo
 def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, whole: Tensor) -> float:
     """Return the relative distance of the results of all ranks, in order, from that of the whole block."""
 
-    def part(exchange: ThreadExchange) -> Tensor:
-        local = copy.deepcopy(block)
-        placements = placements_of(block, cut, exchange.rank, exchange.size)
-        with torch.no_grad():
-            for name, placement in placements.items():
-                owner, _, leaf = name.rpartition(".")
-                module = local.get_submodule(owner)
-                if placement is None:
-                    module._parameters[leaf] = None
-                else:
-                    held = placement.of(block.get_parameter(name))
-                    module._parameters[leaf] = nn.Parameter(held, requires_grad=held.is_floating_point())
-            make_local(local, cut, exchange, call.hidden)
-            own = call.with_hidden(lambda hidden: own_rows(hidden, exchange))
-            return own.of(local).reshape(-1, whole.shape[-1])
-
+    exchanges = thread_exchanges(ranks)
+    parts = []
     with torch.no_grad():
-        found = torch.cat(in_threads(ranks, part))
+        for exchange in exchanges:
+            local = copy.deepcopy(block)
+            for name, placement in placements_of(block, cut, exchange.rank, ranks).items():
+                owner, _, leaf = name.rpartition(".")
+                parameter = None if placement is None else nn.Parameter(placement.of(block.get_parameter(name)))
+                local.get_submodule(owner)._parameters[leaf] = parameter
+            make_local(local, cut, exchange, call.hidden)
+            parts.append(local)
+
+        def run(rank: int) -> Tensor:
+            own = call.with_hidden(lambda hidden: own_rows(hidden, exchanges[rank]))
+            return own.of(parts[rank]).reshape(-1, whole.shape[-1])
+
+        found = torch.cat(in_threads(exchanges, run))
     expected = whole.reshape(-1, whole.shape[-1])
     return float((found - expected).norm() / expected.norm())
 

@@ -43,6 +43,10 @@ class ThreadExchange:
     def sum(self, partial: Tensor) -> Tensor:
         return torch.stack(self._met("sum", partial)).sum(0)
 
+    def leave(self) -> None:
+        """Let the other ranks fail instead of waiting for this one."""
+        self._meeting.barrier.abort()
+
     def _met(self, what: str, tensor: Tensor) -> Sequence[Tensor]:
         self.log.append(what)
         meeting = self._meeting
@@ -54,28 +58,34 @@ class ThreadExchange:
         return [one for _, one in found]
 
 
-def in_threads(size: int, work: Callable[[ThreadExchange], Result]) -> list[Result]:
-    """Run `work` as each of `size` ranks at once; return their results. Raises the first error of a rank."""
+def thread_exchanges(size: int) -> list[ThreadExchange]:
+    """Return the exchanges of `size` ranks with each other."""
     meeting = _Meeting(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    return [ThreadExchange(meeting, rank) for rank in range(size)]
+
+
+def in_threads(exchanges: Sequence[ThreadExchange], work: Callable[[int], Result]) -> list[Result]:
+    """Run `work(rank)` of all ranks at once, with the caller's grad mode; return the results. Raises the first error.
+
+    Nothing in it may change what threads share, such as torch's default dtype.
+    """
+    results: list[Any] = [None] * len(exchanges)
+    errors: list[BaseException] = []
+    grad = torch.is_grad_enabled()
 
     def run(rank: int) -> None:
         try:
-            torch.set_grad_enabled(grad)
-            assert torch.get_default_dtype() == dtype
-            results[rank] = work(ThreadExchange(meeting, rank))
+            with torch.set_grad_enabled(grad):
+                results[rank] = work(rank)
         except BaseException as error:
-            errors[rank] = error
-            meeting.barrier.abort()
+            errors.append(error)  # the first one is the cause: others miss this rank
+            exchanges[rank].leave()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(exchanges))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-        raise error
+    if errors:
+        raise errors[0]
     return results

@@ -1,0 +1,175 @@
+"""Checks, with threads as tensor ranks, that a small copy of a model has the gradients of the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from evenpipe.errors import InputError
+from evenpipe.model.comparison import (
+    PARTLY_FP32,
+    TOLERANCE,
+    Batch,
+    Result,
+    compare,
+    loss_of_logits,
+    one_thread,
+    some_batch,
+    whole_result,
+)
+from evenpipe.model.description import Description
+from evenpipe.model.loading import copy_parameters
+from evenpipe.model.placement import TensorPlacement
+from evenpipe.model.rules import undisturbed
+from evenpipe.model.small_model import small_model
+from evenpipe.model.stage import Stage, build_stage
+from evenpipe.model.structure import first_line
+from evenpipe.tensor.layers import ModelCut, find_model_cut
+from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
+
+
+def cut_of_model(description: Description, ranks: int) -> ModelCut:
+    """Return how the layers of a model are cut over tensor ranks, after a small copy of it has been compared, whole and
+    cut. Takes some seconds on a CPU.
+
+    Raises:
+        InputError: the model would be trained wrongly, or cannot be compared; one sentence names the difference.
+    """
+    if description.config is None:
+        raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
+    with undisturbed(), torch.enable_grad(), one_thread():
+        small, dtype = small_model(description)
+        few = 2  # of ranks of the small copy
+        cut = find_model_cut(small, few)
+        generator = torch.Generator().manual_seed(1)
+        for padded in (False, True) if small.takes("attention_mask") else (False,):
+            batch = some_batch(small, generator, padded)
+            expected = whole_result(small, *batch)
+            refuse = (
+                f"{small.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut in"
+                f" {few},"
+            )
+            try:
+                found = _over_ranks(small, dtype, batch, cut, few, expected.logits_dtype)
+            except Exception as error:  # families raise many types when their parts do not fit
+                raise InputError(
+                    f"{refuse} does not run ({type(error).__name__}: {first_line(error)})."
+                ) from error
+            compare(refuse, max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0), found, expected)
+    return cut
+
+
+@dataclass(slots=True)
+class _OfRank:
+    loss: float
+    gradients: dict[str, Tensor | None]
+    embedding: Tensor
+    """Gradient of the embedding matrix."""
+    head: dict[str, Tensor]
+    held: Mapping[str, TensorPlacement | None]
+
+
+def _over_ranks(
+    small: Description, dtype: torch.dtype, batch: Batch, cut: ModelCut, ranks: int, logits_dtype: torch.dtype
+) -> Result:
+    """Compute as tensor ranks do, the vocabulary layers by hand."""
+    exchanges = thread_exchanges(ranks)
+    stages = [_stage(small, dtype, cut, exchange) for exchange in exchanges]
+    results = in_threads(
+        exchanges, lambda rank: _of_rank(small, batch, stages[rank], exchanges[rank], logits_dtype)
+    )
+    first = results[0]
+    gradients: dict[str, Tensor | None] = {}
+    for name in dict.fromkeys(name for one in results for name in one.gradients):
+        parts = [(one.gradients[name], one.held.get(name)) for one in results if name in one.gradients]
+        gradients[name] = _put_together(parts)
+    embedding = torch.stack([one.embedding for one in results]).sum(0)
+    head = dict(first.head)
+    gradients[small.embedding_name] = embedding + head.pop(small.embedding_name, 0)
+    return Result(first.loss, gradients | head, logits_dtype)
+
+
+def _put_together(parts: list[tuple[Tensor | None, TensorPlacement | None]]) -> Tensor | None:
+    """Return the whole gradient: the sum of all ranks' gradients of what they hold."""
+    if all(gradient is None for gradient, _ in parts):
+        return None
+    whole: Tensor | None = None
+    for gradient, placement in parts:
+        if gradient is None:
+            continue
+        if whole is None:
+            whole = gradient.new_zeros(gradient.shape if placement is None else placement.shape)
+        if placement is None:
+            whole += gradient
+        else:
+            for box in placement.boxes():
+                whole[box.whole] += gradient[box.local]
+    return whole
+
+
+def _stage(small: Description, dtype: torch.dtype, cut: ModelCut, exchange: ThreadExchange) -> Stage:
+    """Return one rank's part of all layers."""
+    held: dict[str, TensorPlacement | None] = {}
+    for index in range(small.layers):
+        held |= cut.placements(small, index, exchange.rank, exchange.size)
+    stage = build_stage(
+        small,
+        0,
+        small.layers,
+        is_first=True,
+        is_last=True,
+        dtype=dtype,
+        held=held,
+        tensor_ranks=exchange.size,
+    )
+    assert isinstance(stage, Stage)
+    copy_parameters(stage, small)
+    layers = {index: stage.get_submodule(f"{small.structure.layers_name}.{index}") for index in range(small.layers)}
+    cut.make_local(stage, layers, exchange)
+    return stage
+
+
+def _of_rank(
+    small: Description, batch: Batch, stage: Stage, exchange: ThreadExchange, logits_dtype: torch.dtype
+) -> _OfRank:
+    tokens, labels, mask = batch
+    model, router, ranks = small.model, small.router_loss, exchange.size
+    matrices = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names}
+    table = matrices[small.embedding_name].detach()
+    rows = functional.embedding(tokens, table, padding_idx=small.padding_index).requires_grad_()
+    counted = small.positions_of(tokens)
+    positions = {} if counted is None else {"position_ids": counted}
+    recorded: dict[str, list[Tensor]] = {} if router is None else {"router_logits": []}
+    own = stage(rows, attention_mask=mask, **positions, **recorded)
+    hidden = exchange.gather(own.detach().reshape(-1, own.shape[-1])).view(rows.shape).requires_grad_()
+    head = matrices[small.embedding_name if small.tied else small.head_name]
+    bias = None if small.head_bias_name is None else matrices[small.head_bias_name]
+    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
+    if small.soft_cap is not None:
+        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
+    loss = loss_of_logits(logits, labels)
+    loss.backward()
+    assert hidden.grad is not None
+    count = hidden[..., 0].numel() // ranks
+    gradient = hidden.grad.reshape(-1, hidden.shape[-1])[exchange.rank * count :][:count].view(own.shape)
+    roots, given = [own], [gradient]
+    value = loss.item()
+    if router is not None:
+        totals, probabilities = router.add(router.start(), recorded["router_logits"], mask)
+        value += router.coefficient * float(router.value(totals))
+        if probabilities.requires_grad:
+            roots.append(probabilities)
+            given.append(router.gradient(totals, 1 / ranks))  # every rank routes all tokens
+    torch.autograd.backward(roots, given)
+    assert rows.grad is not None
+    embedding = torch.zeros_like(table)
+    embedding.index_add_(0, tokens.flatten(), rows.grad.reshape(-1, rows.shape[-1]))
+    if small.padding_index is not None:
+        embedding[small.padding_index] = 0
+    found = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    others = {name: matrix.grad for name, matrix in matrices.items() if matrix.grad is not None}
+    return _OfRank(value, found, embedding, others, stage.held)

@@ -1,0 +1,176 @@
+"""What tensor ranks do with every part of every kind of layer, found on a small copy of the model.
+
+    cut      it gets all tokens, with a rank's heads or columns
+    whole    it mixes tokens and cannot be cut: every rank computes it for all tokens
+    rows     it treats tokens alone (norms, residual dropout): nothing is done, a rank computes it for its rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description
+from evenpipe.model.placement import TensorPlacement
+from evenpipe.model.router_loss import router_modules
+from evenpipe.model.small_model import kinds_of_layers
+from evenpipe.model.stage import Stage
+from evenpipe.model.structure import layers_of
+from evenpipe.tensor.cuts import BlockCut, find_cut, placements_of
+from evenpipe.tensor.exchange import Exchange, OwnRows
+from evenpipe.tensor.local import keep_whole, make_local
+from evenpipe.tensor.units import Call, NoUnits, is_linear
+
+SEQUENCES, TOKENS = 2, 8
+"""Of the batch on which parts are tried; ranks are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a layer that gets all tokens."""
+
+    hidden: tuple[int | str, ...]
+    """Which of its arguments are hidden states."""
+    cut: BlockCut | None
+    """None: every rank computes it whole."""
+    reason: str = ""
+    """Why it is not cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCut:
+    """How the layers of a model are cut, by their kind and the name of the part."""
+
+    blocks: Mapping[Hashable, Mapping[str, Block]]
+
+    def placements(self, description: Description, index: int, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
+        """Return how a rank holds the parameters of one layer that are not whole, by name in the model; None: not at
+        all.
+
+        Raises:
+            InputError: the layer cannot be divided by the number of ranks; the sentence says which part.
+        """
+        layer = description.layer(index)
+        prefix = f"{description.structure.layers_name}.{index}"
+        found = {}
+        for name, block in self._of(layer).items():
+            if block.cut is None:
+                continue
+            try:
+                held = placements_of(layer.get_submodule(name), block.cut, rank, ranks)
+            except NoUnits as reason:
+                raise InputError(f"tensor_parallel: {ranks}, but {prefix}.{name} cannot be cut so: {reason}.") from None
+            found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
+        return found
+
+    def make_local(self, stage: Stage, layers: Mapping[int, nn.Module], exchange: Exchange) -> None:
+        """Let a stage, filled with a rank's parameters, compute on that rank's rows."""
+        for layer in layers.values():
+            for name, block in self._of(layer).items():
+                module = layer.get_submodule(name)
+                if block.cut is None:
+                    keep_whole(module, exchange, block.hidden)
+                else:
+                    make_local(module, block.cut, exchange, block.hidden)
+        if stage.is_first:
+            stage.first_layer.register_forward_pre_hook(
+                partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True
+            )
+
+    def _of(self, layer: nn.Module) -> Mapping[str, Block]:
+        (kind,) = kinds_of_layers([layer])
+        return self.blocks[kind]
+
+
+def find_model_cut(small: Description, ranks: int) -> ModelCut:
+    """Return how the layers of a small model, and so those of the large one, are cut."""
+    model = small.model
+    layers = layers_of(model, small.structure.layers_name)
+    token_ids = torch.randint(0, small.vocabulary_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(2))
+    routers = {module for module, _ in router_modules(model, small.structure.layers_name)}
+    found: dict[Hashable, dict[str, Block]] = {}
+    for layer, kind in zip(layers, kinds_of_layers(layers), strict=True):
+        if kind in found:
+            continue
+        found[kind] = {}
+        for name, call in _calls(model, layer, token_ids).items():
+            module = layer.get_submodule(name)
+            block = _block(module, call, ranks, routes=not routers.isdisjoint(module.modules()))
+            if block is not None:
+                found[kind][name] = block
+    return ModelCut(found)
+
+
+def _block(module: nn.Module, call: Call, ranks: int, *, routes: bool) -> Block | None:
+    """Return what is done with a part of a layer; None: nothing. routes: it tells its router's logits of all tokens."""
+    if not call.hidden:
+        return None
+    cut, reason = None, ""
+    matrices = any(is_linear(inner) for inner in module.modules()) or any(one.dim() > 1 for one in module.parameters())
+    if matrices:
+        try:
+            cut = find_cut(module, call, ranks)
+        except NoUnits as why:
+            reason = str(why)
+    if cut is None and not routes and not _mixes(module, call):
+        return None
+    return Block(tuple(call.hidden), cut, reason)
+
+
+def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, Call]:
+    """Return how each part of a layer is called, the first time."""
+    found: dict[str, Call] = {}
+
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.setdefault(name, Call(args, kwargs))
+
+    hooks = [
+        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
+        for name, module in layer.named_children()
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=token_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _mixes(module: nn.Module, call: Call) -> bool:
+    """Return whether a token's result depends on other tokens."""
+
+    def changed(hidden: Tensor) -> Tensor:
+        hidden = hidden.clone()
+        hidden[:, 1] += 1
+        return hidden
+
+    with torch.no_grad():
+        before, after = call.of(module), call.with_hidden(changed).of(module)
+    shape = call.given(call.hidden[0]).shape
+    if before.shape[: before.dim() - 1].numel() != shape[:2].numel():
+        return True
+    same = (before == after).reshape(shape[0], shape[1], -1).all(-1)
+    same[:, 1] = True
+    return not bool(same.all())
+
+
+def _take_rows(
+    exchange: Exchange, argument: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (OwnRows.apply(args[0], exchange), *args[1:]), kwargs
+    return args, {**kwargs, argument: OwnRows.apply(kwargs[argument], exchange)}
+
+
+def whole_blocks(cut: ModelCut) -> Iterator[tuple[str, str]]:
+    """Yield (name in a layer, reason) of every part that all ranks compute whole."""
+    yield from dict.fromkeys(
+        (name, block.reason) for blocks in cut.blocks.values() for name, block in blocks.items() if block.cut is None
+    )
