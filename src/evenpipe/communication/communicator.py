@@ -191,9 +191,10 @@ class Communicator:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
         """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
 
-        `tensor` is scratch: its content is destroyed. Members must be listed in the order of their ranks.
+        `tensor` is scratch: its content is destroyed.
         """
-        assert self._by_rank, f"{what}: the members of {self.name}, {self.members}, are not in the order of their ranks"
+        if not self._by_rank:  # torch numbers the members of a group by rank
+            tensor = tensor[[self.members.index(member) for member in sorted(self.members)]]
         assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
         return self._collective(
             what,

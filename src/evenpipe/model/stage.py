@@ -15,7 +15,7 @@ last the operations after them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -125,12 +125,14 @@ class Stage(nn.Module):
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
         self._embedding = (embedding_of(whole, structure.embedding_module),)
-        self._first_layer = (layers_of(whole, structure.layers_name)[0],)
+        self._layers = (layers_of(whole, structure.layers_name),)
         self._taken = {name: description.takes(name) for name in ("position_ids", "attention_mask")}
         # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
         self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
         self._result_checked = False
+        self.finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Applied to the result."""
         self.train()
 
     @property
@@ -139,9 +141,9 @@ class Stage(nn.Module):
         return self._whole[0]
 
     @property
-    def first_layer(self) -> nn.Module:
-        """The first layer of the whole model, here or not."""
-        return self._first_layer[0]
+    def layers(self) -> nn.ModuleList:
+        """All layers of the model: others than the stage's own return their input."""
+        return self._layers[0]
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this stage's part of a whole parameter or buffer."""
@@ -203,10 +205,8 @@ class Stage(nn.Module):
                 call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             result = relay.result
-            if self._tensor_ranks > 1:
-                form = self._rows_of(hidden)
-                if result.shape != form.shape and result.numel() == form.numel():
-                    result = result.view(form.shape)  # GPT-2 gives it the shape of its token ids
+            if self.finish is not None:
+                result = self.finish(result)
             if not self._result_checked:
                 check_returned(self._name(), result, self._rows_of(hidden))
                 self._result_checked = True

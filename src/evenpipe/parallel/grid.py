@@ -138,39 +138,45 @@ class Grid:
         return [self.group(*axes, **dict(zip(others, place, strict=True))) for place in places]
 
 
-def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
+def process_grid(mesh: DeviceMesh | None, replicas: int | None = None, tensor_parallel: int | None = None) -> Grid:
     """Return the grid of all processes of torch.distributed; without it, that of one process.
 
     Args:
         mesh: with an axis "pp", and other ones, in any order. None: all processes, neighbours in one pipeline.
         replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
+        tensor_parallel: processes of a device; None: as many as in the mesh, one without a mesh.
 
     Raises:
         InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or another
-            number of replicas; or `replicas` does not divide the processes.
+            number of replicas or of processes of a device; or they do not divide the processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    if replicas is not None and (not is_whole(replicas) or replicas < 1):
-        raise InputError(f"replicas: {replicas!r}, expected a whole number of at least 1")
+    given = {"replicas": ("dp", replicas), "tensor_parallel": ("tp", tensor_parallel)}
+    for name, (_, size) in given.items():
+        if size is not None and (not is_whole(size) or size < 1):
+            raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")
     if mesh is None:
-        count = replicas or 1
-        if world_size % count:
-            raise InputError(f"replicas: {count}, expected a divisor of {world_size}, the number of processes")
-        return Grid.from_sizes(rank, dp=count, pp=world_size // count)
+        left = world_size
+        for name, (_, size) in given.items():
+            if left % (size or 1):
+                raise InputError(f"{name}: {size}, expected a divisor of {left}, the number of processes")
+            left //= size or 1
+        return Grid.from_sizes(rank, dp=replicas or 1, pp=left, tp=tensor_parallel or 1)
     grid = Grid.from_mesh(rank, mesh, world_size)
-    if replicas not in (None, grid.size("dp")):
-        raise InputError(
-            f'replicas: {replicas}, expected {grid.size("dp")}, the length of the mesh\'s axis "dp", or None'
-        )
+    for name, (axis, size) in given.items():
+        if size not in (None, grid.size(axis)):
+            raise InputError(
+                f'{name}: {size}, expected {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
+            )
     return grid
 
 
 def check_built(grid: Grid) -> None:
     """Raise InputError for an axis along which a pipeline cannot run."""
-    for axis in ("cp", "tp", "ep"):
+    for axis in ("cp", "ep"):
         if grid.size(axis) > 1:
             raise InputError(
-                f'mesh: its axis "{axis}" has length {grid.size(axis)}, expected 1: only "pp" and "dp" run'
+                f'mesh: its axis "{axis}" has length {grid.size(axis)}, expected 1: only "pp", "dp" and "tp" run'
             )
 
 

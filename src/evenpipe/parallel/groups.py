@@ -18,10 +18,10 @@ from evenpipe.processes.watch import Watch
 
 class Groups:
     """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
-    axes, "pp" and "dp", and "everyone".
+    axes, and "everyone".
 
-    Members of a line "pp" are in the order of devices, those of everyone in that of the grid, those of a line "dp" in
-    the order of their ranks, as FSDP2 numbers them.
+    Programs run along a line "pp": one for each tensor rank. Members of a line "dp" are in the order of their ranks, as
+    FSDP2 numbers them, all others in the order of the grid: replica by replica, in each by device, then by tensor rank.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Groups:
         program: Mapping[str, Sequence[int]],
         *,
         tied: tuple[int, int] | None,
+        sharded: bool,
         timeout_seconds: float,
         torch_device: torch.device,
         watch: Watch,
@@ -38,16 +39,20 @@ class Groups:
         """
         Args:
             program: devices by communicator of the program.
+            sharded: whether replicas share the rows of parameters.
             tied: the two devices that both hold the matrix of a model with tied weights, if two do.
             nccl: as for `Communicators`.
         """
         self._grid = grid
         self._torch_device = torch_device
         self._watch = watch
+        self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
         """All of them, including those of the programs; None for a single process."""
         self.pipeline: Communicator | None = None
-        """This process's own pipeline; None for one device."""
+        """All processes of this one's pipeline; None for a single one."""
+        self.tensor: Communicator | None = None
+        """The tensor ranks of this device; None for one."""
         self.replicas: Communicator | None = None
         """This device in every pipeline; None for one pipeline."""
         self.everyone: Communicator | None = None
@@ -56,34 +61,37 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
-        lines = {axis: grid.groups(axis) for axis in ("pp", "dp") if grid.size(axis) > 1}
+        wanted = [("pp",), ("dp",), ("pp", "tp"), ("tp",), *([("tp", "dp")] if sharded else []), ("dp", "pp", "tp")]
+        groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
+        for axes in wanted:
+            long = [axis for axis in axes if grid.size(axis) > 1]
+            if long and frozenset(long) not in groups:
+                found = grid.groups(*long)
+                name = "everyone" if len(found) == 1 and len(long) > 1 else " x ".join(long)
+                groups[frozenset(long)] = name, [tuple(sorted(one)) for one in found] if axes == ("dp",) else found
         listed: list[tuple[str, Sequence[int]]] = []
-        if "pp" in lines:
+        if grid.size("pp") > 1:
             for name, devices in sorted(program.items()):
-                listed += [(name, [line[device] for device in devices]) for line in lines["pp"]]
-            listed += [("pp", line) for line in lines["pp"]]
-        if "dp" in lines:
-            lines["dp"] = [tuple(sorted(line)) for line in lines["dp"]]
+                listed += [(name, [line[device] for device in devices]) for line in grid.groups("pp")]
         if tied is not None:
             # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
-            columns = (sorted(grid.line("dp", pp=device)) for device in tied)
-            listed += [("tied", pair) for pair in zip(*columns, strict=True)]
-        listed += [("dp", line) for line in lines.get("dp", ())]
-        if grid.ranks not in (line for found in lines.values() for line in found):
-            listed.append(("everyone", grid.ranks))
+            for rank in range(grid.size("tp")):
+                columns = (sorted(grid.line("dp", pp=device, tp=rank)) for device in tied)
+                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
+        listed += [(name, members) for name, found in groups.values() for members in found]
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
-        self.pipeline, self.replicas = by_name.get("pp"), by_name.get("dp")
-        self.everyone = by_name.get("everyone") or self.pipeline or self.replicas
+        self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
+        self.pipeline, self.replicas, self.tensor = self.over("pp", "tp"), self.over("dp"), self.over("tp")
+        self.everyone = self.over("dp", "pp", "tp")
         self.tied = by_name.get("tied")
         made.warm_up()
 
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
-        lines = {(): None, ("pp",): self.pipeline, ("dp",): self.replicas}
-        return lines.get(axes, self.everyone)
+        return self._over.get(frozenset(axis for axis in axes if self._grid.size(axis) > 1))
 
     def close(self) -> None:
         """Destroy the communicators. Collective, when no operation is pending."""
@@ -122,12 +130,12 @@ class Groups:
     # --- results of the output layer ---------------------------------------------------------------------------------
 
     def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
-        """Share a tensor of this pipeline's device `source` (an own one) with all of the pipeline."""
+        """Share a tensor of this pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
         if self.pipeline is None:
             assert own is not None
             return Shared(own, None)
         tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
-        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.at(pp=source), "the loss"))
+        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
@@ -137,4 +145,4 @@ class Groups:
         number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
         table = number.new_empty(len(members))
         handle = self.everyone.all_gather(table, number, "the loss of all replicas")
-        return Shared(table, handle, [members.index(rank) for rank in self._grid.line("dp", pp=source)])
+        return Shared(table, handle, [members.index(rank) for rank in self._grid.line("dp", pp=source, tp=0)])

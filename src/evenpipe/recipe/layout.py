@@ -56,9 +56,9 @@ class Layout:
     """Program of a training step."""
     evaluation: Program
     embedding_shards: tuple[Shard, ...]
-    """One per device: its rows of the embedding."""
+    """One per process of a pipeline, device by device and in each by tensor rank: its rows of the embedding."""
     head_shards: tuple[Shard, ...]
-    """One per device: its rows of the output layer."""
+    """The same: its rows of the output layer."""
     costs: Costs
 
     @classmethod
@@ -76,12 +76,13 @@ class Layout:
         order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
         evaluation = evaluation_program(order, costs, recipe.communicators)
         program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
-        placement = program.placement
+        placement, ranks = program.placement, recipe.parallelism.tp
         if _is_sharded(mode):
-            embedding = head = tuple(shards_of(rows, devices))
+            embedding = head = tuple(shards_of(rows, devices * ranks))
         else:
-            embedding = _whole_on(placement.first_device, rows, devices)
-            head = _whole_on(placement.last_device, rows, devices)
+            embedding, head = (
+                _only_on(holder, rows, devices, ranks) for holder in (placement.first_device, placement.last_device)
+            )
         return cls(
             mode=mode,
             layers=bounds_of(split),
@@ -169,12 +170,10 @@ def _is_sharded(mode: str) -> bool:
     return mode not in ("first-last", "redistribute")
 
 
-def _whole_on(holder: int, rows: int, devices: int) -> tuple[Shard, ...]:
-    """All rows on one device, none on the others."""
-    return tuple(
-        Shard(0, 0, rows) if device < holder else Shard(0, rows, rows) if device == holder else Shard(rows, rows, rows)
-        for device in range(devices)
-    )
+def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, ...]:
+    """All rows on the tensor ranks of one device, none on the others."""
+    before, after = (Shard(0, 0, rows),), (Shard(rows, rows, rows),)
+    return (*before * (holder * ranks), *shards_of(rows, ranks), *after * ((devices - 1 - holder) * ranks))
 
 
 def _more_or_fewer(schedule: Schedule) -> str:

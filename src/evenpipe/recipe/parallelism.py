@@ -90,7 +90,9 @@ class Parallelism:
 
     def check_runnable(self) -> None:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
-        for name in ("cp", "tp", "ep"):
+        if self.tp > 1 and not self.sequence_parallel:
+            raise InputError("sequence_parallel: False, expected True: tensor ranks share the rows of norms, too")
+        for name in ("cp", "ep"):
             if getattr(self, name) > 1:
                 raise InputError(
                     f"{name}: {getattr(self, name)}, expected 1: only estimates and plans know larger ones"

@@ -157,22 +157,26 @@ class PipelineOptions(RecipeOptions, total=False):
 
     replicas: int | None
     """The size of `dp`."""
+    tensor_parallel: int | None
+    """The size of `tp`."""
 
 
-def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int) -> Recipe:
+def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int, tp: int) -> Recipe:
     """Return the recipe of a pipeline on these processes.
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    options = cast(RecipeOptions, {name: value for name, value in how.items() if name != "replicas"})
+    axes = ("replicas", "tensor_parallel", "tp")
+    options = cast(RecipeOptions, {name: value for name, value in how.items() if name not in axes})
     if given is None:
-        given = Recipe.of(dp=dp, pp=pp, **options)
+        given = Recipe.of(dp=dp, pp=pp, tp=tp, **options)
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
     sizes = given.parallelism
-    if (sizes.dp, sizes.pp) != (dp, pp):
+    if (sizes.dp, sizes.pp, sizes.tp) != (dp, pp, tp):
         raise InputError(
-            f"recipe: dp = {sizes.dp} and pp = {sizes.pp}, expected dp = {dp} and pp = {pp}, the sizes of the processes"
+            f"recipe: dp = {sizes.dp}, pp = {sizes.pp} and tp = {sizes.tp}, expected dp = {dp}, pp = {pp} and tp = {tp},"
+            " the sizes of the processes"
         )
     given.check_runnable()
     return given

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,15 @@ from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
 from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
-from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
+from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
 from evenpipe.model.placement import Cut, Held, TensorPlacement
+from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind, parts_of
+from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions, Shard
 
 
@@ -49,6 +52,8 @@ class HeldModel:
     embedding_matrix: Matrix | None = None
     head_matrices: tuple[Matrix, ...] = ()
     """The output layer's rows and their bias; if tied weights are held once, the embedding's matrix."""
+    shared: list[Held[nn.Parameter]] = field(default_factory=list)
+    """Those of its parameters that several tensor ranks hold, in the same order on all of them."""
     sharded: dict[int, ShardedModule] = field(default_factory=dict)
     """Each stage's parameters, if they are sharded over replicas; then `parameters` is empty."""
 
@@ -107,39 +112,54 @@ class Builder:
     seed: int
     shards: Communicator | None = None
     """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
+    tensor: tuple[ModelCut, TensorRanks] | None = None
+    """How layers are cut over the tensor ranks of the device; None for one."""
     broadcast: Callable[[torch.Tensor], None] | None = None
     """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
     def build(self) -> HeldModel:
         description, layout, device, held = self.description, self.layout, self.grid.coordinate("pp"), self.held
-        unsplit = [name for stage in layout.program.placement.stages_of(device) for name in self._add_stage(stage)]
+        placement = layout.program.placement
+        unsplit = [name for stage in placement.stages_of(device) for name in self._add_stage(stage)]
         if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
             report_unsplit(unsplit)
-        embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
-        embedding = self._matrix(description.embedding_name, embedding_shard)
-        if not description.tied:
-            head = self._matrix(description.head_name, head_shard)
-        elif embedding_shard == head_shard:
+        ranks, exchange = self.grid.size("tp"), None if self.tensor is None else self.tensor[1]
+        own = device * ranks + self.grid.coordinate("tp")
+        embedding_shard, head_shard = layout.embedding_shards[own], layout.head_shards[own]
+        has_embedding = layout.sharded or device == placement.first_device
+        has_head = layout.sharded or device == placement.last_device
+        embedding = self._matrix(description.embedding_name, embedding_shard) if has_embedding else None
+        if has_embedding and has_head and description.tied:
             head = embedding
-        else:  # two devices hold the same matrix
-            head = self._matrix(description.embedding_name, head_shard, is_copy=True) if head_shard.rows else None
+        elif description.tied:  # two devices hold the same matrix
+            head = self._matrix(description.embedding_name, head_shard, is_copy=True) if has_head else None
             held.tied_copy = embedding or head
-        bias = self._matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+        else:
+            head = self._matrix(description.head_name, head_shard) if has_head else None
+        bias = self._matrix(description.head_bias_name, head_shard) if has_head and description.head_bias_name else None
         held.embedding_matrix = embedding
         held.head_matrices = tuple(one for one in (head, bias) if one is not None)
         if head is not None:
-            held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=layout.program.barriers == 1)
-        if layout.sharded:
-            held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
-        elif embedding is not None:
-            held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
+            one_barrier = layout.program.barriers == 1
+            held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=one_barrier, exchange=exchange)
+        if embedding is not None:
+            first = 0 if layout.sharded else device * ranks
+            shards = layout.embedding_shards if layout.sharded else layout.embedding_shards[first : first + ranks]
+            held.embedding = EmbeddingShard(embedding, shards, own - first, description.padding_index, exchange)
         return held
 
     def _add_stage(self, stage: int) -> list[str]:
         """Return the names of the matrices whose gradient is computed in I, because no linear layer holds them."""
         held, description, placement = self.held, self.description, self.layout.program.placement
         first, last = self.layout.layers[stage]
+        cuts: dict[str, TensorPlacement | None] = {}
+        alone: set[str] = set()  # parameters on the first tensor rank only
+        rank, ranks = self.grid.coordinate("tp"), self.grid.size("tp")
+        if self.tensor is not None:
+            for index in range(first, last):
+                cuts |= self.tensor[0].placements(description, index, rank, ranks)
+                alone |= self.tensor[0].alone(description, index)
         module = build_stage(
             description,
             first,
@@ -149,6 +169,8 @@ class Builder:
             dtype=self.parameter_dtype,
             compute_dtype=self.compute_dtype,
             torch_device=self.torch_device,
+            held=cuts,
+            tensor_ranks=ranks,
         )
         fill_parameters(module, description, self.seed)
         held.stages[stage] = module
@@ -157,20 +179,28 @@ class Builder:
                 self.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
+        if self.tensor is not None:
+            assert isinstance(module, Stage)
+            self.tensor[0].make_local(module, layers, self.tensor[1])
         if self.shards is None:
             held.parameters[stage] = StageParameters(module, self.compute_dtype)
-            for name, parameter in held.parameters[stage]:
-                held.shards[name] = self._held(parameter, tuple(parameter.shape))
+            masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in held.parameters[stage]}
         else:
             held.sharded[stage] = ShardedModule(
                 module, list(layers.values()), self.shards, compute_dtype=self.compute_dtype, what=f"stage {stage}"
             )
-            held.shards |= dict(held.sharded[stage])
+            masters = {name: (one.tensor, one.placement) for name, one in held.sharded[stage]}
+        for name, (parameter, over_replicas) in masters.items():
+            over_ranks = cuts.get(name) or TensorPlacement(over_replicas.shape)
+            placement = replace(over_ranks, cuts=(*over_ranks.cuts, *over_replicas.cuts))
+            one = held.shards[name] = self._held(parameter, placement, is_alone=name in alone)
+            if ranks > 1 and name not in alone and all(cut.parts < ranks for cut in over_ranks.cuts):
+                held.shared.append(one)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
-            held.buffers[name] = self._held(shared, tuple(buffer.shape), is_copy=is_copy)
+            held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
         return self._prepare(module, layers)
 
     def _prepare(self, module: nn.Module, layers: Mapping[int, nn.Module]) -> list[str]:
@@ -190,15 +220,17 @@ class Builder:
                 keep_on_device(layer, options.activations)
         return unsplit
 
-    def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix | None:
-        """Return the rows of a vocabulary matrix on this device; None if the whole matrix is on another one.
+    def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:
+        """Return this process's rows of a vocabulary matrix.
 
         is_copy: whether a device before this one holds the same rows.
         """
-        layout, description, devices = self.layout, self.description, self.grid.size("pp")
-        if not shard.rows and not layout.sharded:
-            return None
-        cuts = (Cut(("pp",), self.grid.coordinate("pp"), devices),) if layout.sharded and devices > 1 else ()
+        layout, description, grid = self.layout, self.description, self.grid
+        axes = [axis for axis in (("pp", "tp") if layout.sharded else ("tp",)) if grid.size(axis) > 1]
+        part = 0
+        for axis in axes:
+            part = part * grid.size(axis) + grid.coordinate(axis)
+        cuts = (Cut(tuple(axes), part, math.prod(map(grid.size, axes))),) if axes else ()
         (rows,) = TensorPlacement((description.vocabulary_size,), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
         filled = fill_rows(description, name, rows.start, rows.stop, self.seed)
@@ -210,18 +242,29 @@ class Builder:
             found = Matrix(parameter, self.compute_dtype)
         else:
             found = ShardedMatrix(parameter, self.compute_dtype, self.shards, name)
-        shape = (description.vocabulary_size, *filled.shape[1:])
-        self.held.shards[name] = self._held(found.parameter, shape, (*cuts, *found.cuts), is_copy=is_copy)
+        placement = TensorPlacement((description.vocabulary_size, *filled.shape[1:]), (*cuts, *found.cuts))
+        self.held.shards[name] = self._held(found.parameter, placement, is_copy=is_copy)
         return found
 
     def _held(
-        self, parameter: nn.Parameter, shape: tuple[int, ...], cuts: tuple[Cut, ...] = (), *, is_copy: bool = False
+        self,
+        parameter: nn.Parameter,
+        placement: TensorPlacement,
+        *,
+        is_copy: bool = False,
+        is_alone: bool = False,
     ) -> Held[nn.Parameter]:
-        """Return a parameter with its placement; over replicas that do not cut it, it has copies."""
+        """Return a parameter with its placement and its copies: over replicas and tensor ranks that do not cut it.
+
+        Args:
+            is_copy: whether a device before this one holds the same.
+            is_alone: whether only the first tensor rank holds it.
+        """
         copied = {"pp"} if is_copy else set()
-        if self.grid.coordinate("dp") and all("dp" not in cut.axes for cut in cuts):
-            copied.add("dp")
-        return Held(parameter, TensorPlacement(shape, cuts, frozenset(copied)))
+        for axis in ("dp",) if is_alone else ("dp", "tp"):
+            if self.grid.coordinate(axis) and all(axis not in cut.axes for cut in placement.cuts):
+                copied.add(axis)
+        return Held(parameter, replace(placement, copied_along=placement.copied_along | copied))
 
 
 def _is_trained(description: Description, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Handlers of the hops between stages: what travels along an edge for one unit, and back.
 
 forward    hidden [sequences, tokens, hidden_size]; with a router loss its totals [2E+1] fp32
+           (a tensor rank sends its rows, [sequences, tokens / ranks, hidden_size])
 back       the gradient of that; with a router loss the gradient of its probabilities [E] fp32
 """
 
@@ -43,10 +44,12 @@ class Hops:
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """Start a step. `shapes`: of the hidden states, by unit."""
+        """Start a step. `whole`: shapes of the hidden states of all tokens, by unit; `shapes`: of this process's
+        rows."""
         self._row = row
-        size = self._transport.hidden_size
-        self.shapes = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
+        size, ranks = self._transport.hidden_size, self._transport.tensor_ranks
+        self.whole = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
+        self.shapes = [(sequences, tokens // ranks, size) for sequences, tokens, _ in self.whole]
 
     def sends(self, edge: Edge, unit: int) -> tuple[Part, ...]:
         """Return what travels along an edge, or back, for one unit."""

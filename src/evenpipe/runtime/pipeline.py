@@ -27,6 +27,7 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.tensor_ranks import SharedGradients, TensorRanks
 from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
@@ -58,6 +59,7 @@ from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
+from evenpipe.tensor.check import cut_of_model
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -141,12 +143,16 @@ class Pipeline(SpreadModel):
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            self._grid = grid = process_grid(mesh, how.get("replicas") if recipe is None else recipe.parallelism.dp)
+            given = (how.get("replicas"), how.get("tensor_parallel"))
+            if recipe is not None:
+                given = (recipe.parallelism.dp, recipe.parallelism.tp)
+            self._grid = grid = process_grid(mesh, *given)
             check_built(grid)
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
             self.torch_device = device_of_pipeline(worker, wanted)
-            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices)
+            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices, tp=self.tensor_ranks)
             self.microbatches = self.recipe.microbatches
             self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
@@ -181,6 +187,7 @@ class Pipeline(SpreadModel):
                 self._grid,
                 self.layout.communicators,
                 tied=self._tied_twice,
+                sharded=self._sharded,
                 timeout_seconds=timeout_seconds,
                 torch_device=self.torch_device,
                 watch=self._watch,
@@ -189,6 +196,10 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
+            self._tensor = None
+            if self._groups.tensor is not None:
+                cut = cut_of_model(self.description, self.tensor_ranks)
+                self._tensor = cut, TensorRanks(self._groups.tensor)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -230,14 +241,23 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             seed=seed,
             shards=replicas if self._sharded else None,
+            tensor=self._tensor,
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
             None
             if router_loss is None
-            else RouterLosses(router_loss, replicas=self.replicas, torch_device=self.torch_device)
+            else RouterLosses(
+                router_loss,
+                replicas=self.replicas,
+                torch_device=self.torch_device,
+                tensor_ranks=self.tensor_ranks,
+            )
         )
+        self._shared_gradients = None
+        if groups.tensor is not None:
+            self._shared_gradients = SharedGradients(self._held.shared, groups.tensor)
         follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
@@ -269,6 +289,7 @@ class Pipeline(SpreadModel):
                 self.description.hidden_size,
                 self._compute_dtype,
                 self.torch_device,
+                self.tensor_ranks,
             ),
             vocabulary_passes=self.layout.sharded,
             weight_gradients=self._held.weight_gradients,
@@ -276,6 +297,7 @@ class Pipeline(SpreadModel):
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
+            tensor=None if self._tensor is None else self._tensor[1],
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -381,8 +403,13 @@ class Pipeline(SpreadModel):
             self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
         before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
+        shared = self._shared_gradients if training else None
         with tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext():
+            if shared is not None:
+                shared.begin()
             record = self._walker.walk(program, batch)
+            if shared is not None:
+                shared.finish()
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         return self._results.of(batch, record, started, totals.accumulate, training=training)

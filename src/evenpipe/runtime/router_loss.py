@@ -26,11 +26,14 @@ class RouterLosses:
 
     Args:
         replicas: pipelines side by side, which the mean includes.
+        tensor_ranks: processes of a device: each routes all tokens, and has its share of the gradient.
     """
 
-    def __init__(self, loss: RouterLoss, *, replicas: int, torch_device: torch.device) -> None:
+    def __init__(
+        self, loss: RouterLoss, *, replicas: int, torch_device: torch.device, tensor_ranks: int = 1
+    ) -> None:
         self._loss = loss
-        self._replicas = replicas
+        self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device
         self.accumulate = 1
         """Number of steps whose gradients are added up before one update."""
@@ -72,7 +75,7 @@ class RouterLosses:
         value = self._loss.value(totals).double() * (self._loss.coefficient * self._share)
         self.value = value if self.value is None else self.value + value
         if self._gradients:
-            self._at_the_end[unit] = self._loss.gradient(totals, self._share)
+            self._at_the_end[unit] = self._loss.gradient(totals, self._share / self._tensor_ranks)
         return ()
 
     def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:

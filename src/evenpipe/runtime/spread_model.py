@@ -53,6 +53,9 @@ class SpreadModel:
     """Device on which this process computes."""
     device: int
     devices: int
+    tensor_rank: int
+    tensor_ranks: int
+    """Processes of a device, which share each of its layers."""
     replica: int
     replicas: int
     _held: HeldModel
@@ -65,6 +68,7 @@ class SpreadModel:
         parts = [
             f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
             f"device {self.device} of {self.devices}",
+            *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
             *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
             count(self.layout.program.placement.stages, "stage"),
             count(self.microbatches, "microbatch"),
@@ -78,8 +82,9 @@ class SpreadModel:
         for device in range(self.devices):
             stages = layout.program.placement.stages_of(device)
             layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
-            shards = [shards[device] for shards in (layout.embedding_shards, layout.head_shards)]
-            rows.append([str(device), layers, *(f"{shard.start}:{shard.stop}" for shard in shards)])
+            own = slice(device * self.tensor_ranks, (device + 1) * self.tensor_ranks)
+            shards = [shards[own] for shards in (layout.embedding_shards, layout.head_shards)]
+            rows.append([str(device), layers, *(f"{held[0].start}:{held[-1].stop}" for held in shards)])
         return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
 
     def _let_go_of_the_model(self) -> None:
@@ -99,12 +104,12 @@ class SpreadModel:
     @property
     def _is_very_first(self) -> bool:
         """Whether this is the first process of the first pipeline."""
-        return self.device == 0 and self.replica == 0
+        return self.device == 0 and self.replica == 0 and self.tensor_rank == 0
 
     @property
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
-        return ("pp", "dp") if self._sharded else ("pp",)
+        return ("pp", "tp", "dp") if self._sharded else ("pp", "tp")
 
     # --- the schedule ----------------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class SpreadModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
-        if self.devices > 1 or self._sharded:
+        if self.devices > 1 or self.tensor_ranks > 1 or self._sharded:
             refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
             yield name, shard.tensor

@@ -25,6 +25,8 @@ class Transport:
     hidden_dtype: torch.dtype
     """Of the hidden states between stages."""
     torch_device: torch.device
+    tensor_ranks: int = 1
+    """Processes that share the rows of hidden states between stages; each has its own column of the grid."""
 
     def communicator(self, item: Transfer) -> Communicator:
         """Return the communicator that carries a transfer."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.tensor.exchange import Exchange
 from evenpipe.vocabulary import (
     Buffers,
     Combined,
@@ -26,6 +27,7 @@ from evenpipe.vocabulary import (
     forward_shard,
     gather_rows,
     hidden_gradient,
+    merge,
     pick_row_gradients,
     place_rows,
     route,
@@ -36,20 +38,36 @@ from evenpipe.vocabulary.copies import to_device
 class EmbeddingShard:
     """This device's rows of the input embedding, and the routes of the step's token ids.
 
-    A device without rows (the whole embedding is elsewhere) still knows the routes.
+    Every tensor rank exchanges the rows of its own column of the grid with the first stage, where the ranks add up what
+    they have got: each row comes along one column, so the others add zeros.
     """
 
-    def __init__(self, matrix: Matrix | None, shards: Sequence[Shard], part: int, padding_index: int | None) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        shards: Sequence[Shard],
+        part: int,
+        padding_index: int | None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """
+        Args:
+            shards: device by device, and in each by tensor rank.
+            part: this process's shard.
+            exchange: of the tensor ranks of the device; None for one.
+        """
         self._matrix = matrix
-        self._torch_device = None if matrix is None else matrix.parameter.device
         self._shards = shards
         self.part = part
         self._padding_index = padding_index
+        self._exchange = exchange
+        ranks, rank = (1, 0) if exchange is None else (exchange.size, exchange.rank)
+        self._column = range(rank, len(shards), ranks)
         self._routes: list[Routes] = []
 
     def begin(self, batch: Batch) -> None:
         self._routes = [
-            route(part.token_ids, self._shards, self._torch_device, padding_index=self._padding_index)
+            route(part.token_ids, self._shards, self._matrix.parameter.device, padding_index=self._padding_index)
             for part in batch.microbatches
         ]
 
@@ -58,27 +76,34 @@ class EmbeddingShard:
         self._routes = []
 
     def counts(self, microbatch: int) -> tuple[int, ...]:
-        """Return the number of rows of each shard: the size of every message, known on all devices."""
-        return self._routes[microbatch].counts
+        """Return the number of rows of each device's shard in this column: the size of every message, known on all
+        devices."""
+        counts = self._routes[microbatch].counts
+        return tuple(counts[part] for part in self._column)
 
     def rows(self, microbatch: int) -> Tensor:
         """E: return [own count, hidden_size]."""
-        assert self._matrix is not None
         return gather_rows(self._matrix.weight, self._routes[microbatch], self.part)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: put rows [n, hidden_size] of all shards, one after the other, in the tokens' places."""
-        routes = self._routes[microbatch]
-        return place_rows([rows[routes.span(part)] for part in range(len(self._shards))], routes)
+        """At the first stage: put rows of this column's shards, one shard after the other, in the tokens' places.
+
+        Returns [n, hidden_size], with the rows of all columns.
+        """
+        routes, counts = self._routes[microbatch], self.counts(microbatch)
+        if self._exchange is None:
+            return place_rows(rows.split(counts), routes)
+        return self._exchange.sum(place_rows(rows.split(counts), routes, self._column))
 
     def pick(self, gradient: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: return the gradient [n, hidden_size] of the placed rows, in the order of `place`'s
-        argument."""
-        return pick_row_gradients(gradient, self._routes[microbatch])
+        """At the first stage: return the gradient of the placed rows [n, hidden_size] as in `place`'s argument. A
+        tensor rank has a part of the gradient of every row."""
+        if self._exchange is None:
+            return pick_row_gradients(gradient, self._routes[microbatch])
+        return pick_row_gradients(self._exchange.sum(gradient), self._routes[microbatch], self._column)
 
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
         """G: add [own count, hidden_size] to the gradient of the rows here."""
-        assert self._matrix is not None
         if self._matrix.trainable:
             add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part)
 
@@ -87,13 +112,21 @@ class OutputShard:
     """This device's rows of the output layer: S, the combination at the barrier, C and T, and the loss."""
 
     def __init__(
-        self, matrix: Matrix, bias: Matrix | None, shard: Shard, options: LossOptions, *, one_barrier: bool
+        self,
+        matrix: Matrix,
+        bias: Matrix | None,
+        shard: Shard,
+        options: LossOptions,
+        *,
+        one_barrier: bool,
+        exchange: Exchange | None = None,
     ) -> None:
         self._matrix = matrix
         self._bias = bias
         self._shard = shard
         self._options = options
         self._one_barrier = one_barrier
+        self._exchange = exchange
         self._buffers = Buffers()
         self._buffers_serve: tuple[int, bool] | None = None
         self._targets: dict[int, Tensor] = {}
@@ -125,10 +158,14 @@ class OutputShard:
         self.loss = self.entropy = None
 
     def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
-        """S: return statistics [n, options.statistics] of this shard. hidden: [n, hidden_size], kept until T.
+        """S: return statistics [n, options.statistics] of this device's shards.
+
+        hidden: [n, hidden_size], kept until T; a tensor rank has its own rows of it.
 
         A batch of another size, and evaluation after training, start without the free memory of the previous one.
         """
+        if self._exchange is not None:
+            hidden = self._exchange.gather(hidden)
         serve = (hidden.shape[0], gradients)
         if serve != self._buffers_serve:
             self._buffers.clear()
@@ -148,7 +185,7 @@ class OutputShard:
         )
         if gradients:
             self._states[index] = state
-        return statistics
+        return statistics if self._exchange is None else merge(self._exchange.table(statistics), self._options)
 
     def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
         """The start of C, or of T with two barriers: finish the loss of the microbatch from [shards, n,
@@ -167,15 +204,17 @@ class OutputShard:
             self.log_probabilities[index] = combined.log_probabilities
 
     def hidden_gradient(self, index: int) -> Tensor:
-        """C with one barrier: return this shard's part of the gradient of the hidden states, [n, hidden_size]."""
-        return hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
+        """C with one barrier: return this device's part of the gradient of the hidden states: as they came to S."""
+        part = hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
+        return part if self._exchange is None else self._exchange.scatter(part)
 
     def backward(self, index: int) -> Tensor | None:
-        """T: add to the gradients of the rows; with two barriers also return the part [n, hidden_size]."""
-        return backward_shard(
+        """T: add to the gradients of the rows; with two barriers also return what `hidden_gradient` does."""
+        part = backward_shard(
             self._states.pop(index),
             self._combined.pop(index),
             self._matrix.weight,
             self._matrix.gradient() if self._matrix.trainable else None,
             self._bias.gradient() if self._bias is not None and self._bias.trainable else None,
         )
+        return part if part is None or self._exchange is None else self._exchange.scatter(part)

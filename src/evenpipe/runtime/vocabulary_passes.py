@@ -115,7 +115,7 @@ class VocabularyPasses:
         if self._device == item.root:
             (hidden,) = self._values.give(key)
         else:
-            hidden = self._transport.rows(self._microbatches[unit].tokens)
+            hidden = self._transport.rows(self._microbatches[unit].tokens // self._transport.tensor_ranks)
         communicator, root = self._transport.communicator(item), self._transport.root(item)
         self._values.arriving(key, (hidden,), communicator.broadcast(hidden, root, str(item)))
 

@@ -36,6 +36,7 @@ from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
 from evenpipe.schedule.passes import SHARDING_KINDS, StageUnit
 
 if TYPE_CHECKING:
+    from evenpipe.parallel.tensor_ranks import TensorRanks
     from evenpipe.runtime.replicas import Replicas
 
 
@@ -78,6 +79,7 @@ class Walker:
         replicas: work for other pipelines with the same parameters; None: there are none.
         router_losses: of a model with a router loss; None for others.
         activations: moves activations to the host, for orders with O, D and L; None: there are none.
+        tensor: the exchange of the tensor ranks of the device, which learns what passes run; None for one.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Walker:
         replicas: Replicas | None = None,
         router_losses: RouterLosses | None = None,
         activations: Activations | None = None,
+        tensor: TensorRanks | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -108,6 +111,7 @@ class Walker:
         self._replicas = replicas
         self._router_losses = router_losses
         self._activations = activations
+        self._tensor = tensor
         self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
@@ -167,6 +171,8 @@ class Walker:
                     for part in step.awaits:
                         self._replicas.ready(part)
                 values.begin(step.text)
+                if self._tensor is not None:
+                    self._tensor.during = step.text
                 step.run(item)
                 values.finish(item)
                 in_flight += step.adds
@@ -236,7 +242,7 @@ class Walker:
         if stage == self._row.first_stage:
             assert self._embedding is not None
             rows = self._embedding.rows(unit) if taken is None else taken
-            taken = self._embedding.place(rows, unit).view(self._hops.shapes[unit])
+            taken = self._embedding.place(rows, unit).view(self._hops.whole[unit])
         assert taken is not None
         key = (stage, unit)
         if not self._gradients:

@@ -23,8 +23,8 @@ from evenpipe.model.small_model import kinds_of_layers
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, find_cut, placements_of
-from evenpipe.tensor.exchange import Exchange, OwnRows
-from evenpipe.tensor.local import keep_whole, make_local
+from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
+from evenpipe.tensor.local import hand_over, keep_whole, make_local
 from evenpipe.tensor.units import Call, NoUnits, is_linear
 
 SEQUENCES, TOKENS = 2, 8
@@ -48,6 +48,8 @@ class ModelCut:
     """How the layers of a model are cut, by their kind and the name of the part."""
 
     blocks: Mapping[Hashable, Mapping[str, Block]]
+    end_is_whole: bool
+    """What follows the layers needs all tokens, so every rank computes it whole."""
 
     def placements(self, description: Description, index: int, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
         """Return how a rank holds the parameters of one layer that are not whole, by name in the model; None: not at
@@ -69,6 +71,12 @@ class ModelCut:
             found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
         return found
 
+    def alone(self, description: Description, index: int) -> set[str]:
+        """Return the names of a layer's parameters that only the first rank holds."""
+        prefix = f"{description.structure.layers_name}.{index}"
+        blocks = self._of(description.layer(index)).items()
+        return {f"{prefix}.{name}.{bias}" for name, block in blocks if block.cut for bias in block.cut.biases}
+
     def make_local(self, stage: Stage, layers: Mapping[int, nn.Module], exchange: Exchange) -> None:
         """Let a stage, filled with a rank's parameters, compute on that rank's rows."""
         for layer in layers.values():
@@ -79,9 +87,12 @@ class ModelCut:
                 else:
                     make_local(module, block.cut, exchange, block.hidden)
         if stage.is_first:
-            stage.first_layer.register_forward_pre_hook(
+            stage.layers[0].register_forward_pre_hook(
                 partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True
             )
+        if stage.is_last and self.end_is_whole:
+            stage.layers[-1].register_forward_hook(partial(hand_over, Gather, exchange))
+            stage.finish = partial(_own_rows, exchange)
 
     def _of(self, layer: nn.Module) -> Mapping[str, Block]:
         (kind,) = kinds_of_layers([layer])
@@ -104,7 +115,36 @@ def find_model_cut(small: Description, ranks: int) -> ModelCut:
             block = _block(module, call, ranks, routes=not routers.isdisjoint(module.modules()))
             if block is not None:
                 found[kind][name] = block
-    return ModelCut(found)
+    return ModelCut(found, end_is_whole=not _ends_on_rows(small, token_ids))
+
+
+def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
+    """Return whether what follows the layers computes a part of the tokens as it computes all (GPT-2 does not)."""
+    model = small.model
+    found: list[Tensor] = []
+    head = model.get_submodule(small.structure.head_module)
+    last = layers_of(model, small.structure.layers_name)[-1]
+
+    def half(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, (tuple, list)):
+            return type(output)((output[0][:, : TOKENS // 2], *output[1:]))
+        return output[:, : TOKENS // 2]
+
+    record = head.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    try:
+        with torch.no_grad():
+            model(input_ids=token_ids[:1], use_cache=False)
+            hook = last.register_forward_hook(half)
+            try:
+                model(input_ids=token_ids[:1], use_cache=False)
+            except Exception:  # families raise many types on a length that they do not expect
+                return False
+            finally:
+                hook.remove()
+    finally:
+        record.remove()
+    whole, part = found
+    return part.shape == whole[:, : TOKENS // 2].shape and torch.allclose(part, whole[:, : TOKENS // 2])
 
 
 def _block(module: nn.Module, call: Call, ranks: int, *, routes: bool) -> Block | None:
@@ -167,6 +207,11 @@ def _take_rows(
     if args:
         return (OwnRows.apply(args[0], exchange), *args[1:]), kwargs
     return args, {**kwargs, argument: OwnRows.apply(kwargs[argument], exchange)}
+
+
+def _own_rows(exchange: Exchange, hidden: Tensor) -> Tensor:
+    rows: Tensor = OwnRows.apply(hidden, exchange)
+    return rows
 
 
 def whole_blocks(cut: ModelCut) -> Iterator[tuple[str, str]]:

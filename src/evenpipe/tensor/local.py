@@ -41,13 +41,13 @@ def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Coll
         sum_over_ranks(block.get_submodule(name), exchange)
     block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
     end = block if cut.sums_at is None else block.get_submodule(cut.sums_at)
-    end.register_forward_hook(partial(_hand_over, Scatter, exchange))
+    end.register_forward_hook(partial(hand_over, Scatter, exchange))
 
 
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
     """Let every rank compute a block on all tokens, and keep its own rows."""
     block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
-    block.register_forward_hook(partial(_hand_over, OwnRows, exchange))
+    block.register_forward_hook(partial(hand_over, OwnRows, exchange))
 
 
 def block_width(module: nn.Module, weight: Tensor) -> int:
@@ -112,7 +112,7 @@ def _gather(
     )
 
 
-def _hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if isinstance(output, (tuple, list)):
         return type(output)((way.apply(output[0], exchange), *output[1:]))
     return way.apply(output, exchange)

@@ -66,7 +66,7 @@ def gather_report(
                 layers=sum(
                     last - first for first, last in (pipeline.layout.layers[s] for s in placement.stages_of(device))
                 ),
-                vocabulary_rows=pipeline.layout.head_shards[device].rows,
+                vocabulary_rows=pipeline.layout.head_shards[device * pipeline.tensor_ranks + pipeline.tensor_rank].rows,
             )
             for process, (busy, peak) in enumerate(table)
             for device in [process % pipeline.devices]

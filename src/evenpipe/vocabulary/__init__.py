@@ -5,7 +5,7 @@ Plain functions on tensors without process groups. Their caller gathers, reduces
 """
 
 from evenpipe.vocabulary.buffers import Buffers
-from evenpipe.vocabulary.combination import Combined
+from evenpipe.vocabulary.combination import Combined, merge
 from evenpipe.vocabulary.embedding import Routes, add_row_gradients, gather_rows, pick_row_gradients, place_rows, route
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.output import backward_shard, combine, forward_shard, hidden_gradient
@@ -25,6 +25,7 @@ __all__ = [
     "forward_shard",
     "gather_rows",
     "hidden_gradient",
+    "merge",
     "pick_row_gradients",
     "place_rows",
     "route",

@@ -124,3 +124,28 @@ def _entropy_of_others(table: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
     weighted = offsets.mul_(table[..., SUM]).add_(table[..., WEIGHTED])
     weighted = weighted.mul_((maxima - maximum).exp_()).sum(0)
     return total.log().sub_(weighted.div_(total))
+
+
+@torch.no_grad()
+def merge(statistics: Tensor, options: LossOptions) -> Tensor:
+    """Return the statistics [tokens, k] of several shards together, from [shards, tokens, k], as if they were one.
+
+    The arithmetic is in fp64, and exact but for its rounding; every process gets the same bits from the same table.
+    """
+    table = statistics.double()
+    maxima = table[..., MAXIMUM]
+    maximum = maxima.amax(0)
+    has_others = maxima > -torch.inf
+    offsets = torch.where(has_others, maxima - maximum, 0.0)
+    factors = torch.where(has_others, offsets.exp(), 0.0)
+    merged = torch.empty_like(table[0])
+    merged[:, MAXIMUM] = maximum
+    merged[:, SUM] = (table[..., SUM] * factors).sum(0)
+    merged[:, TARGET] = table[..., TARGET].sum(0)
+    if options.label_smoothing:
+        counts = table[..., COUNT]
+        merged[:, TOTAL] = (table[..., TOTAL] + counts * offsets).sum(0)
+        merged[:, COUNT] = counts.sum(0)
+    if options.entropy:
+        merged[:, WEIGHTED] = (factors * (table[..., WEIGHTED] + offsets * table[..., SUM])).sum(0)
+    return merged.to(statistics.dtype)

@@ -110,25 +110,32 @@ def gather_rows(weight: Tensor, routes: Routes, part: int) -> Tensor:
 
 
 @torch.no_grad()
-def place_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
-    """At the first stage: put the rows of all shards (in the order of shards) in place; return [tokens,
-    hidden_size]."""
+def place_rows(rows: Sequence[Tensor], routes: Routes, parts: Sequence[int] | None = None) -> Tensor:
+    """At the first stage: put the rows of shards in place; return [tokens, hidden_size].
+
+    parts: the shards, ascending; None: all of them. Rows of other shards are zeros.
+    """
     if routes.order is None:
         return rows[0]
-    hidden = rows[0].new_empty(routes.tokens, rows[0].shape[1])
-    for part, shard_rows in enumerate(rows):
+    make = rows[0].new_empty if parts is None else rows[0].new_zeros
+    hidden = make((routes.tokens, rows[0].shape[1]))
+    for part, shard_rows in zip(range(len(rows)) if parts is None else parts, rows, strict=True):
         if routes.counts[part]:
             hidden.index_copy_(0, routes.positions(part), shard_rows)
     return hidden
 
 
 @torch.no_grad()
-def pick_row_gradients(gradient: Tensor, routes: Routes) -> Tensor:
+def pick_row_gradients(gradient: Tensor, routes: Routes, parts: Sequence[int] | None = None) -> Tensor:
     """At the first stage: return the gradient [tokens, hidden_size] sorted by owner; `routes.span(part)` is a
-    shard's."""
+    shard's.
+
+    parts: only rows of these shards, ascending; None: of all.
+    """
     if routes.order is None:
         return gradient
-    return gradient.index_select(0, routes.order)
+    owned = routes.order if parts is None else torch.cat([routes.positions(part) for part in parts])
+    return gradient.index_select(0, owned)
 
 
 @torch.no_grad()

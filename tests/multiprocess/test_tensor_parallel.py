@@ -1,0 +1,136 @@
+"""With tensor ranks, every layout gives the loss, the gradients and the trained weights of transformers in one process.
+
+Families x sizes of the axes x schedules x vocabulary modes x checkpointing x activations on the host x data
+parallelism; three clipped steps of AdamW.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import reference
+import torch
+from harness import run_processes
+from transformers import AutoModelForCausalLM
+
+from evenpipe import Pipeline
+from evenpipe.model import describe
+from small_families import CONFIGS
+
+TOKENS, STEPS, CLIP = 8, 3, 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    replicas: int
+    devices: int
+    ranks: int
+    schedule: str = "1f1b"
+    mode: str = "vocab-2"
+    checkpointing: str = "none"
+    data_parallel: str = "replicate"
+    microbatches: int = 4
+    size: int = 1
+    """Sequences of a microbatch."""
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.devices * self.ranks
+
+
+@cache
+def described(family: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norms of ones hide errors
+    return describe(model)
+
+
+@cache
+def expected(family: str, sequences: int):
+    model = copy.deepcopy(described(family).model).train()
+    data = reference.batches(model.config.get_text_config().vocab_size, sequences, TOKENS, STEPS)
+    optimizer = reference.adamw(model.parameters())
+    losses, norms, gradients = [], [], {}
+    for ids, labels in data:
+        optimizer.zero_grad()
+        loss = reference.loss_of(model, ids, labels)
+        loss.backward()
+        losses.append(loss.item())
+        if not gradients:
+            gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return data, losses, norms, gradients, {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def run_case(case: Case) -> str:
+    """Return what is wrong on the first process."""
+    data, losses, norms, gradients, weights = expected(case.family, case.replicas * case.microbatches * case.size)
+    description = described(case.family)
+    pipeline = Pipeline(
+        description,
+        schedule=case.schedule,
+        vocabulary=case.mode,
+        microbatches=case.microbatches,
+        checkpointing=case.checkpointing,
+        replicas=case.replicas,
+        tensor_parallel=case.ranks,
+        data_parallel=case.data_parallel,
+        parameter_dtype=torch.float64,
+        self_check=False,
+    )
+    own = slice(pipeline.replica * case.microbatches * case.size, (pipeline.replica + 1) * case.microbatches * case.size)
+    optimizer = reference.adamw(list(pipeline.parameters()))
+    found_losses, found_norms, found = [], [], {}
+    for number, (ids, labels) in enumerate(data):
+        pipeline.zero_grad()
+        found_losses.append(pipeline.step(ids[own], labels[own]).loss)
+        if number == 0:
+            found = pipeline.full_gradients()
+        found_norms.append(pipeline.clip_gradients(CLIP))
+        optimizer.step()
+    state = pipeline.full_state_dict()
+    pipeline.close()
+    if not state:
+        return ""
+    tolerance = 1e-6 if case.family in ("gemma2", "mixtral", "olmo2", "cohere2") else 1e-10
+    trained = {name: weight for name, weight in state.items() if name in weights}
+    errors = {
+        "loss": max(abs(one / other - 1) for one, other in zip(found_losses, losses, strict=True)),
+        "norm": max(abs(one / other - 1) for one, other in zip(found_norms, norms, strict=True)),
+    }
+    errors["gradient"], name = reference.worst(found, gradients)
+    errors["weights"], _ = reference.worst(trained, weights)
+    allowed = {"loss": tolerance, "norm": tolerance, "gradient": tolerance, "weights": 100 * tolerance}
+    wrong = {key: f"{error:.1e}" for key, error in errors.items() if not error <= allowed[key]}
+    return f"{case}: {wrong} ({name})" if wrong else ""
+
+
+def run_cases(cases: list[Case]) -> list[str]:
+    return [fault for case in cases if (fault := run_case(case))]
+
+
+def check(cases: list[Case]) -> None:
+    for processes in sorted({case.processes for case in cases}):
+        faults = run_processes(run_cases, processes, [case for case in cases if case.processes == processes])
+        assert not faults[0], "\n".join(faults[0])
+
+
+GRIDS = ((1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2), (2, 2, 2))
+
+
+def test_families() -> None:
+    check([Case(family, 1, 2, 2) for family in CONFIGS])
+
+
+def test_grids_and_modes() -> None:
+    modes = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
+    check([Case("llama", *grid, mode=mode) for grid, mode in itertools.product(GRIDS[:4], modes)])
