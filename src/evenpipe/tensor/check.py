@@ -32,6 +32,10 @@ from evenpipe.tensor.layers import ModelCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
 
+FEW_HEADS = 4
+"""Ranks of a small copy that are more than its heads of keys and values."""
+
+
 def cut_of_model(description: Description, ranks: int) -> ModelCut:
     """Return how the layers of a model are cut over tensor ranks, after a small copy of it has been compared, whole and
     cut. Takes some seconds on a CPU.
@@ -43,8 +47,11 @@ def cut_of_model(description: Description, ranks: int) -> ModelCut:
         raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
     with undisturbed(), torch.enable_grad(), one_thread():
         small, dtype = small_model(description)
-        few = 2  # of ranks of the small copy
+        few = 2  # ranks of the small copy
         cut = find_model_cut(small, few)
+        if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
+            few = FEW_HEADS
+            cut = find_model_cut(small, few)
         generator = torch.Generator().manual_seed(1)
         for padded in (False, True) if small.takes("attention_mask") else (False,):
             batch = some_batch(small, generator, padded)

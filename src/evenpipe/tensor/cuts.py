@@ -215,9 +215,9 @@ def _of_experts(name: str, experts: Any) -> BlockCut:
 def _counters(module: nn.Module, prefix: str, count: int) -> Iterator[tuple[str, str]]:
     for name, inner in module.named_modules():
         for held in (vars(inner), _config_of(inner)):
-            for key, value in held.items():
-                if value == count and _counts(key, value, (COUNTS,)):
-                    yield f"{prefix}{name}".rstrip("."), key
+            yield from (
+                (f"{prefix}{name}".rstrip("."), key) for key in _counted(held, (COUNTS,)) if held[key] == count
+            )
 
 
 def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
@@ -252,29 +252,28 @@ def _config_of(module: nn.Module) -> dict[str, Any]:
 
 def _with_counts(block: nn.Module, cut: BlockCut, ranks: int) -> Iterator[BlockCut]:
     """Yield the cut with ever more integers that are divided by the number of ranks."""
+    modules = [(name, module) for name, module in block.named_modules() if not is_linear(module)]
+
+    def named(patterns: tuple[re.Pattern[str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((name, key) for name, module in modules for key in _counted(vars(module), patterns))
+
+    def configured(patterns: tuple[re.Pattern[str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((name, key) for name, module in modules for key in _counted(_config_of(module), patterns))
+
+    repeats = ranks > cut.groups[0].count
+    cut = replace(cut, shares=named((SHARES,)) if repeats else ())
     yield cut
-    tried = set()
     for patterns in ((COUNTS,), (COUNTS, SIZES)):
-        counts, settings, shares = [], [], []
-        for name, module in block.named_modules():
-            if not is_linear(module):
-                counts += [(name, key) for key, value in vars(module).items() if _counts(key, value, patterns)]
-                shares += [(name, key) for key, value in vars(module).items() if _counts(key, value, (SHARES,))]
-            config = vars(module).get("config")
-            if isinstance(config, PreTrainedConfig):
-                settings += [(name, key) for key, value in vars(config).items() if _counts(key, value, patterns)]
-        shares = shares if ranks > cut.groups[0].count else []
-        for chosen in ((counts, settings), (counts, []), ([], settings)):
-            made = replace(cut, counts=tuple(chosen[0]), settings=tuple(chosen[1]), shares=tuple(shares))
-            text = str(made)
-            if text not in tried and (chosen[0] or chosen[1]):
-                tried.add(text)
-                yield made
+        counts, settings = named(patterns), configured(patterns)
+        for chosen in dict.fromkeys(((counts, settings), (counts, ()), ((), settings))):
+            if any(chosen):
+                yield replace(cut, counts=chosen[0], settings=chosen[1])
 
 
-def _counts(name: str, value: Any, patterns: tuple[re.Pattern[str], ...]) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return whole and any(pattern.search(name) for pattern in patterns)
+def _counted(held: Mapping[str, Any], patterns: tuple[re.Pattern[str], ...]) -> list[str]:
+    """Return the names of whole numbers above 0 that fit a pattern."""
+    numbers = [name for name, value in held.items() if type(value) is int and value > 0]
+    return [name for name in numbers if any(pattern.search(name) for pattern in patterns)]
 
 
 def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, whole: Tensor) -> float:
@@ -289,7 +288,7 @@ def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, who
                 owner, _, leaf = name.rpartition(".")
                 parameter = None if placement is None else nn.Parameter(placement.of(block.get_parameter(name)))
                 local.get_submodule(owner)._parameters[leaf] = parameter
-            make_local(local, cut, exchange, call.hidden)
+            make_local(local, cut, exchange, call.hidden, cut.groups[0].count)
             parts.append(local)
 
         def run(rank: int) -> Tensor:
@@ -315,7 +314,7 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
     for group in cut.groups:
         output = group.splits[group.output]
         width = block.get_parameter(group.output).shape[output.dimension]
-        count = width if group.columns else _count_of(block, group)
+        count = count_of(block, group)
         if count % ranks and ranks % count:
             what = f"{count} {'columns' if group.columns else 'groups of heads'}"
             raise NoUnits(f"{ranks} ranks cannot share {what}")
@@ -342,8 +341,14 @@ def _placement(
     return TensorPlacement(shape, (cut,), frozenset(("tp",) if copied else ()))
 
 
-def _count_of(block: nn.Module, group: Group) -> int:
-    """Return the number of units of a block of any size."""
+def count_of(block: nn.Module, group: Group) -> int:
+    """Return the number of units of a block of any size.
+
+    Raises:
+        NoUnits: nothing says it.
+    """
+    if group.columns:
+        return block.get_parameter(group.output).shape[group.splits[group.output].dimension]
     said = set()
     for name, attribute in group.counters:
         module = block.get_submodule(name)

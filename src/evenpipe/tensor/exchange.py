@@ -51,13 +51,20 @@ def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
 def _all(rows: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = rows.shape
     found = exchange.gather(rows.reshape(-1, width).contiguous())
-    return found.view(*outer, length * exchange.size, width)
+    return _formed(found, (*outer, length * exchange.size, width))
 
 
 def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = partial.shape
     found = exchange.scatter(partial.reshape(-1, width).contiguous())
-    return found.view(*outer, length // exchange.size, width)
+    return _formed(found, (*outer, length // exchange.size, width))
+
+
+def _formed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor in another shape that is no view: some models change it in place, which autograd forbids for a
+    view that a function returned."""
+    formed: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return formed
 
 
 class Gather(torch.autograd.Function):

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.interface import takes
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import router_modules
 from evenpipe.model.small_model import kinds_of_layers
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import layers_of
-from evenpipe.tensor.cuts import BlockCut, find_cut, placements_of
+from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
 from evenpipe.tensor.local import hand_over, keep_whole, make_local
 from evenpipe.tensor.units import Call, NoUnits, is_linear
@@ -71,6 +72,17 @@ class ModelCut:
             found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
         return found
 
+    def repeats_heads(self, description: Description, ranks: int) -> bool:
+        """Return whether several of so many ranks hold the same heads of keys and values."""
+        for index in range(description.layers):
+            layer = description.layer(index)
+            for name, block in self._of(layer).items():
+                if block.cut is not None and any(
+                    count_of(layer.get_submodule(name), group) < ranks for group in block.cut.groups
+                ):
+                    return True
+        return False
+
     def alone(self, description: Description, index: int) -> set[str]:
         """Return the names of a layer's parameters that only the first rank holds."""
         prefix = f"{description.structure.layers_name}.{index}"
@@ -85,7 +97,7 @@ class ModelCut:
                 if block.cut is None:
                     keep_whole(module, exchange, block.hidden)
                 else:
-                    make_local(module, block.cut, exchange, block.hidden)
+                    make_local(module, block.cut, exchange, block.hidden, count_of(module, block.cut.groups[0]))
         if stage.is_first:
             stage.layers[0].register_forward_pre_hook(
                 partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True
@@ -96,6 +108,10 @@ class ModelCut:
 
     def _of(self, layer: nn.Module) -> Mapping[str, Block]:
         (kind,) = kinds_of_layers([layer])
+        if kind not in self.blocks:
+            raise InputError(
+                f"tensor_parallel: the settings of {type(layer).__name__} change while it runs, expected 1 with such layers."
+            )
         return self.blocks[kind]
 
 
@@ -174,9 +190,12 @@ def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, C
         module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name, module in layer.named_children()
     ]
+    mask = torch.ones_like(token_ids)
+    mask[-1, -1] = 0  # without padding some kernels take a shorter way
+    given = {"attention_mask": mask} if takes(type(model), "attention_mask") else {}
     try:
         with torch.no_grad():
-            model(input_ids=token_ids, use_cache=False)
+            model(input_ids=token_ids, use_cache=False, **given)
     finally:
         for hook in hooks:
             hook.remove()

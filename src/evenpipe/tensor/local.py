@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from evenpipe.tensor.cuts import BlockCut
 
 
-def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str]) -> None:
+def make_local(
+    block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str], groups: int
+) -> None:
     """Change a block, whose parameters are already those of a rank.
 
     Args:
+        groups: units of its first group, of all ranks.
         hidden: which arguments are hidden states.
     """
-    _divide_counts(block, cut, exchange.size)
+    _divide_counts(block, cut, exchange.size, groups)
     for group in cut.groups:
         for name in group.splits:
             _fit(block.get_submodule(name.rpartition(".")[0]))
@@ -59,7 +62,7 @@ def block_width(module: nn.Module, weight: Tensor) -> int:
     return down.shape[2 if module.is_transposed else 1]
 
 
-def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int) -> None:
+def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
     for name, attribute in cut.counts:
         module = block.get_submodule(name)
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))
@@ -75,7 +78,7 @@ def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int) -> None:
             config.__dict__[attribute] = _divided(vars(given)[attribute], ranks)
     for name, attribute in cut.shares:
         module = block.get_submodule(name)
-        setattr(module, attribute, getattr(module, attribute) * cut.groups[0].count // ranks)
+        setattr(module, attribute, getattr(module, attribute) * groups // ranks)
 
 
 def _divided(value: int, ranks: int) -> int:

@@ -19,8 +19,9 @@ def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
     made: dict[int, tuple[str, Tensor]] = {}
     found: dict[str, str | None] = {}
 
-    def linear(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        made[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
+    def linear(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            made[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
 
     def norm(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         taken = args[0] if args else None

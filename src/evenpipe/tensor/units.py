@@ -172,6 +172,7 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     others |= {
         name: one for name, one in block.named_parameters() if name.rpartition(".")[0] not in linear and one.dim()
     }
+    others = {name: one for name, one in others.items() if one.requires_grad}
     weights = torch.randn(last.shape[:-1], dtype=last.dtype, generator=generator)
     nothing = NOTHING if last.dtype == torch.float64 else NOTHING_FP32
     sizes = {name: (one.shape[-1] if name in outputs else one.shape[0]) for name, one in others.items()}
