@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -280,7 +280,13 @@ def contains_cast(loss: torch.Tensor) -> bool:
     return any(node.name().startswith("ToCopy") for node in graph_nodes(loss))
 
 
-def compare(refuse: str, tolerance: float, found: Result, expected: Result) -> None:
+def compare(
+    refuse: str, tolerance: float, found: Result, expected: Result, noise: Mapping[str, float] | None = None
+) -> None:
+    """Raise InputError, its text beginning with `refuse`, if results differ.
+
+    noise: errors of gradients that are allowed beyond the tolerance, by name.
+    """
     refuse = f"{refuse} differs from the whole in"
     reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
     if found.gradients.keys() != expected.gradients.keys():
@@ -289,6 +295,7 @@ def compare(refuse: str, tolerance: float, found: Result, expected: Result) -> N
     if not abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)):
         raise InputError(f"{refuse} the loss ({found.loss:.9g} against {expected.loss:.9g}), {reason}.")
     errors = gradient_errors(found.gradients, expected.gradients)
-    worst = max(errors, key=errors.__getitem__)
-    if not errors[worst] <= tolerance:
+    allowed = {name: max(tolerance, (noise or {}).get(name, 0.0)) for name in errors}
+    worst = max(errors, key=lambda name: errors[name] / allowed[name])
+    if not errors[worst] <= allowed[worst]:
         raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}), {reason}.")

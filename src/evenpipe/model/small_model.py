@@ -74,7 +74,7 @@ def _settings(module: nn.Module) -> list[tuple[str, bool | str | None]]:
     return [
         (name, value)
         for name, value in vars(module).items()
-        if not name.startswith("_") and (value is None or isinstance(value, (bool, str)))
+        if not name.startswith("_") and name != "training" and (value is None or isinstance(value, (bool, str)))
     ]
 
 

@@ -16,6 +16,7 @@ from evenpipe.model.comparison import (
     Batch,
     Result,
     compare,
+    gradient_errors,
     loss_of_logits,
     one_thread,
     some_batch,
@@ -32,6 +33,10 @@ from evenpipe.tensor.layers import ModelCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
 
+NOISES = 10.0
+"""A gradient may be off by so many times what it changes if the weights change by `NUDGE`: some families compute small
+differences of large numbers in fp32, even in a model in fp64."""
+NUDGE = torch.finfo(torch.float32).eps
 FEW_HEADS = 4
 """Ranks of a small copy that are more than its heads of keys and values."""
 
@@ -66,8 +71,25 @@ def cut_of_model(description: Description, ranks: int) -> ModelCut:
                 raise InputError(
                     f"{refuse} does not run ({type(error).__name__}: {first_line(error)})."
                 ) from error
-            compare(refuse, max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0), found, expected)
+            tolerance = max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0)
+            compare(refuse, tolerance, found, expected, noise=_noise(small, batch, expected))
     return cut
+
+
+def _noise(small: Description, batch: Batch, expected: Result) -> dict[str, float]:
+    """Return what rounding may do to each gradient of the whole model, as relative errors; 0 without fp32 inside."""
+    if not expected.rounds and expected.logits_dtype != torch.float32:
+        return {}
+    gradients = {name: None if one is None else one.clone() for name, one in expected.gradients.items()}
+    kept = [parameter.detach().clone() for parameter in small.model.parameters()]
+    with torch.no_grad():
+        for parameter in small.model.parameters():
+            parameter.mul_(1 + NUDGE * torch.randn_like(parameter))
+    moved = whole_result(small, *batch).gradients
+    with torch.no_grad():
+        for parameter, before in zip(small.model.parameters(), kept, strict=True):
+            parameter.copy_(before)
+    return {name: NOISES * error for name, error in gradient_errors(moved, gradients).items()}
 
 
 @dataclass(slots=True)

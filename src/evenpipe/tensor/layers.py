@@ -108,10 +108,6 @@ class ModelCut:
 
     def _of(self, layer: nn.Module) -> Mapping[str, Block]:
         (kind,) = kinds_of_layers([layer])
-        if kind not in self.blocks:
-            raise InputError(
-                f"tensor_parallel: the settings of {type(layer).__name__} change while it runs, expected 1 with such layers."
-            )
         return self.blocks[kind]
 
 
@@ -122,7 +118,9 @@ def find_model_cut(small: Description, ranks: int) -> ModelCut:
     token_ids = torch.randint(0, small.vocabulary_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(2))
     routers = {module for module, _ in router_modules(model, small.structure.layers_name)}
     found: dict[Hashable, dict[str, Block]] = {}
-    for layer, kind in zip(layers, kinds_of_layers(layers), strict=True):
+    # The skeleton has never run: some layers change their settings as they do.
+    kinds = kinds_of_layers(layers_of(small.skeleton, small.structure.layers_name))
+    for layer, kind in zip(layers, kinds, strict=True):
         if kind in found:
             continue
         found[kind] = {}
@@ -187,8 +185,7 @@ def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, C
         found.setdefault(name, Call(args, kwargs))
 
     hooks = [
-        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, module in layer.named_children()
+        module.register_forward_pre_hook(partial(record, name), with_kwargs=True) for name, module in _parts(layer)
     ]
     mask = torch.ones_like(token_ids)
     mask[-1, -1] = 0  # without padding some kernels take a shorter way
@@ -200,6 +197,15 @@ def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, C
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the parts that a layer calls: its children, and those in a list."""
+    for name, child in layer.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{name}.{inner}", module) for inner, module in child.named_children())
+        else:
+            yield name, child
 
 
 def _mixes(module: nn.Module, call: Call) -> bool:

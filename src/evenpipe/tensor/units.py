@@ -152,9 +152,10 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
-    def record(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        order.append(name)
-        inputs[name], outputs[name] = args[0], output
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):  # a router may be one and return more
+            order.append(name)
+            inputs[name], outputs[name] = args[0], output
 
     linear = {name: module for name, module in block.named_modules() if is_linear(module)}
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in linear.items()]
