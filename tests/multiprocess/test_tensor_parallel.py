@@ -6,20 +6,22 @@ parallelism; three clipped steps of AdamW.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import reference
 import torch
 from harness import run_processes
+from small_families import CONFIGS
 from transformers import AutoModelForCausalLM
 
-from evenpipe import Pipeline
+from evenpipe import Pipeline, newest_checkpoint
 from evenpipe.model import describe
-from small_families import CONFIGS
 
 TOKENS, STEPS, CLIP = 8, 3, 0.5
 
@@ -87,7 +89,9 @@ def run_case(case: Case) -> str:
         parameter_dtype=torch.float64,
         self_check=False,
     )
-    own = slice(pipeline.replica * case.microbatches * case.size, (pipeline.replica + 1) * case.microbatches * case.size)
+    own = slice(
+        pipeline.replica * case.microbatches * case.size, (pipeline.replica + 1) * case.microbatches * case.size
+    )
     optimizer = reference.adamw(list(pipeline.parameters()))
     found_losses, found_norms, found = [], [], {}
     for number, (ids, labels) in enumerate(data):
@@ -147,3 +151,65 @@ def matrix() -> list[Case]:
 
 def test_every_layout_gives_the_gradients_of_one_process(sample) -> None:
     check(list(sample(matrix())))
+
+
+# --- checkpoints and export ---------------------------------------------------------------------------------------
+
+LAYOUTS = (
+    Case("", 1, 2, 2),
+    Case("", 1, 4, 1, mode="first-last"),
+    Case("", 2, 1, 2, data_parallel="shard"),
+    Case("", 1, 2, 1, schedule="zb-h1", mode="redistribute"),
+)
+"""Layouts that train one step each, one after the other, on what the one before has saved."""
+RESUMED = ("llama-tied", "phi3", "gpt2", "gpt-neox", "starcoder2")
+SEQUENCES = 4
+
+
+def step_of_layout(folder: Path, family: str, number: int) -> float:
+    """Train one step on the checkpoint of the layout before, save it, and return the loss; the last one exports."""
+    case, description = LAYOUTS[number], described(family)
+    data = reference.batches(description.vocabulary_size, SEQUENCES, TOKENS, len(LAYOUTS))
+    with contextlib.closing(
+        Pipeline(
+            description,
+            schedule=case.schedule,
+            vocabulary=case.mode,
+            microbatches=SEQUENCES // case.replicas,
+            replicas=case.replicas,
+            tensor_parallel=case.ranks,
+            data_parallel=case.data_parallel,
+            parameter_dtype=torch.float64,
+            seed=number,
+            self_check=False,
+        )
+    ) as pipeline:
+        optimizer = reference.adamw(list(pipeline.parameters()))
+        if number:
+            pipeline.load_checkpoint(newest_checkpoint(folder, pipeline.process_group), optimizer)
+        own = slice(
+            pipeline.replica * (SEQUENCES // case.replicas), (pipeline.replica + 1) * (SEQUENCES // case.replicas)
+        )
+        ids, labels = data[number]
+        pipeline.zero_grad()
+        loss = pipeline.step(ids[own], labels[own]).loss
+        optimizer.step()
+        pipeline.save_checkpoint(folder, number + 1, optimizer)
+        pipeline.save_pretrained(folder / f"export-{number}")
+    return loss
+
+
+@pytest.mark.parametrize("family", RESUMED)
+@pytest.mark.sampled(2)
+def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(described(family).model)
+    data = reference.batches(described(family).vocabulary_size, SEQUENCES, TOKENS, len(LAYOUTS))
+    wanted = reference.train(model, data)
+    losses = [
+        run_processes(step_of_layout, case.processes, tmp_path, family, number)[0]
+        for number, case in enumerate(LAYOUTS)
+    ]
+    assert losses == pytest.approx(wanted.losses, rel=1e-10)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"export-{len(LAYOUTS) - 1}", dtype=torch.float64)
+    error, name = reference.worst(dict(exported.named_parameters()), wanted.weights)
+    assert error < 1e-8, name

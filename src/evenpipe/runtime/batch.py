@@ -84,11 +84,12 @@ class Totals:
     accumulate: int = 1
 
 
-def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
+def check(inputs: Inputs, *, microbatches: int, model: Description, tensor_ranks: int = 1) -> None:
     """Check the inputs of the first process.
 
     Args:
         microbatches: the number of sequences must be a multiple of it.
+        tensor_ranks: the number of tokens must be a multiple of it.
 
     Raises:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
@@ -113,6 +114,10 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
         raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
     if maximum_length is not None and sequence > maximum_length:
         raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
+    if sequence % tensor_ranks:
+        raise InputError(
+            f"input_ids: {sequence} tokens per sequence, expected a multiple of the {tensor_ranks} tensor ranks"
+        )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
@@ -178,6 +183,7 @@ def distribute(
     *,
     microbatches: int,
     model: Description,
+    tensor_ranks: int = 1,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
     trained: Trained,
@@ -190,7 +196,7 @@ def distribute(
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
-        microbatches: as for `check`.
+        microbatches, tensor_ranks: as for `check`.
         communicator: of the pipeline's processes; None for one device.
         replicas: of the processes that are this device in their pipelines; None for one pipeline.
         trained: flags read for this step.
@@ -208,6 +214,7 @@ def distribute(
         inputs if is_source else None,
         microbatches=microbatches,
         model=model,
+        tensor_ranks=tensor_ranks,
         replicas=replicas,
         trained=trained,
         torch_device=torch_device,
@@ -236,6 +243,7 @@ def _agree(
     *,
     microbatches: int,
     model: Description,
+    tensor_ranks: int,
     replicas: Communicator | None,
     trained: Trained,
     torch_device: torch.device,
@@ -251,7 +259,7 @@ def _agree(
     own = [0, 0, 0, 0]
     if given is not None:
         try:
-            check(given, microbatches=microbatches, model=model)
+            check(given, microbatches=microbatches, model=model, tensor_ranks=tensor_ranks)
             given = with_positions(given, model)
         except InputError as error:
             fault = error

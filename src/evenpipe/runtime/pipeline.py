@@ -388,6 +388,7 @@ class Pipeline(SpreadModel):
             inputs,
             microbatches=self.microbatches if training else 1,
             model=self.description,
+            tensor_ranks=self.tensor_ranks,
             communicator=groups.pipeline,
             replicas=groups.replicas,
             trained=self._trained,

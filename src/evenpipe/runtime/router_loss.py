@@ -29,9 +29,7 @@ class RouterLosses:
         tensor_ranks: processes of a device: each routes all tokens, and has its share of the gradient.
     """
 
-    def __init__(
-        self, loss: RouterLoss, *, replicas: int, torch_device: torch.device, tensor_ranks: int = 1
-    ) -> None:
+    def __init__(self, loss: RouterLoss, *, replicas: int, torch_device: torch.device, tensor_ranks: int = 1) -> None:
         self._loss = loss
         self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device

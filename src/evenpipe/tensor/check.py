@@ -68,9 +68,7 @@ def cut_of_model(description: Description, ranks: int) -> ModelCut:
             try:
                 found = _over_ranks(small, dtype, batch, cut, few, expected.logits_dtype)
             except Exception as error:  # families raise many types when their parts do not fit
-                raise InputError(
-                    f"{refuse} does not run ({type(error).__name__}: {first_line(error)})."
-                ) from error
+                raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
             tolerance = max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0)
             compare(refuse, tolerance, found, expected, noise=_noise(small, batch, expected))
     return cut
@@ -108,9 +106,7 @@ def _over_ranks(
     """Compute as tensor ranks do, the vocabulary layers by hand."""
     exchanges = thread_exchanges(ranks)
     stages = [_stage(small, dtype, cut, exchange) for exchange in exchanges]
-    results = in_threads(
-        exchanges, lambda rank: _of_rank(small, batch, stages[rank], exchanges[rank], logits_dtype)
-    )
+    results = in_threads(exchanges, lambda rank: _of_rank(small, batch, stages[rank], exchanges[rank], logits_dtype))
     first = results[0]
     gradients: dict[str, Tensor | None] = {}
     for name in dict.fromkeys(name for one in results for name in one.gradients):

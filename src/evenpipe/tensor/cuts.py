@@ -215,9 +215,7 @@ def _of_experts(name: str, experts: Any) -> BlockCut:
 def _counters(module: nn.Module, prefix: str, count: int) -> Iterator[tuple[str, str]]:
     for name, inner in module.named_modules():
         for held in (vars(inner), _config_of(inner)):
-            yield from (
-                (f"{prefix}{name}".rstrip("."), key) for key in _counted(held, (COUNTS,)) if held[key] == count
-            )
+            yield from ((f"{prefix}{name}".rstrip("."), key) for key in _counted(held, (COUNTS,)) if held[key] == count)
 
 
 def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:

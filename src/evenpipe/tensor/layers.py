@@ -1,8 +1,8 @@
 """What tensor ranks do with every part of every kind of layer, found on a small copy of the model.
 
-    cut      it gets all tokens, with a rank's heads or columns
-    whole    it mixes tokens and cannot be cut: every rank computes it for all tokens
-    rows     it treats tokens alone (norms, residual dropout): nothing is done, a rank computes it for its rows
+cut      it gets all tokens, with a rank's heads or columns
+whole    it mixes tokens and cannot be cut: every rank computes it for all tokens
+rows     it treats tokens alone (norms, residual dropout): nothing is done, a rank computes it for its rows
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class ModelCut:
     end_is_whole: bool
     """What follows the layers needs all tokens, so every rank computes it whole."""
 
-    def placements(self, description: Description, index: int, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
+    def placements(
+        self, description: Description, index: int, rank: int, ranks: int
+    ) -> dict[str, TensorPlacement | None]:
         """Return how a rank holds the parameters of one layer that are not whole, by name in the model; None: not at
         all.
 

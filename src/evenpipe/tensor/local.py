@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from evenpipe.tensor.cuts import BlockCut
 
 
-def make_local(
-    block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str], groups: int
-) -> None:
+def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str], groups: int) -> None:
     """Change a block, whose parameters are already those of a rank.
 
     Args:
