@@ -18,8 +18,8 @@ from evenpipe.memory.optimizers import trained_tensor
 from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
 from evenpipe.model import build_stage, describe
-from evenpipe.optimizers.held import HeldParameter
 from evenpipe.model.placement import TensorPlacement
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.train.optimization import make_optimizer
 from evenpipe.train.run_sections import OptimizerConfig

@@ -13,8 +13,8 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
-from evenpipe.optimizers.held import HeldParameter
 from evenpipe.model.placement import TensorPlacement
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.train.optimization import check_optimizer, make_optimizer, rate_shares
 from evenpipe.train.run_sections import OptimizerConfig
 

@@ -17,8 +17,8 @@ from evenpipe.checkpoints.manifest import Manifest, TensorEntry
 from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
-from evenpipe.optimizers.adafactor import Adafactor
 from evenpipe.model.placement import Held, TensorPlacement
+from evenpipe.optimizers.adafactor import Adafactor
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."

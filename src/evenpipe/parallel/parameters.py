@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.model.placement import Cut
+from evenpipe.parallel.fsdp import ShardedModule
 
 
 class Matrix:

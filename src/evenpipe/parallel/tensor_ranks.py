@@ -1,4 +1,4 @@
-"""The tensor ranks of a device: how they exchange rows within passes, and sum the gradients of what all of them hold."""
+"""The tensor ranks of a device: they exchange rows within passes, and sum the gradients of what all of them hold."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class SharedGradients:
     def _sum(self, together: Sequence[Held[nn.Parameter]]) -> None:
         parts, counts = [], []
         for one in together:
-            gradient, places = one.tensor.grad, _places(one.placement)
+            gradient, (place, places) = one.tensor.grad, _places(one.placement)
             counts.append(0.0 if gradient is None else 1.0)
-            wide = one.tensor.new_zeros((places[1], *one.tensor.shape))
+            wide = one.tensor.new_zeros((places, *one.tensor.shape))
             if gradient is not None:
-                wide[places[0]] = gradient
+                wide[place] = gradient
             parts.append(wide.flatten())
         first = together[0].tensor
         bucket = torch.cat([*parts, torch.tensor(counts, dtype=first.dtype, device=first.device)])

@@ -166,17 +166,17 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int, t
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    axes = ("replicas", "tensor_parallel", "tp")
-    options = cast(RecipeOptions, {name: value for name, value in how.items() if name not in axes})
+    axes = ("replicas", "tensor_parallel")
+    options = cast(RecipeOptions, {name: value for name, value in how.items() if name not in axes} | {"tp": tp})
     if given is None:
-        given = Recipe.of(dp=dp, pp=pp, tp=tp, **options)
+        given = Recipe.of(dp=dp, pp=pp, **options)
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
     sizes = given.parallelism
     if (sizes.dp, sizes.pp, sizes.tp) != (dp, pp, tp):
         raise InputError(
-            f"recipe: dp = {sizes.dp}, pp = {sizes.pp} and tp = {sizes.tp}, expected dp = {dp}, pp = {pp} and tp = {tp},"
-            " the sizes of the processes"
+            f"recipe: dp, pp, tp = {sizes.dp}, {sizes.pp}, {sizes.tp}, expected {dp}, {pp}, {tp}, the sizes of the"
+            " processes"
         )
     given.check_runnable()
     return given

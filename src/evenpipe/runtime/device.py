@@ -16,9 +16,9 @@ from evenpipe.layers.compilation import compile_layer
 from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
+from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
-from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
@@ -192,8 +192,8 @@ class Builder:
             masters = {name: (one.tensor, one.placement) for name, one in held.sharded[stage]}
         for name, (parameter, over_replicas) in masters.items():
             over_ranks = cuts.get(name) or TensorPlacement(over_replicas.shape)
-            placement = replace(over_ranks, cuts=(*over_ranks.cuts, *over_replicas.cuts))
-            one = held.shards[name] = self._held(parameter, placement, is_alone=name in alone)
+            over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *over_replicas.cuts))
+            one = held.shards[name] = self._held(parameter, over_both, is_alone=name in alone)
             if ranks > 1 and name not in alone and all(cut.parts < ranks for cut in over_ranks.cuts):
                 held.shared.append(one)
         for name, buffer in persistent_buffers(module):

@@ -60,6 +60,7 @@ from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.tensor.check import cut_of_model
+from evenpipe.tensor.layers import ModelCut, report_whole
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -196,10 +197,7 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor = None
-            if self._groups.tensor is not None:
-                cut = cut_of_model(self.description, self.tensor_ranks)
-                self._tensor = cut, TensorRanks(self._groups.tensor)
+            self._tensor = None if self._groups.tensor is None else self._cut_layers(self_check)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -313,6 +311,22 @@ class Pipeline(SpreadModel):
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
+
+    def _cut_layers(self, check: bool) -> tuple[ModelCut, TensorRanks]:
+        """Find how the layers are cut over tensor ranks; the first process compares it with the whole, if wanted."""
+        assert self._groups.tensor is not None
+        cut, fault = None, None
+        try:
+            cut = cut_of_model(self.description, self.tensor_ranks, check=check and self._is_very_first)
+        except InputError as error:
+            fault = str(error)
+        fault = self._groups.from_the_first(fault, "the self-check of tensor parallelism")
+        if fault is not None:
+            raise InputError(fault)
+        assert cut is not None
+        if self._is_very_first:
+            report_whole(cut)
+        return cut, TensorRanks(self._groups.tensor)
 
     # --- training --------------------------------------------------------------------------------------------
 

@@ -24,11 +24,11 @@ from evenpipe.model import (
     save_tensors,
     write_folder_metadata,
 )
+from evenpipe.model.placement import Held
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.model.placement import Held
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.arguments import (
     check_kinds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,6 @@ from evenpipe.model.structure import first_line
 from evenpipe.tensor.layers import ModelCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
-
 NOISES = 10.0
 """A gradient may be off by so many times what it changes if the weights change by `NUDGE`: some families compute small
 differences of large numbers in fp32, even in a model in fp64."""
@@ -41,12 +40,14 @@ FEW_HEADS = 4
 """Ranks of a small copy that are more than its heads of keys and values."""
 
 
-def cut_of_model(description: Description, ranks: int) -> ModelCut:
-    """Return how the layers of a model are cut over tensor ranks, after a small copy of it has been compared, whole and
-    cut. Takes some seconds on a CPU.
+def cut_of_model(description: Description, ranks: int, *, check: bool = True) -> ModelCut:
+    """Return how the layers of a model are cut over tensor ranks, found on a small copy. Takes a second on a CPU.
+
+    Args:
+        check: compare the small copy, cut, with the whole one: some more seconds.
 
     Raises:
-        InputError: the model would be trained wrongly, or cannot be compared; one sentence names the difference.
+        InputError: the model cannot be cut, or would be trained wrongly; one sentence names the reason.
     """
     if description.config is None:
         raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
@@ -57,21 +58,31 @@ def cut_of_model(description: Description, ranks: int) -> ModelCut:
         if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
             few = FEW_HEADS
             cut = find_model_cut(small, few)
-        generator = torch.Generator().manual_seed(1)
-        for padded in (False, True) if small.takes("attention_mask") else (False,):
-            batch = some_batch(small, generator, padded)
-            expected = whole_result(small, *batch)
-            refuse = (
-                f"{small.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut in"
-                f" {few},"
-            )
-            try:
-                found = _over_ranks(small, dtype, batch, cut, few, expected.logits_dtype)
-            except Exception as error:  # families raise many types when their parts do not fit
-                raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
-            tolerance = max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0)
-            compare(refuse, tolerance, found, expected, noise=_noise(small, batch, expected))
+        for index in range(description.layers):
+            cut.placements(description, index, ranks - 1, ranks)
+        if check:
+            _compare(small, dtype, cut, few)
     return cut
+
+
+def _compare(small: Description, dtype: torch.dtype, cut: ModelCut, ranks: int) -> None:
+    """Raise InputError if a small copy, cut, differs from the whole one."""
+    generator = torch.Generator().manual_seed(1)
+    for padded in (False, True) if small.takes("attention_mask") else (False,):
+        batch = some_batch(small, generator, padded)
+        expected = whole_result(small, *batch)
+        refuse = (
+            f"{small.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut in"
+            f" {ranks},"
+        )
+        try:
+            exchanges = thread_exchanges(ranks)
+            stages = [_stage(small, dtype, cut, exchange) for exchange in exchanges]
+            found = _over_ranks(small, batch, stages, exchanges, expected.logits_dtype)
+        except Exception as error:  # families raise many types when their parts do not fit
+            raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
+        tolerance = max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0)
+        compare(refuse, tolerance, found, expected, noise=_noise(small, batch, expected))
 
 
 def _noise(small: Description, batch: Batch, expected: Result) -> dict[str, float]:
@@ -101,11 +112,13 @@ class _OfRank:
 
 
 def _over_ranks(
-    small: Description, dtype: torch.dtype, batch: Batch, cut: ModelCut, ranks: int, logits_dtype: torch.dtype
+    small: Description,
+    batch: Batch,
+    stages: Sequence[Stage],
+    exchanges: Sequence[ThreadExchange],
+    logits_dtype: torch.dtype,
 ) -> Result:
     """Compute as tensor ranks do, the vocabulary layers by hand."""
-    exchanges = thread_exchanges(ranks)
-    stages = [_stage(small, dtype, cut, exchange) for exchange in exchanges]
     results = in_threads(exchanges, lambda rank: _of_rank(small, batch, stages[rank], exchanges[rank], logits_dtype))
     first = results[0]
     gradients: dict[str, Tensor | None] = {}
@@ -115,7 +128,8 @@ def _over_ranks(
     embedding = torch.stack([one.embedding for one in results]).sum(0)
     head = dict(first.head)
     gradients[small.embedding_name] = embedding + head.pop(small.embedding_name, 0)
-    return Result(first.loss, gradients | head, logits_dtype)
+    gradients.update(head)
+    return Result(first.loss, gradients, logits_dtype)
 
 
 def _put_together(parts: list[tuple[Tensor | None, TensorPlacement | None]]) -> Tensor | None:

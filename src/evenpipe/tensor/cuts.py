@@ -24,7 +24,7 @@ from evenpipe.tensor.exchange import own_rows
 from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
 from evenpipe.tensor.threads import in_threads, thread_exchanges
-from evenpipe.tensor.units import Call, NoUnits, find_units, is_linear
+from evenpipe.tensor.units import Call, NoUnitsError, find_units, is_linear
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
 """Names of integers in modules and configs that count heads: those of a local block are a rank's."""
@@ -59,7 +59,7 @@ class Split:
         fixed = [segment == self.width for segment in self.segments]
         others, rest = fixed.count(False), length - width * sum(fixed)
         if rest < 0 or (rest % others if others else rest):
-            raise NoUnits(f"a matrix of {length} entries has no segments like those of the small model")
+            raise NoUnitsError(f"a matrix of {length} entries has no segments like those of the small model")
         return tuple(width if one else rest // others for one in fixed)
 
 
@@ -106,7 +106,7 @@ def find_cut(block: nn.Module, call: Call, ranks: int) -> BlockCut:
     """Return how a small block can be cut over a number of ranks.
 
     Raises:
-        NoUnits: it cannot; the text is the reason.
+        NoUnitsError: it cannot; the text is the reason.
     """
     with torch.no_grad():
         whole = call.of(block)
@@ -122,7 +122,7 @@ def find_cut(block: nn.Module, call: Call, ranks: int) -> BlockCut:
                 if error <= max(CLOSE[whole.dtype], CLOSE_FP32):
                     return ends
                 reason = f"its parts do not add up to the whole, by {error:.1g}"
-    raise NoUnits(reason or "it has no parts")
+    raise NoUnitsError(reason or "it has no parts")
 
 
 def _candidates(block: nn.Module, call: Call) -> Iterator[BlockCut]:
@@ -132,7 +132,7 @@ def _candidates(block: nn.Module, call: Call) -> Iterator[BlockCut]:
     for passed in ({}, norms) if norms else ({},):
         try:
             yield _of_units(block, "", call, passed)
-        except NoUnits as reason:
+        except NoUnitsError as reason:
             reasons.append(str(reason))
     groups: list[BlockCut] = []
     calls = calls_of_children(block, call)
@@ -144,13 +144,13 @@ def _candidates(block: nn.Module, call: Call) -> Iterator[BlockCut]:
         elif name in calls:
             try:
                 groups.append(_of_units(module, name, calls[name], {}))
-            except NoUnits as reason:
+            except NoUnitsError as reason:
                 reasons.append(f"{name}: {reason}")
     if groups:
         biases = tuple(itertools.chain.from_iterable(cut.biases for cut in groups))
         yield BlockCut(tuple(cut.groups[0] for cut in groups), biases)
     if reasons:
-        raise NoUnits(reasons[0])
+        raise NoUnitsError(reasons[0])
 
 
 def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str | None]) -> BlockCut:
@@ -176,12 +176,12 @@ def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str 
     for parameter, segments in units.parameters.items():
         splits[f"{prefix}{parameter}"] = Split(0, segments, units.width)
     summed = []
-    for norm, linear in norms.items():
-        width = len(module.get_submodule(norm).weight)
-        segments = units.segments.get(linear or units.output)
-        if segments is not None and sum(segments) == width:
+    for norm, normed in norms.items():
+        width = module.get_parameter(f"{norm}.weight").shape[0]
+        of_norm = units.segments.get(normed or units.output, ())
+        if sum(of_norm) == width:
             summed.append(norm)
-            splits[f"{prefix}{norm}.weight"] = Split(0, segments, units.width)
+            splits[f"{prefix}{norm}.weight"] = Split(0, of_norm, units.width)
     output = f"{prefix}{units.output}"
     columns_only = units.count == units.width
     counters = () if columns_only else tuple(_counters(module, prefix, units.count))
@@ -205,7 +205,7 @@ def _of_experts(name: str, experts: Any) -> BlockCut:
         f"{name}.{first}": Split(3 - inner, segments, width),
         f"{name}.down_proj": Split(inner, (width,), width),
     }
-    biases = ()
+    biases: tuple[str, ...] = ()
     if experts.has_bias:
         splits[f"{name}.{first}_bias"] = Split(1, segments, width)
         biases = (f"{name}.down_proj_bias",)
@@ -306,7 +306,7 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
     all.
 
     Raises:
-        NoUnits: the units cannot be divided by the number of ranks.
+        NoUnitsError: the units cannot be divided by the number of ranks.
     """
     found: dict[str, TensorPlacement | None] = dict.fromkeys(cut.biases) if rank else {}
     for group in cut.groups:
@@ -315,26 +315,28 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
         count = count_of(block, group)
         if count % ranks and ranks % count:
             what = f"{count} {'columns' if group.columns else 'groups of heads'}"
-            raise NoUnits(f"{ranks} ranks cannot share {what}")
+            raise NoUnitsError(f"{ranks} ranks cannot share {what}")
         for name, split in group.splits.items():
             shape = tuple(block.get_parameter(name).shape)
             segments = split.at(shape[split.dimension], width)
-            found[name] = _placement(shape, split, segments, count, rank, ranks)
+            found[name] = _placement(shape, split, segments, count, (rank, ranks))
     return found
 
 
 def _placement(
-    shape: tuple[int, ...], split: Split, segments: tuple[int, ...], count: int, rank: int, ranks: int
+    shape: tuple[int, ...], split: Split, segments: tuple[int, ...], count: int, of: tuple[int, int]
 ) -> TensorPlacement:
+    """Return the part of a parameter for one of so many ranks; `of`: (rank, ranks)."""
+    rank, ranks = of
     part, parts, copied = rank, ranks, False
     repeated = [bool(segment % split.width) for segment in split.segments]  # heads of keys and values
     if ranks > count and any(repeated):
         if not all(repeated):
-            raise NoUnits("heads of keys and values are fewer than ranks, and in one matrix with the queries")
+            raise NoUnitsError("heads of keys and values are fewer than ranks, and in one matrix with the queries")
         part, parts, copied = rank * count // ranks, count, bool(rank * count % ranks)
     lengths = segments if len(segments) > 1 else ()
     if any(segment % parts for segment in segments):
-        raise NoUnits(f"{ranks} ranks cannot share {segments} entries")
+        raise NoUnitsError(f"{ranks} ranks cannot share {segments} entries")
     cut = Cut(("tp",), part, parts, split.dimension, lengths)
     return TensorPlacement(shape, (cut,), frozenset(("tp",) if copied else ()))
 
@@ -343,7 +345,7 @@ def count_of(block: nn.Module, group: Group) -> int:
     """Return the number of units of a block of any size.
 
     Raises:
-        NoUnits: nothing says it.
+        NoUnitsError: nothing says it.
     """
     if group.columns:
         return block.get_parameter(group.output).shape[group.splits[group.output].dimension]
@@ -354,5 +356,5 @@ def count_of(block: nn.Module, group: Group) -> int:
             if isinstance(held.get(attribute), int):
                 said.add(held[attribute])
     if not said:
-        raise NoUnits("nothing says how many heads it has")
+        raise NoUnitsError("nothing says how many heads it has")
     return math.gcd(*said)

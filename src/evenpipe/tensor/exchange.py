@@ -38,6 +38,10 @@ class Exchange(Protocol):
         """Return the sum over ranks, a new tensor."""
         ...
 
+    def table(self, own: Tensor) -> Tensor:
+        """Return [t, ...]: what each rank has."""
+        ...
+
 
 def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
     """Return a rank's rows [b, s/t, ...] of [b, s, ...], or [n/t, h] of [n, h]; a view."""

@@ -7,6 +7,7 @@ rows     it treats tokens alone (norms, residual dropout): nothing is done, a ra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,9 @@ from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
 from evenpipe.tensor.local import hand_over, keep_whole, make_local
-from evenpipe.tensor.units import Call, NoUnits, is_linear
+from evenpipe.tensor.units import Call, NoUnitsError, is_linear
+
+logger = logging.getLogger(__name__)
 
 SEQUENCES, TOKENS = 2, 8
 """Of the batch on which parts are tried; ranks are few."""
@@ -63,13 +66,13 @@ class ModelCut:
         """
         layer = description.layer(index)
         prefix = f"{description.structure.layers_name}.{index}"
-        found = {}
+        found: dict[str, TensorPlacement | None] = {}
         for name, block in self._of(layer).items():
             if block.cut is None:
                 continue
             try:
                 held = placements_of(layer.get_submodule(name), block.cut, rank, ranks)
-            except NoUnits as reason:
+            except NoUnitsError as reason:
                 raise InputError(f"tensor_parallel: {ranks}, but {prefix}.{name} cannot be cut so: {reason}.") from None
             found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
         return found
@@ -172,7 +175,7 @@ def _block(module: nn.Module, call: Call, ranks: int, *, routes: bool) -> Block 
     if matrices:
         try:
             cut = find_cut(module, call, ranks)
-        except NoUnits as why:
+        except NoUnitsError as why:
             reason = str(why)
     if cut is None and not routes and not _mixes(module, call):
         return None
@@ -241,8 +244,14 @@ def _own_rows(exchange: Exchange, hidden: Tensor) -> Tensor:
     return rows
 
 
-def whole_blocks(cut: ModelCut) -> Iterator[tuple[str, str]]:
-    """Yield (name in a layer, reason) of every part that all ranks compute whole."""
-    yield from dict.fromkeys(
-        (name, block.reason) for blocks in cut.blocks.values() for name, block in blocks.items() if block.cut is None
-    )
+def whole_parts(cut: ModelCut) -> dict[str, str]:
+    """Return the parts of layers that every rank computes whole, and the reason."""
+    return {name: block.reason for blocks in cut.blocks.values() for name, block in blocks.items() if block.cut is None}
+
+
+def report_whole(cut: ModelCut) -> None:
+    """Tell the user in one line which parts of layers are not cut."""
+    whole = whole_parts(cut)
+    if whole:
+        listed = ", ".join(f"{name} ({reason})" if reason else name for name, reason in whole.items())
+        logger.warning("not cut by tensor parallelism, so every tensor rank computes all tokens of: %s", listed)

@@ -36,6 +36,9 @@ class ThreadExchange:
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._met("gather", rows))
 
+    def table(self, own: Tensor) -> Tensor:
+        return torch.stack(self._met("table", own))
+
     def scatter(self, partial: Tensor) -> Tensor:
         parts = [one.chunk(self.size)[self.rank] for one in self._met("scatter", partial)]
         return torch.stack(parts).sum(0)
@@ -47,7 +50,7 @@ class ThreadExchange:
         """Let the other ranks fail instead of waiting for this one."""
         self._meeting.barrier.abort()
 
-    def _met(self, what: str, tensor: Tensor) -> Sequence[Tensor]:
+    def _met(self, what: str, tensor: Tensor) -> list[Tensor]:
         self.log.append(what)
         meeting = self._meeting
         meeting.table[self.rank] = (what, tensor.detach())

@@ -39,7 +39,8 @@ class Call:
     @property
     def hidden(self) -> list[int | str]:
         """Where the hidden states are: the arguments [batch, tokens, hidden_size] of the block's first such shape."""
-        given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        given: dict[int | str, Any] = dict(enumerate(self.args))
+        given.update(self.kwargs.items())
         found = [key for key, value in given.items() if is_hidden(value)]
         return [key for key in found if given[key].shape == given[found[0]].shape]
 
@@ -75,7 +76,7 @@ class Units:
     """The same along the first dimension of other parameters whose entries belong to units, such as attention sinks."""
 
 
-class NoUnits(Exception):
+class NoUnitsError(Exception):
     """The block has none that could be cut; the text is the reason."""
 
 
@@ -98,7 +99,7 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
             them (a norm over all heads); meanwhile they return their input.
 
     Raises:
-        NoUnits: the block is not a function of linear layers, each used once, or its units are not alike.
+        NoUnitsError: the block is not a function of linear layers, each used once, or its units are not alike.
     """
     generator = torch.Generator().manual_seed(0)
     reached: dict[str, Tensor] = {}
@@ -109,14 +110,14 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
             reached = {name: found[name] | reached[name] if name in reached else found[name] for name in found}
     width = next(iter(reached.values())).shape[0] if reached else 0
     if not width:
-        raise NoUnits("it has one linear layer")
+        raise NoUnitsError("it has one linear layer")
     linear = {name for name, module in block.named_modules() if is_linear(module)}
     cut = {name: table for name, table in reached.items() if name in linear and not table.all()}
     if not cut:
-        raise NoUnits("every part of it needs every other one")
+        raise NoUnitsError("every part of it needs every other one")
     parts = _parts(width, cut)
     if len(parts) == 1:
-        raise NoUnits("every part of it needs every other one")
+        raise NoUnitsError("every part of it needs every other one")
     segments = {output: _segments(output, parts, width)}
     for name, table in cut.items():
         of_unit = [table[part].any(0).nonzero().flatten().tolist() for part in parts]
@@ -166,7 +167,7 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
         for hook in hooks:
             hook.remove()
     if len(set(order)) < 2 or len(order) != len(set(order)):
-        raise NoUnits(f"it has {len(linear)} linear layers, used {len(order)} times")
+        raise NoUnitsError(f"it has {len(linear)} linear layers, used {len(order)} times")
     output = order[-1]
     last = inputs[output]
     others = {name: outputs[name] for name in order[:-1]}
@@ -179,7 +180,7 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     sizes = {name: (one.shape[-1] if name in outputs else one.shape[0]) for name, one in others.items()}
     found = {name: torch.zeros(last.shape[-1], size, dtype=last.dtype) for name, size in sizes.items()}
     if last.grad_fn is None:
-        raise NoUnits("its last linear layer does not depend on the others")
+        raise NoUnitsError("its last linear layer does not depend on the others")
     for entry in range(last.shape[-1]):
         gradients = torch.autograd.grad(
             (last[..., entry] * weights).sum(), list(others.values()), retain_graph=True, allow_unused=True
@@ -224,7 +225,7 @@ def _segments(name: str, of_unit: list[list[int]], length: int) -> tuple[int, ..
             for entry in range(start + number * width, start + (number + 1) * width)
         ]
         if held != expected:
-            raise NoUnits(f"the units of {name} are not alike")
+            raise NoUnitsError(f"the units of {name} are not alike")
     if sum(widths) * len(of_unit) != length:
-        raise NoUnits(f"some entries of {name} belong to no unit")
+        raise NoUnitsError(f"some entries of {name} belong to no unit")
     return tuple(width * len(of_unit) for width in widths)
