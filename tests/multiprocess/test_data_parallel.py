@@ -664,7 +664,9 @@ def bad_input() -> None:
     for text, options in {
         'one named "pp"': {"mesh": mesh((2, 2), "dp", "tp"), "replicas": None},
         "axes {'sp': 2} beside": {"mesh": mesh((2, 2), "sp", "pp"), "replicas": None},
-        'axis "tp" has length 2, expected 1': {"mesh": mesh((2, 2), "tp", "pp"), "replicas": None},
+        "tensor_parallel: 3, expected a divisor of 2": {"tensor_parallel": 3, "replicas": 2},
+        "tensor_parallel: 0, expected a whole number": {"tensor_parallel": 0},
+        "tensor_parallel: 4, expected 2": {"mesh": mesh((2, 2), "tp", "pp"), "tensor_parallel": 4, "replicas": None},
         'axis "cp" has length 2, expected 1': {"mesh": mesh((2, 1, 2), "cp", "dp", "pp"), "replicas": None},
         'axis "ep" has length 4, expected 1': {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
         "1 x 2 processes (dp x pp, ranks": {"mesh": mesh((2, 2), "dp", "pp")["pp"], "replicas": None},

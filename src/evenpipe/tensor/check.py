@@ -36,7 +36,7 @@ NOISES = 10.0
 """A gradient may be off by so many times what it changes if the weights change by `NUDGE`: some families compute small
 differences of large numbers in fp32, even in a model in fp64."""
 NUDGE = torch.finfo(torch.float32).eps
-FEW_HEADS = 4
+MORE_THAN_HEADS = 4
 """Ranks of a small copy that are more than its heads of keys and values."""
 
 
@@ -54,10 +54,10 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
     with undisturbed(), torch.enable_grad(), one_thread():
         small, dtype = small_model(description)
         few = 2  # ranks of the small copy
-        cut = find_model_cut(small, few)
+        cut = find_model_cut(small)
         if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
-            few = FEW_HEADS
-            cut = find_model_cut(small, few)
+            few = MORE_THAN_HEADS
+            cut = find_model_cut(small, repeats=True)
         for index in range(description.layers):
             cut.placements(description, index, ranks - 1, ranks)
         if check:

@@ -102,8 +102,11 @@ class BlockCut:
 # --- finding ------------------------------------------------------------------------------------------------------
 
 
-def find_cut(block: nn.Module, call: Call, ranks: int) -> BlockCut:
-    """Return how a small block can be cut over a number of ranks.
+def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut:
+    """Return how a small block can be cut over two ranks.
+
+    Args:
+        repeats: over more ranks than it has heads of keys and values, if that is possible and so few.
 
     Raises:
         NoUnitsError: it cannot; the text is the reason.
@@ -112,6 +115,8 @@ def find_cut(block: nn.Module, call: Call, ranks: int) -> BlockCut:
         whole = call.of(block)
     reason = ""
     for cut in _candidates(block, call):
+        first = cut.groups[0]
+        ranks = 2 * first.count if repeats and not first.columns and first.count <= 2 else 2
         for counted in _with_counts(block, cut, ranks):
             for ends in (counted, replace(counted, sums_at=None)) if counted.sums_at else (counted,):
                 try:
@@ -313,14 +318,20 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
         output = group.splits[group.output]
         width = block.get_parameter(group.output).shape[output.dimension]
         count = count_of(block, group)
-        if count % ranks and ranks % count:
-            what = f"{count} {'columns' if group.columns else 'groups of heads'}"
+        if count % ranks and (group.columns or ranks % count or not _repeat(block, cut, count, ranks)):
+            what = f"{count} {'columns' if group.columns else 'heads of keys and values'}"
             raise NoUnitsError(f"{ranks} ranks cannot share {what}")
         for name, split in group.splits.items():
             shape = tuple(block.get_parameter(name).shape)
             segments = split.at(shape[split.dimension], width)
             found[name] = _placement(shape, split, segments, count, (rank, ranks))
     return found
+
+
+def _repeat(block: nn.Module, cut: BlockCut, count: int, ranks: int) -> bool:
+    """Return whether every one of more ranks than heads of keys and values gets whole query heads."""
+    shares = [getattr(block.get_submodule(name), attribute) for name, attribute in cut.shares]
+    return bool(shares) and all(count * share % ranks == 0 for share in shares)
 
 
 def _placement(

@@ -116,8 +116,11 @@ class ModelCut:
         return self.blocks[kind]
 
 
-def find_model_cut(small: Description, ranks: int) -> ModelCut:
-    """Return how the layers of a small model, and so those of the large one, are cut."""
+def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:
+    """Return how the layers of a small model, and so those of the large one, are cut.
+
+    repeats: over more ranks than there are heads of keys and values.
+    """
     model = small.model
     layers = layers_of(model, small.structure.layers_name)
     token_ids = torch.randint(0, small.vocabulary_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(2))
@@ -131,7 +134,7 @@ def find_model_cut(small: Description, ranks: int) -> ModelCut:
         found[kind] = {}
         for name, call in _calls(model, layer, token_ids).items():
             module = layer.get_submodule(name)
-            block = _block(module, call, ranks, routes=not routers.isdisjoint(module.modules()))
+            block = _block(module, call, repeats=repeats, routes=not routers.isdisjoint(module.modules()))
             if block is not None:
                 found[kind][name] = block
     return ModelCut(found, end_is_whole=not _ends_on_rows(small, token_ids))
@@ -166,7 +169,7 @@ def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
     return part.shape == whole[:, : TOKENS // 2].shape and torch.allclose(part, whole[:, : TOKENS // 2])
 
 
-def _block(module: nn.Module, call: Call, ranks: int, *, routes: bool) -> Block | None:
+def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Block | None:
     """Return what is done with a part of a layer; None: nothing. routes: it tells its router's logits of all tokens."""
     if not call.hidden:
         return None
@@ -174,7 +177,7 @@ def _block(module: nn.Module, call: Call, ranks: int, *, routes: bool) -> Block 
     matrices = any(is_linear(inner) for inner in module.modules()) or any(one.dim() > 1 for one in module.parameters())
     if matrices:
         try:
-            cut = find_cut(module, call, ranks)
+            cut = find_cut(module, call, repeats=repeats)
         except NoUnitsError as why:
             reason = str(why)
     if cut is None and not routes and not _mixes(module, call):

@@ -1,0 +1,155 @@
+"""A cut is accepted only if its parts add up to the whole block, and is applied to blocks of other sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from small_families import CONFIGS
+from test_units import Mlp, call
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+
+from evenpipe.errors import InputError
+from evenpipe.model import describe
+from evenpipe.model.placement import TensorPlacement
+from evenpipe.model.small_model import small_model
+from evenpipe.tensor import check, cuts, layers, local
+from evenpipe.tensor.check import cut_of_model
+from evenpipe.tensor.cuts import find_cut
+from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
+from evenpipe.tensor.units import NoUnitsError
+
+
+def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
+    found = cut.placements(describe(config), 0, rank, ranks)
+    return {name.removeprefix("model.layers.0."): one for name, one in found.items()}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_small_copy_of_every_family_is_equal_to_the_whole(family: str) -> None:
+    cut = cut_of_model(describe(CONFIGS[family]()), 2)
+    assert not whole_parts(cut)
+
+
+def test_sizes_of_a_large_model() -> None:
+    """8 heads of keys and values, 64 of queries: the small copy has 2 and 4."""
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+    }
+    config = Phi3Config(**sizes)
+    cut = find_model_cut(small_model(describe(config))[0])
+    packed = placements(cut, config, 3, 8)["self_attn.qkv_proj.weight"]
+    assert packed is not None
+    assert packed.ranges(0) == [range(3072, 4096), range(8192 + 384, 8192 + 512), range(9216 + 384, 9216 + 512)]
+    config = LlamaConfig(**sizes)
+    cut = find_model_cut(small_model(describe(config))[0], repeats=True)
+    shares = {}
+    for rank in (4, 5):
+        found = placements(cut, config, rank, 16)
+        shares[rank] = {name: one.ranges(0) for name, one in found.items() if one is not None}
+        key = found["self_attn.k_proj.weight"]
+        assert key is not None and key.copied_along == ({"tp"} if rank == 5 else set())
+    assert shares[4]["self_attn.q_proj.weight"] == [range(2048, 2560)]
+    assert shares[4]["self_attn.k_proj.weight"] == shares[5]["self_attn.k_proj.weight"] == [range(256, 384)]
+
+
+def test_ranks_that_cannot_share_heads_or_columns() -> None:
+    with pytest.raises(InputError, match=r"tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"):
+        cut_of_model(describe(CONFIGS["llama"]()), 3)
+    with pytest.raises(InputError, match="8 ranks cannot share 2 heads of keys and values"):
+        cut_of_model(describe(CONFIGS["llama"]()), 8)  # there are 4 of queries
+    with pytest.raises(InputError, match="4 ranks cannot share 18 columns"):
+        cut_of_model(describe(LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})), 4)
+
+
+def test_a_residual_inside_a_block_is_found() -> None:
+    torch.manual_seed(0)
+    assert find_cut(Mlp(nn.GELU()), call(tokens=6)).groups[0].count == 12
+    with pytest.raises(NoUnitsError, match="do not add up"):
+        find_cut(Mlp(nn.GELU(), residual=True), call(tokens=6))
+
+
+# --- every mistake is refused, not trained ---------------------------------------------------------------------------
+
+
+def refuse(family: str, change) -> None:
+    description = describe(CONFIGS[family]())
+    small, dtype = small_model(description)
+    cut = change(find_model_cut(small))
+    with pytest.raises(InputError, match="cannot be trained with tensor parallelism"):
+        check._compare(small, dtype, cut, 2)
+
+
+def of_blocks(cut: ModelCut, change) -> ModelCut:
+    return replace(
+        cut,
+        blocks={
+            kind: {name: change(name, block) for name, block in blocks.items()} for kind, blocks in cut.blocks.items()
+        },
+    )
+
+
+def test_a_block_that_gets_only_its_own_rows_is_refused() -> None:
+    refuse(
+        "llama",
+        lambda cut: replace(
+            cut,
+            blocks={
+                kind: {name: one for name, one in blocks.items() if name != "self_attn"}
+                for kind, blocks in cut.blocks.items()
+            },
+        ),
+    )
+
+
+def test_counts_that_are_not_divided_are_refused() -> None:
+    def change(name: str, block: layers.Block) -> layers.Block:
+        assert block.cut is not None
+        return replace(block, cut=replace(block.cut, settings=()))
+
+    refuse("phi3", lambda cut: of_blocks(cut, change))
+
+
+def test_a_bias_on_all_ranks_is_refused() -> None:
+    def change(name: str, block: layers.Block) -> layers.Block:
+        assert block.cut is not None and block.cut.biases
+        return replace(block, cut=replace(block.cut, biases=()))
+
+    refuse("starcoder2", lambda cut: of_blocks(cut, change))
+
+
+def test_a_norm_over_heads_without_a_sum_is_refused() -> None:
+    def change(name: str, block: layers.Block) -> layers.Block:
+        assert block.cut is not None
+        return replace(block, cut=replace(block.cut, norms=()))
+
+    refuse("olmo2", lambda cut: of_blocks(cut, change))
+
+
+def test_parts_that_are_not_summed_are_refused() -> None:
+    small, dtype = small_model(describe(CONFIGS["llama"]()))
+    cut = find_model_cut(small)
+    with (
+        mock.patch.object(local, "Scatter", local.OwnRows),
+        pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
+    ):
+        check._compare(small, dtype, cut, 2)
+
+
+def test_nothing_of_the_caller_changes() -> None:
+    config = CONFIGS["phi3"]()
+    model = AutoModelForCausalLM.from_config(config)
+    state, before = torch.get_rng_state(), model.config.to_dict()
+    cut_of_model(describe(model), 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.to_dict() == before and model.config.num_attention_heads == 4
+    assert cuts.COUNTS.search("num_key_value_heads") and not cuts.COUNTS.search("head_dim")
