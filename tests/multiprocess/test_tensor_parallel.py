@@ -213,3 +213,89 @@ def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> No
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"export-{len(LAYOUTS) - 1}", dtype=torch.float64)
     error, name = reference.worst(dict(exported.named_parameters()), wanted.weights)
     assert error < 1e-8, name
+
+
+# --- traffic ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a process has sent in one step."""
+
+    bytes: dict[str, int]
+    """Received over each communicator of the program."""
+    collectives: dict[str, int]
+    """Of tensor ranks, by pass (its kind) and operation."""
+
+
+LAYERS, MICROBATCHES = 4, 4
+
+
+def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
+    description = described("llama")
+    collectives: dict[str, int] = {}
+    pipeline = Pipeline(
+        description,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        checkpointing=checkpointing,
+        tensor_parallel=ranks,
+        communicators="per-kind",
+        parameter_dtype=torch.float64,
+        self_check=False,
+    )
+    exchange = None if pipeline._tensor is None else pipeline._tensor[1]
+    for name in ("gather", "scatter", "sum", "table") if exchange is not None else ():
+
+        def counted(tensor, name=name, call=getattr(exchange, name)):
+            key = f"{''.join(filter(str.isalpha, exchange.during))} {name}"
+            collectives[key] = collectives.get(key, 0) + 1
+            return call(tensor)
+
+        setattr(exchange, name, counted)
+    ((ids, labels),) = reference.batches(description.vocabulary_size, MICROBATCHES, TOKENS, 1)
+    communicators = list(pipeline._groups.communicators)
+    before = {one.name: one.traffic.received_bytes for one in communicators}
+    pipeline.step(ids, labels)
+    received = {one.name: one.traffic.received_bytes - before[one.name] for one in communicators}
+    names = pipeline.program.communicators
+    pipeline.close()
+    return Log({name: count for name, count in received.items() if name in names}, collectives)
+
+
+def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
+    """Hops, X, dX and rows of the embedding are shared by the tensor ranks; statistics are not, but merged before."""
+    alone = run_processes(log_of_step, 2, 1, "1f1b", "none")
+    shared = run_processes(log_of_step, 4, 2, "1f1b", "none")
+    for device in range(2):
+        expected = alone[device].bytes
+        for name, count in expected.items():
+            parts = [log.bytes[name] for log in shared[2 * device : 2 * device + 2]]
+            if name == "STATISTICS":
+                assert parts == [count, count]
+            elif name.startswith("ROW"):
+                assert sum(parts) == count  # as many as tokens that a column owns
+            else:
+                assert parts == [count / 2, count / 2], name
+
+
+@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "none"), ("zb-h1", "none"), ("1f1b", "full")])
+def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
+    """A layer has two blocks: each gathers before and scatters behind, in F and the other way round in B or I.
+
+    Full checkpointing repeats a layer's forward without its last operation. E, G, S, C and T add theirs.
+    """
+    logs = run_processes(log_of_step, 4, 2, schedule, checkpointing)
+    first, last = logs[0].collectives, logs[2].collectives
+    assert logs[0].collectives == logs[1].collectives and logs[2].collectives == logs[3].collectives
+    blocks = 2 * LAYERS // 2 * MICROBATCHES  # of a device
+    again = blocks if checkpointing == "full" else 0
+    backward = "I" if schedule == "zb-h1" else "B"
+    for log in (first, last):
+        assert (log["F gather"], log["F scatter"]) == (blocks, blocks)
+        assert log[f"{backward} gather"] == blocks + again
+        assert log[f"{backward} scatter"] == blocks + again // 2
+        assert "W gather" not in log
+        assert (log["S gather"], log["S table"], log["C scatter"]) == (MICROBATCHES,) * 3
+    assert (first["F sum"], first[f"{backward} sum"]) == (MICROBATCHES, MICROBATCHES)
+    assert "F sum" not in last and f"{backward} sum" not in last
