@@ -16,7 +16,8 @@ FILE = ROOT / "docs" / "families.md"
 HEAD = """# Model families
 
 Every model type for which transformers {transformers} has a causal language model, in {count} small random
-configurations: **{equal} train as in one process, {refused} are refused with a sentence, {wrong} are wrong.**
+configurations: **{equal} train as in one process, {refused} are refused with a sentence, {wrong} are wrong.** With
+tensor parallelism **{tensor_equal} train as in one process, {tensor_refused} are refused, {tensor_wrong} are wrong.**
 
 Each configuration has 4 layers of width 64, every multiplier away from its default, and noise on every parameter. A
 pipeline of two processes makes one step under `zbv` and one under `1f1b`, self-check included, and every gradient is
@@ -29,8 +30,12 @@ and writes this page. A type that is not listed is newer than this page; the sel
 Models that also see or hear train on text: their towers get no gradient. What is equal also starts from fresh weights,
 and runs in bf16 (`tests/families`); there Mamba, Mamba-2 and Falcon-Mamba need `residual_in_fp32 = false`.
 
-| model type | configuration | result | largest error, or why not |
-|---|---|---|---|
+"Tensor ranks" compares a step of two processes that share every layer in the same way. Parts of layers that cannot be
+cut, which every process then computes for all tokens, are listed there. A gradient that is a small difference of large
+numbers in fp32 may be off by ten times what it changes if the weights do in their last bit of fp32.
+
+| model type | configuration | result | largest error, or why not | tensor ranks |
+|---|---|---|---|---|
 """
 
 
@@ -39,12 +44,14 @@ def draw() -> str:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = results["configurations"]
     words = Counter(row["word"] for row in rows)
+    ranks = Counter(row["tensor"] for row in rows)
     head = HEAD.format(
         transformers=results["transformers"],
         count=len(rows),
         equal=words["equal"],
         refused=words["refused"] + words["cannot run"],
         wrong=words["wrong"] + words["traceback"],
+        **{f"tensor_{word}": ranks[word] for word in ("equal", "refused", "wrong")},
     )
     return head + "".join(map(_line, sorted(rows, key=_place)))
 
@@ -59,9 +66,20 @@ def _line(row: dict[str, Any]) -> str:
         said = f"{row['error']:.0e}, {dtype}"
     else:
         said = row["sentence"].splitlines()[0] if row["sentence"] else ""
+    return f"| `{row['model_type']}` | {row['variant']} | {row['word']} | {_plain(said)} | {_plain(_ranks(row))} |\n"
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    if row["tensor"] == "equal":
+        whole = f"; whole: {row['tensor_sentence']}" if row["tensor_sentence"] else ""
+        return f"equal, {row['tensor_error']:.0e}{whole}"
+    return f"{row['tensor']}: {row['tensor_sentence'].splitlines()[0]}" if row["tensor"] else ""
+
+
+def _plain(text: str) -> str:
     for sign in "\\|<*_[`":
-        said = said.replace(sign, {"<": "&lt;"}.get(sign, f"\\{sign}"))
-    return f"| `{row['model_type']}` | {row['variant']} | {row['word']} | {said} |\n"
+        text = text.replace(sign, {"<": "&lt;"}.get(sign, f"\\{sign}"))
+    return text
 
 
 if __name__ == "__main__":
