@@ -28,11 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return the settings of this process, for `merge_settings`.
-
-    Raises:
-        InputError: a value that is not JSON.
-    """
+    """Return the settings of this process, for `merge_settings`. Raises InputError for a value that is not JSON."""
     _check_pair(optimizer, scheduler)
     own: dict[str, Any] = {}
     if optimizer is not None:
@@ -55,11 +51,8 @@ def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mappin
 
 
 def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the settings of all processes, by rank, into those of a checkpoint.
-
-    Raises:
-        InputError: with a scheduler, processes have different numbers of groups.
-    """
+    """Merge the settings of all processes, by rank, into those of a checkpoint. Raises InputError if there is a
+    scheduler, but processes have different numbers of groups."""
     settings: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
@@ -87,13 +80,8 @@ def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class SettingsPlan:
-    """The checked settings of a checkpoint for an optimizer and a scheduler; `put_in_place` applies them.
-
-    where: the checkpoint, in words.
-
-    Raises:
-        InputError: the checkpoint has another optimizer or scheduler, or none, or other groups.
-    """
+    """The checked settings of a checkpoint (`where`, in words) for an optimizer and a scheduler. Raises InputError if
+    it has another optimizer or scheduler, or none, or other groups."""
 
     def __init__(
         self,
@@ -129,6 +117,7 @@ class SettingsPlan:
             )
 
     def put_in_place(self) -> None:
+        """Apply them."""
         for group, options in self._groups:
             for name, value in options.items():
                 held = group.get(name)
