@@ -27,8 +27,9 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
     return text
 
 
-def check_shape(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse more devices than layers, wrong numbers of layers and choices, and sequences that are too long."""
+def check_pipeline(config: Config) -> None:
+    """Refuse a pipeline, a schedule or sequences that do not fit the model, before any process starts."""
+    model = model_config(config.model)
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
         most = f"{layers * pipeline.replicas}, the layers of the model"
@@ -52,14 +53,15 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
             f"data.sequence_length is {config.data.sequence_length}, but must be at most {longest}, the longest "
             "sequence of the model"
         )
+    _check_schedule(config, layers)
 
 
-def check_schedule(config: Config, model: PreTrainedConfig) -> None:
+def _check_schedule(config: Config, layers: int) -> None:
     """Refuse a schedule that is not valid, has no order of this size, or has more stages than the model has layers."""
     from evenpipe.recipe.layout import runnable_order
     from evenpipe.schedule import plan_program
 
-    pipeline, layers, recipe = config.pipeline, model.num_hidden_layers, config.recipe()
+    pipeline, recipe = config.pipeline, config.recipe()
     devices, microbatches = recipe.devices, recipe.microbatches
     try:
         order = runnable_order(recipe)
@@ -101,7 +103,6 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
     embedding has rows.
     """
     model = model_config(config.model)
-    check_shape(config, model)
     if config.model.architecture is not None or config.trained_tokenizer_entries is not None:
         given = config.model.config
         if "vocab_size" not in given:
