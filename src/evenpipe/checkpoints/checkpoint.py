@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from evenpipe.checkpoints.manifest import (
     sync_folder,
     write_synced,
 )
-from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
+from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
 from evenpipe.checkpoints.state import Parameters, State, StatePlan, parameter_names, plan_state, tensors_to_save
 from evenpipe.checkpoints.storage import (
     INDEX,
@@ -210,11 +210,11 @@ def load(
     team = Team(process_group)
     where = f"the checkpoint {str(checkpoint.path)!r}"
 
-    plans: list[tuple[StatePlan, SettingsPlan]] = []
+    plans: list[tuple[StatePlan, Callable[[], None]]] = []
 
     def prepare() -> list[str]:
         plan = plan_state(checkpoint.manifest, shards, optimizer)
-        plans.append((plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)))
+        plans.append((plan, plan_settings(checkpoint.settings, optimizer, scheduler, _names(shards), where=where)))
         return sorted(shards)
 
     known = {name for names in team.everywhere(prepare) for name in names}
@@ -224,7 +224,7 @@ def load(
             f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
         )
 
-    ((plan, settings),) = plans
+    ((plan, put_settings_in_place),) = plans
 
     def read() -> None:
         try:
@@ -234,7 +234,7 @@ def load(
 
     team.everywhere(read)
     plan.put_in_place()
-    settings.put_in_place()
+    put_settings_in_place()
     return checkpoint.metadata
 
 

@@ -1,11 +1,10 @@
-"""Reads a `Config` from a TOML file and `section.key=value` overrides, and turns it back into plain data.
+"""Reads a `Config` from a TOML file and `section.key=value` overrides.
 
 An unknown section or key is an error that names the nearest one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
@@ -66,7 +65,7 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 
 def config_from_dict(tables: Mapping[str, Any]) -> Config:
-    """Return a `Config` from tables of TOML or `config_to_dict`. Raises `InputError`."""
+    """Return a `Config` from tables of TOML, or from its own `asdict`. Raises `InputError`."""
     built: dict[str, Any] = {}
     for name, table in tables.items():
         kind = _known_section(name)
@@ -79,17 +78,6 @@ def config_from_dict(tables: Mapping[str, Any]) -> Config:
         if name not in built:
             built[name] = _known_section(name)()
     return Config(**built)
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Return every section and field as plain data for JSON; `config_from_dict` makes an equal `Config` from it."""
-    return {
-        name: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in dataclasses.asdict(getattr(config, name)).items()
-        }
-        for name in sections()
-    }
 
 
 def fields_called(name: str) -> list[str]:

@@ -7,6 +7,7 @@ for all records and refuses files whose other fields vary.
 from __future__ import annotations
 
 import codecs
+import functools
 import glob
 import hashlib
 import json
@@ -109,7 +110,7 @@ class FileDocuments:
                         yield _encodable(json.loads(line)[self.text_field] or "")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class DatasetDocuments:
     """Documents in a dataset of the hub, or in a folder that `datasets` can read."""
 
@@ -118,7 +119,6 @@ class DatasetDocuments:
     split: str
     text_field: str
     cache_folder: str
-    _loaded: Any = None
 
     @property
     def description(self) -> str:
@@ -127,29 +127,27 @@ class DatasetDocuments:
 
     def fingerprint(self) -> str:
         """As of files."""
-        loaded = self._load()
-        return _digest(["dataset", loaded._fingerprint, len(loaded), self.text_field])
+        return _digest(["dataset", self._rows._fingerprint, len(self._rows), self.text_field])
 
     def __iter__(self) -> Iterator[str]:
-        for row in self._load():
+        for row in self._rows:
             yield _encodable(row[self.text_field] or "")
 
-    def _load(self) -> Any:
-        if self._loaded is None:
-            datasets = _datasets()
-            try:
-                loaded = _saved(self.name, self.split) if is_saved(self.name) else self._read()
-            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-                reason = str(error.__cause__ or error).strip().splitlines()[0]
-                raise InputError(
-                    f"data.dataset is {show(self.name)} (config {show(self.config)}, split {show(self.split)}), "
-                    f"but it cannot be loaded: {reason}"
-                ) from error
-            feature = loaded.features.get(self.text_field)
-            if getattr(feature, "dtype", None) not in ("string", "large_string"):
-                raise InputError(_no_text_field(self.text_field, f"dataset {self.name}", list(loaded.features)))
-            self._loaded = loaded.select_columns([self.text_field])
-        return self._loaded
+    @functools.cached_property
+    def _rows(self) -> Any:
+        datasets = _datasets()
+        try:
+            loaded = _saved(self.name, self.split) if is_saved(self.name) else self._read()
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise InputError(
+                f"data.dataset is {show(self.name)} (config {show(self.config)}, split {show(self.split)}), "
+                f"but it cannot be loaded: {reason}"
+            ) from error
+        feature = loaded.features.get(self.text_field)
+        if getattr(feature, "dtype", None) not in ("string", "large_string"):
+            raise InputError(_no_text_field(self.text_field, f"dataset {self.name}", list(loaded.features)))
+        return loaded.select_columns([self.text_field])
 
     def _read(self) -> Any:
         datasets = _datasets()

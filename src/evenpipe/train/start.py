@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
 from evenpipe.train.callbacks import Callback, find_callbacks
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_from_dict, config_to_dict, load_config
+from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.data import prepare
 from evenpipe.train.files import check_folders, disk_errors, write_json
 from evenpipe.train.model_source import check_pipeline, pipeline_model
@@ -105,7 +106,7 @@ def set_up(config: Config, force: bool) -> list[Claim]:
             print(text, file=sys.stderr, flush=True)
     data = prepare(config)
     pipeline_model(config, data.tokenizer_size, data.end_of_text_id)
-    write_json(config.run_folder / "config.json", config_to_dict(config))
+    write_json(config.run_folder / "config.json", asdict(config))
     return claims
 
 

@@ -12,11 +12,11 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.files import write_json
 
 FILE = "trackers.json"
@@ -54,7 +54,7 @@ class Tracker:
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         is_new = name not in kept or kept[name]["project"] != project
         identity = secrets.token_hex(4) if is_new else kept[name]["id"]
-        options = {"project": project, "config": config_to_dict(config), "resume": "allow"}
+        options = {"project": project, "config": asdict(config), "resume": "allow"}
         if name == "wandb":
             options |= {"name": folder.name, "id": identity, "dir": str(folder)}
         else:  # trackio identifies a run by its name

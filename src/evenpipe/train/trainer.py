@@ -30,7 +30,6 @@ from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbacks, make_callbacks
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
@@ -183,7 +182,7 @@ class _Run:
             "tokens": progress.tokens,
             "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
-            "config": config_to_dict(self.config),
+            "config": asdict(self.config),
             "tokenizer": os.path.relpath(
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
             ),
