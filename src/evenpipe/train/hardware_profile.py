@@ -191,15 +191,15 @@ def _alone(device: torch.device) -> dict[str, Any]:
     if kind == "cuda":
         pinned = torch.empty(large.shape, pin_memory=True)
         host = large.nbytes / _seconds(lambda: pinned.copy_(large, non_blocking=True))
-        name = torch.cuda.get_device_name(device)
-    else:
-        context, memory = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        name = platform.processor() or platform.machine()
     tiny = torch.ones(8, device=device, requires_grad=True)
     attention = _attention(device)
     if kind == "cuda":  # if no other process uses the device, this one uses what is not free, besides its tensors
         free, memory = torch.cuda.mem_get_info(device)
         context = max(0, memory - free - torch.cuda.memory_reserved(device))
+        name = torch.cuda.get_device_name(device)
+    else:
+        context, memory = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = platform.processor() or platform.machine()
     return {
         "products": products,
         "copied": copied,
