@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenpipe.checkpoints import newest_checkpoint
-    from evenpipe.communication.nccl import NcclOptions
-    from evenpipe.host.optimizer import HostAdamW
-    from evenpipe.optimizers.adafactor import Adafactor
-    from evenpipe.optimizers.muon import Muon
-    from evenpipe.processes.launcher import launch
-    from evenpipe.processes.worker import initialise_worker
-    from evenpipe.recipe.batch_shape import BatchShape
-    from evenpipe.recipe.offload import OffloadOptions
-    from evenpipe.recipe.parallelism import Parallelism
-    from evenpipe.recipe.recipe import Recipe
-    from evenpipe.runtime.pipeline import Pipeline
-    from evenpipe.runtime.result import StepResult
-    from evenpipe.train.callbacks import Callback, TrainingState
-    from evenpipe.train.start import run_training
-    from evenpipe.vocabulary import LossOptions
-    from evenpipe.vocabulary.head import linear_cross_entropy
+    from evenpipe.checkpoints import newest_checkpoint as newest_checkpoint
+    from evenpipe.communication.nccl import NcclOptions as NcclOptions
+    from evenpipe.host.optimizer import HostAdamW as HostAdamW
+    from evenpipe.optimizers.adafactor import Adafactor as Adafactor
+    from evenpipe.optimizers.muon import Muon as Muon
+    from evenpipe.processes.launcher import launch as launch
+    from evenpipe.processes.worker import initialise_worker as initialise_worker
+    from evenpipe.recipe.batch_shape import BatchShape as BatchShape
+    from evenpipe.recipe.offload import OffloadOptions as OffloadOptions
+    from evenpipe.recipe.parallelism import Parallelism as Parallelism
+    from evenpipe.recipe.recipe import Recipe as Recipe
+    from evenpipe.runtime.pipeline import Pipeline as Pipeline
+    from evenpipe.runtime.result import StepResult as StepResult
+    from evenpipe.train.callbacks import Callback as Callback
+    from evenpipe.train.callbacks import TrainingState as TrainingState
+    from evenpipe.train.start import run_training as run_training
+    from evenpipe.vocabulary import LossOptions as LossOptions
+    from evenpipe.vocabulary.head import linear_cross_entropy as linear_cross_entropy
 
 _PUBLIC = {
     "Adafactor": "evenpipe.optimizers.adafactor",
@@ -49,27 +50,7 @@ _PUBLIC = {
     "run_training": "evenpipe.train.start",
 }
 
-__all__ = [
-    "Adafactor",
-    "BatchShape",
-    "Callback",
-    "HostAdamW",
-    "LossOptions",
-    "Muon",
-    "NcclOptions",
-    "OffloadOptions",
-    "Parallelism",
-    "Pipeline",
-    "Recipe",
-    "StepResult",
-    "TrainingState",
-    "__version__",
-    "initialise_worker",
-    "launch",
-    "linear_cross_entropy",
-    "newest_checkpoint",
-    "run_training",
-]
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  (they are texts)
 
 
 def __getattr__(name: str) -> Any:

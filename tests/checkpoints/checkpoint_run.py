@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from evenpipe.checkpoints.checkpoint import save
+from evenpipe.checkpoints import save
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 
 METADATA = {"data": {"epoch": 1, "position": 3}, "scheduler": {"rate": 0.1 + 0.2}, "config": "[model]\n"}

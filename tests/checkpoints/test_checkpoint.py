@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.checkpoints.state import plan_state
 from evenpipe.errors import InputError, RunError

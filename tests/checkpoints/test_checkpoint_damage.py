@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from evenpipe.checkpoints import checkpoint as module
-from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint
+from evenpipe.checkpoints import find_latest, load, open_checkpoint
 from evenpipe.checkpoints.folder import discard
 from evenpipe.checkpoints.manifest import MANIFEST, Manifest, hash_file, read_manifest
 from evenpipe.checkpoints.state import tensors_to_save

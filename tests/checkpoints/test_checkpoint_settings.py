@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 from transformers import get_scheduler
 
-from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
+from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
 from evenpipe.errors import InputError
 
 STEPS = 8
@@ -57,7 +57,7 @@ class Holder:
         return describe_settings(self.optimizer, self.scheduler, self.names)
 
     def load(self, settings: dict[str, Any]) -> None:
-        SettingsPlan(settings, self.optimizer, self.scheduler, self.names, "the checkpoint 'x'").put_in_place()
+        plan_settings(settings, self.optimizer, self.scheduler, self.names, where="the checkpoint 'x'")()
 
     @property
     def learning_rates(self) -> list[float]:

@@ -259,11 +259,14 @@ def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, caps
 
     generated = []
 
-    def generate(folder, prompt, **options):
-        generated.append((folder, prompt, options))
-        return prompt + " more"
+    def generator(folder):
+        def generate(prompt, **options):
+            generated.append((folder, prompt, options))
+            return prompt + " more"
 
-    monkeypatch.setattr("evenpipe.train.generation.generate", generate)
+        return generate
+
+    monkeypatch.setattr("evenpipe.train.generation.Generator", generator)
     arguments = ["--prompt", "text", "--new-tokens", "5", "--temperature", "0", "--top-k", "3", "--seed", "8"]
     assert main(["generate", "out", *arguments]) == 0
     assert generated == [("out", "text", {"max_new_tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 8})]

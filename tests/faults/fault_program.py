@@ -22,7 +22,7 @@ from fault_case import LAYERS, Case
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline, initialise_worker
-from evenpipe.checkpoints.checkpoint import prepare_folder, save
+from evenpipe.checkpoints import prepare_folder, save
 from evenpipe.communication.communicator import Handle
 from evenpipe.errors import InputError
 from evenpipe.processes.worker import finish_worker

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.host import engine
+from evenpipe.host import offload as module
 from evenpipe.host.copies import FileCopies
-from evenpipe.host.engine import activations_engine
-from evenpipe.host.offload import Activations, Entrance, keep_on_device
-from evenpipe.host.pool import SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
+from evenpipe.host.offload import Activations, Entrance, activations_engine, keep_on_device
+from evenpipe.host.pool import SLAB, FileSlab, HostPool, Slot, carve, slab_size
 from evenpipe.recipe.offload import PAGE, OffloadOptions
 
 CPU = torch.device("cpu")
@@ -33,10 +32,10 @@ class NoSlab:
         self.size = size
 
 
-@pytest.mark.parametrize("slab_size", [any_size, power_of_two])
+@pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_never_overlap_and_come_back(seed: int, slab_size: Callable[[int, int | None], int | None]) -> None:
-    chance, pool = random.Random(seed), HostPool(NoSlab, None, slab_size)
+def test_slots_never_overlap_and_come_back(seed: int, powers: bool) -> None:
+    chance, pool = random.Random(seed), HostPool(NoSlab, powers=powers)
     taken: list[Slot] = []
     for _ in range(400):
         if taken and chance.random() < 0.48:
@@ -80,29 +79,27 @@ def test_a_pool_is_no_larger_than_it_may_be() -> None:
     assert pool.take(6 * PAGE) is not None
 
 
-# slab, wanted bytes, room -> bytes of a new slab
+# whether powers of two, wanted bytes, room -> bytes of a new slab
 NEW_SLABS = [
-    (any_size, PAGE, None, SLAB),
-    (any_size, SLAB + PAGE, None, SLAB + PAGE),
-    (any_size, PAGE, 10 * PAGE, 10 * PAGE),
-    (any_size, 11 * PAGE, 10 * PAGE, None),
-    (power_of_two, PAGE, None, SLAB),
-    (power_of_two, SLAB, None, SLAB),
-    (power_of_two, SLAB + PAGE, None, 2 * SLAB),
-    (power_of_two, SLAB + PAGE, 2 * SLAB, 2 * SLAB),
-    (power_of_two, SLAB + PAGE, 2 * SLAB - PAGE, None),
-    (power_of_two, 5 * PAGE, 10 * PAGE, 8 * PAGE),
-    (power_of_two, 8 * PAGE, 8 * PAGE, 8 * PAGE),
-    (power_of_two, PAGE, PAGE, PAGE),
-    (power_of_two, PAGE, 0, None),
+    (False, PAGE, None, SLAB),
+    (False, SLAB + PAGE, None, SLAB + PAGE),
+    (False, PAGE, 10 * PAGE, 10 * PAGE),
+    (False, 11 * PAGE, 10 * PAGE, None),
+    (True, PAGE, None, SLAB),
+    (True, SLAB, None, SLAB),
+    (True, SLAB + PAGE, None, 2 * SLAB),
+    (True, SLAB + PAGE, 2 * SLAB, 2 * SLAB),
+    (True, SLAB + PAGE, 2 * SLAB - PAGE, None),
+    (True, 5 * PAGE, 10 * PAGE, 8 * PAGE),
+    (True, 8 * PAGE, 8 * PAGE, 8 * PAGE),
+    (True, PAGE, PAGE, PAGE),
+    (True, PAGE, 0, None),
 ]
 
 
-@pytest.mark.parametrize(("slab_size", "wanted", "room", "expected"), NEW_SLABS)
-def test_sizes_of_new_slabs(
-    slab_size: Callable[[int, int | None], int | None], wanted: int, room: int | None, expected: int | None
-) -> None:
-    assert slab_size(wanted, room) == expected
+@pytest.mark.parametrize(("powers", "wanted", "room", "expected"), NEW_SLABS)
+def test_sizes_of_new_slabs(powers: bool, wanted: int, room: int | None, expected: int | None) -> None:
+    assert slab_size(wanted, room, powers=powers) == expected
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -110,7 +107,7 @@ def test_what_is_locked_is_no_more_than_allowed(seed: int) -> None:
     """Powers of two, which torch's allocator does not round up: what the pool counts is what there is."""
     chance = random.Random(seed)
     limit = chance.randint(1, 4 * SLAB)
-    pool = HostPool(NoSlab, limit, power_of_two)
+    pool = HostPool(NoSlab, limit, powers=True)
     for _ in range(60):
         pool.take(chance.choice([1, PAGE, chance.randint(1, SLAB), chance.randint(1, 3 * SLAB)]))
     sizes = [slab.size for slab in pool.slabs]
@@ -119,8 +116,8 @@ def test_what_is_locked_is_no_more_than_allowed(seed: int) -> None:
 
 
 def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "PinnedSlab", NoSlab)
-    monkeypatch.setattr(engine, "StreamCopies", lambda pool, torch_device, streams: FileCopies(pool, streams))
+    monkeypatch.setattr(module, "PinnedSlab", NoSlab)
+    monkeypatch.setattr(module, "StreamCopies", lambda pool, torch_device, streams: FileCopies(pool, streams))
     activations = activations_engine(OffloadOptions(host_memory=100 * 2**20), torch.device("cuda"))
     for size in (70 * 2**20, 62 * 2**20, 31 * 2**20, 3 * 2**20):
         activations.pool.take(size)

@@ -17,7 +17,7 @@ from harness import GROUP_TIMEOUT, run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.errors import InputError, RunError
 from evenpipe.model.placement import Cut, Held, TensorPlacement

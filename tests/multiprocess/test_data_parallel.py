@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from evenpipe import Pipeline
+from evenpipe.checkpoints import find_latest, load, prepare_folder, save
 from evenpipe.checkpoints.agreement import Team
-from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, save
 from evenpipe.checkpoints.state import tensors_to_save
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError

@@ -12,7 +12,7 @@ from harness import run_processes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from evenpipe.checkpoints.checkpoint import save
+from evenpipe.checkpoints import save
 from evenpipe.errors import RunError
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.train.export import export_checkpoint

@@ -22,8 +22,7 @@ from harness import GROUP_TIMEOUT, run_processes
 from test_checkpoint_processes import Run, in_a_child
 from test_training import evenpipe, finish, write_config
 
-from evenpipe.checkpoints import checkpoint
-from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints import checkpoint, find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.lock import claim
 from evenpipe.errors import InputError, RunError
 

@@ -10,7 +10,7 @@ import pytest
 
 from evenpipe import Callback, TrainingState
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.callbacks import Callbacks, find_callbacks
+from evenpipe.train.callbacks import call, find_callbacks, make_callbacks
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.start import set_up
 
@@ -63,8 +63,8 @@ def test_classes_and_instances_are_found_in_the_folder_of_the_command(folder):
     found = find_callbacks(["callbacks_found_here:Mine", "callbacks_found_here:ready"])
     module = sys.modules["callbacks_found_here"]
     assert found == [module.Mine, module.ready]
-    assert Callbacks(found)
-    assert not Callbacks(find_callbacks([]))
+    assert make_callbacks(found)
+    assert not make_callbacks(find_callbacks([]))
 
 
 NOT_FOUND = [
@@ -101,9 +101,9 @@ def test_a_run_with_a_wrong_name_is_refused_before_the_data_is_read(folder):
 def test_what_cannot_be_made_is_a_sentence(folder):
     (needs_more,) = find_callbacks(["callbacks_found_here:NeedsMore"])
     with pytest.raises(InputError, match="callback callbacks_found_here:NeedsMore cannot be made without arguments"):
-        Callbacks([needs_more])
+        make_callbacks([needs_more])
     with pytest.raises(InputError, match=r"callbacks: int, expected instances of evenpipe\.Callback"):
-        Callbacks([3])
+        make_callbacks([3])
 
 
 class Answers(Callback):
@@ -122,15 +122,15 @@ class Answers(Callback):
 @pytest.mark.parametrize(("answers", "stop"), [((None, None), False), ((None, "stop"), True), (("stop", None), True)])
 def test_one_that_wants_to_stop_is_enough_and_all_are_called(answers, stop):
     callbacks = [Answers(answer) for answer in answers]
-    assert Callbacks(callbacks).call("on_step_end", state()) is stop
+    assert call(make_callbacks(callbacks), "on_step_end", state()) is stop
     assert [one.seen for one in callbacks] == [[3], [3]]
 
 
 def test_any_other_answer_is_a_sentence():
     with pytest.raises(RunError, match=r'Answers returned true from on_step_end, expected None or "stop"$'):
-        Callbacks([Answers(True)]).call("on_step_end", state())
+        call(make_callbacks([Answers(True)]), "on_step_end", state())
     with pytest.raises(RunError, match=r"Answers returned true from on_save, expected None$"):
-        Callbacks([Answers(True)]).call("on_save", state(), "somewhere")
+        call(make_callbacks([Answers(True)]), "on_save", state(), "somewhere")
 
 
 class Fails(Callback):
@@ -143,7 +143,7 @@ class Fails(Callback):
 
 def test_a_failing_one_is_named_with_its_traceback():
     with pytest.raises(RunError) as caught:
-        Callbacks([Fails(KeyError("lost"))]).call("on_evaluate", state())
+        call(make_callbacks([Fails(KeyError("lost"))]), "on_evaluate", state())
     sentence, *traceback = str(caught.value).splitlines()
     assert sentence == f"callback {__name__}:Fails failed in on_evaluate at step 3: KeyError: 'lost'"
     assert traceback[0] == "Traceback (most recent call last):"
@@ -154,7 +154,7 @@ def test_a_failing_one_is_named_with_its_traceback():
 
 def test_the_end_of_another_process_is_no_fault_of_the_callback():
     with pytest.raises(RunError, match=r"^process 1 has died$"):
-        Callbacks([Fails(RunError("process 1 has died"))]).call("on_evaluate", state())
+        call(make_callbacks([Fails(RunError("process 1 has died"))]), "on_evaluate", state())
 
 
 def test_the_loss_is_that_of_the_last_step():

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.train.config_file import apply_overrides, config_from_dict, config_to_dict, load_config, sections
+from evenpipe.train.config_file import apply_overrides, config_from_dict, load_config, sections
 from evenpipe.train.config_help import configuration_help, describe_section
 
 TOML = """
@@ -125,7 +125,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 def test_plain_data_and_back(path):
     config = load_config(path, ["optimizer.clip_norm=none", "training.minutes=2"])
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert config_from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_every_field_is_documented():

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from evenpipe.errors import InputError
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
+from evenpipe.train.model_source import check_pipeline, model_config, pipeline_model
 
 SMALL = {
     "hidden_size": 16,
@@ -84,6 +84,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
 def test_refused(changes, words):
     with pytest.raises(InputError) as caught:
+        check_pipeline(config(**changes))
         pipeline_model(config(**changes), tokenizer_size=500, end_of_text_id=0)
     assert "\n" not in str(caught.value)
     for word in words:
@@ -97,7 +98,7 @@ def test_a_saved_model_with_a_smaller_vocabulary_than_the_tokenizer_is_refused(f
 
 def test_a_stage_without_layers_belongs_to_redistribute():
     accepted = config(pipeline={"processes": 2, "layers_per_stage": [4, 0], "vocabulary": "redistribute"})
-    check_shape(accepted, model_config(accepted.model))
+    check_pipeline(accepted)
 
 
 SCHEDULES_REFUSED = [
@@ -137,8 +138,7 @@ def test_schedules_that_do_not_fit_are_refused_before_a_process_starts(pipeline,
     named = {"FILE": str(order), "BROKEN": str(broken)}
     schedule = named.get(pipeline["schedule"], pipeline["schedule"])
     with pytest.raises(InputError) as caught:
-        given = config(pipeline={**pipeline, "schedule": schedule})
-        check_schedule(given, model_config(given.model))
+        check_pipeline(config(pipeline={**pipeline, "schedule": schedule}))
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value), str(caught.value)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from evenpipe.checkpoints.checkpoint import save
+from evenpipe.checkpoints import save
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import persistent_buffers
 from evenpipe.model.placement import Held
@@ -293,7 +293,7 @@ def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint = checkpoint_of(build(), tmp_path)
     read: list[tuple[StorageWeakRef, int]] = []
     most = 0
-    real = module.read_tensors
+    real = module.read_state
 
     def counting(opened: Any, index: Any, state: dict[str, Held]) -> None:
         nonlocal most
@@ -301,7 +301,7 @@ def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         most = max(most, sum(size for reference, size in read if not reference.expired()))
         real(opened, index, state)
 
-    monkeypatch.setattr(module, "read_tensors", counting)
+    monkeypatch.setattr(module, "read_state", counting)
     largest = 97 * 32 * 4
     export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=1)
     assert len(read) == 21

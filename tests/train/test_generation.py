@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from evenpipe.errors import InputError
-from evenpipe.train.generation import Generator, generate
+from evenpipe.train.generation import Generator
 from evenpipe.train.tokenizer import train_tokenizer
 
 PROMPT = "import os\n"
+
+
+def generate(folder, prompt, **options):
+    return Generator(folder)(prompt, **options)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_the_running_mean_goes_on_to_the_last_bit():
     expected = [whole.add(loss) for loss in losses]
     for loss in losses[:77]:
         first.add(loss)
-    resumed = RunningMean(**json.loads(json.dumps(first.state())))
+    resumed = RunningMean(**json.loads(json.dumps(asdict(first))))
     assert [resumed.add(loss) for loss in losses[77:]] == expected[77:]
 
 

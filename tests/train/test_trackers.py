@@ -15,7 +15,7 @@ from evenpipe.train import trackers
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.metrics import Metrics, StepMetrics
 from evenpipe.train.start import set_up
-from evenpipe.train.trackers import check_trackers, open_trackers
+from evenpipe.train.trackers import Tracker, check_trackers
 
 
 class Recorder:
@@ -87,7 +87,7 @@ def start(folder, steps, *, resume_step=0, project="mine"):
     )
     stream = io.StringIO()
     metrics = Metrics(folder, steps=steps, resume_step=resume_step, tensorboard=False, stream=stream)
-    metrics.follow(open_trackers(config, metrics.say))
+    metrics.follow(Tracker(name, config, metrics.say) for name in config.output.trackers)
     for number in range(resume_step + 1, steps + 1):
         metrics.log(step(number))
     metrics.log_evaluation(steps, 3.5, 99)

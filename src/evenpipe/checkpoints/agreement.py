@@ -12,9 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from evenpipe.checkpoints.manifest import DamagedError
 from evenpipe.communication.messages import gather_values
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.worker import current_watch
+
+_ERRORS = {kind.__name__: kind for kind in (InputError, DamagedError, RunError)}
 
 
 class Team:
@@ -30,11 +33,8 @@ class Team:
         self.size = dist.get_world_size(self.group) if self.distributed else 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, by rank, as read from JSON: tuples become lists.
-
-        Raises:
-            RunError: a process died or does not answer.
-        """
+        """Return the value of every process, by rank, as read from JSON: tuples become lists. Raises RunError if a
+        process died or does not answer."""
         if not self.distributed:
             return [json.loads(json.dumps(value))]
         watch = current_watch()
@@ -45,7 +45,10 @@ class Team:
         try:
             values = gather_values(value, self.group)
         except RuntimeError as error:
-            raise (RunError(describe_lost_process(error)) if watch is None else watch.explain(error)) from error
+            if watch is not None:
+                raise watch.explain(error) from error
+            reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+            raise RunError(f"another process died or does not answer ({reason})") from error
         if watch is not None:
             watch.arrived()
         return values
@@ -54,40 +57,33 @@ class Team:
         """Do the work on every process; return all results, by rank, as `gather` does.
 
         Raises:
-            InputError, RunError: on every process, if the work raised on one of them; OSError becomes RunError. Any
-                other exception, which is a bug, is raised unchanged on its process and as RunError on the others.
+            InputError, DamagedError, RunError: on every process, if the work raised on one of them; OSError becomes
+                RunError. Any other exception, which is a bug, is raised unchanged on its process and as RunError on
+                the others.
         """
         value: Any = None
         failure: tuple[str, str] | None = None
         unexpected: Exception | None = None
         try:
             value = work()
-        except InputError as error:
-            failure = ("input", str(error))
-        except RunError as error:
-            failure = ("run", str(error))
+        except (InputError, RunError) as error:
+            failure = (type(error).__name__, str(error))
         except OSError as error:
-            failure = ("run", f"process {self.rank}: {describe_os_error(error)}")
+            failure = ("RunError", f"process {self.rank}: {describe_os_error(error)}")
         except Exception as error:
-            failure, unexpected = ("run", f"process {self.rank}: {type(error).__name__}: {error}"), error
+            failure, unexpected = ("RunError", f"process {self.rank}: {type(error).__name__}: {error}"), error
         outcomes = self.gather((failure, value))
         if unexpected is not None:
             raise unexpected
         for failed, _ in outcomes:
             if failed is not None:
                 kind, text = failed
-                raise (InputError if kind == "input" else RunError)(text)
+                raise _ERRORS.get(kind, InputError)(text)
         return [result for _, result in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Do the work on the first process only; return its result on all. Raises as `everywhere`."""
         return self.everywhere(work if self.rank == 0 else lambda: None)[0]
-
-
-def describe_lost_process(error: RuntimeError) -> str:
-    """Return the likely cause of a failed collective, with the first clause of the message of gloo or NCCL."""
-    reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
-    return f"another process died or does not answer ({reason})"
 
 
 def describe_os_error(error: OSError) -> str:

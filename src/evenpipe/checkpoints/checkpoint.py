@@ -39,21 +39,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 import evenpipe
-from evenpipe.checkpoints.agreement import Team, describe_os_error
-from evenpipe.checkpoints.folder import (
-    Checkpoint,
-    Found,
-    Rejected,
-    delete_old,
-    discard,
-    find_latest,
-    open_checkpoint,
-    prepare_folder,
-    remove_stale,
-)
+from evenpipe.checkpoints.agreement import Team
+from evenpipe.checkpoints.folder import Checkpoint, delete_old, discard, remove_stale
 from evenpipe.checkpoints.lock import check, hold
 from evenpipe.checkpoints.manifest import (
     MANIFEST,
@@ -65,15 +54,8 @@ from evenpipe.checkpoints.manifest import (
     sync_folder,
     write_synced,
 )
-from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
-from evenpipe.checkpoints.state import (
-    Parameters,
-    State,
-    StatePlan,
-    parameter_names,
-    plan_state,
-    tensors_to_save,
-)
+from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
+from evenpipe.checkpoints.state import Parameters, State, StatePlan, parameter_names, plan_state, tensors_to_save
 from evenpipe.checkpoints.storage import (
     INDEX,
     RUN,
@@ -85,18 +67,6 @@ from evenpipe.checkpoints.storage import (
     tensor_entries,
 )
 from evenpipe.errors import InputError, RunError
-
-__all__ = [
-    "Checkpoint",
-    "Found",
-    "Rejected",
-    "find_latest",
-    "load",
-    "open_checkpoint",
-    "prepare_folder",
-    "read_tensors",
-    "save",
-]
 
 _BYTES_PER_TENSOR = 4096
 """Upper bound of a tensor's overhead on disk: its zip archive, its lines in index and manifest."""
@@ -113,18 +83,12 @@ def save(  # noqa: PLR0917
     scheduler: Any = None,
     keep: int | None = 2,
 ) -> Path:
-    """Save a checkpoint; return its folder, `folder/step-NNNNNNNN`. Collective.
+    """Save a checkpoint, as `Pipeline.save_checkpoint` explains; return its folder. Collective.
 
     Args:
-        folder: folder of all checkpoints of a run, on a file system that all processes share.
-        step: number of optimizer steps taken. A checkpoint of the same step is replaced once the new one is complete.
         shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
-        optimizer: an optimizer of parameters in `shards`. Its existing state and the options of its groups, such as the
-            learning rate, are saved.
         metadata: further JSON values that resuming needs. Only the first process's are saved.
-        scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; its state is saved.
-        keep: number of checkpoints to keep, this one and the newest complete ones before it; None: all. Checkpoints of
-            later steps (left over if a run was resumed at an earlier one) stay.
+        keep: checkpoints of later steps (left over if a run was resumed at an earlier one) stay, too.
 
     Raises:
         InputError: a value in `metadata`, or a setting of the optimizer or scheduler, is not JSON, state of the
@@ -230,18 +194,13 @@ def load(
     *,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into this process's parameters, optimizer and scheduler; return its metadata. Collective.
+    """Load a checkpoint into parameters, optimizer and scheduler, as `Pipeline.load_checkpoint` explains; return its
+    metadata. Collective.
 
-    The number of processes and the vocabulary mode may differ from those at saving. All tensors are first read into
-    new memory, or into host memory that a `HostAdamW` has not used yet: if anything fails on any process, parameters
-    and optimizer have not changed. Then the parameters are overwritten in place, and the optimizer's state is replaced:
-    created if it has never stepped, removed if the checkpoint has none.
-
-    Args:
-        checkpoint: from find_latest or open_checkpoint.
-        shards, optimizer, scheduler: as for `save`. Without an optimizer, its state is not read. With one, the options
-            of its groups, such as learning rates, become those of the checkpoint: every parameter gets the options that
-            it was saved with, even if the groups of processes were different.
+    All tensors are first read into new memory, or into host memory that a `HostAdamW` has not used yet: if anything
+    fails on any process, parameters and optimizer have not changed. Then the parameters are overwritten in place, and
+    the optimizer's state is replaced: created if it has never stepped, removed if the checkpoint has none. Every
+    parameter gets the options that it was saved with, even if the groups of processes were different.
 
     Raises:
         InputError: names, shapes, dtypes, the kind of optimizer or scheduler, or their groups differ from the
@@ -251,41 +210,32 @@ def load(
     team = Team(process_group)
     where = f"the checkpoint {str(checkpoint.path)!r}"
 
-    def prepare() -> tuple[StatePlan, SettingsPlan]:
-        plan = plan_state(checkpoint.manifest, shards, optimizer)
-        return plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)
+    plans: list[tuple[StatePlan, Callable[[], None]]] = []
 
-    plan, settings = _value(team, prepare)
-    known = {name for names in team.gather(sorted(shards)) for name in names}
+    def prepare() -> list[str]:
+        plan = plan_state(checkpoint.manifest, shards, optimizer)
+        plans.append((plan, plan_settings(checkpoint.settings, optimizer, scheduler, _names(shards), where=where)))
+        return sorted(shards)
+
+    known = {name for names in team.everywhere(prepare) for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
             f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
         )
 
+    ((plan, put_settings_in_place),) = plans
+
     def read() -> None:
         try:
-            read_tensors(checkpoint, read_index(checkpoint.path, checkpoint.manifest), plan.state)
+            read_state(checkpoint.path, read_index(checkpoint.path, checkpoint.manifest), plan.state)
         except DamagedError as error:
             raise InputError(f"{where} cannot be used: {error}") from error
 
     team.everywhere(read)
     plan.put_in_place()
-    settings.put_in_place()
+    put_settings_in_place()
     return checkpoint.metadata
-
-
-def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
-    """Fill tensors, by key, from a checkpoint. No communication.
-
-    Raises:
-        RunError: a file cannot be read.
-    """
-    try:
-        read_state(checkpoint.path, index, state)
-    except Exception as error:  # of torch, for a file that has changed since it was verified
-        what = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {what}") from error
 
 
 def _names(shards: Parameters) -> dict[nn.Parameter, str]:
@@ -310,13 +260,6 @@ def _put_in_place(temporary: Path, published: Path) -> None:
             replaced.rename(published)
         check(published.parent)  # raises the better explanation
         raise
-
-
-def _value(team: Team, work: Callable[[], Any]) -> Any:
-    """Return the result of the work on this process after it has succeeded on all; the result is not sent."""
-    results = []
-    team.everywhere(lambda: results.append(work()))
-    return results[0]
 
 
 def _in_words(size: int) -> str:

@@ -6,12 +6,13 @@ with a `process_group` are collective over it, as in checkpoint.py. Reading need
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,8 @@ def newest_step(folder: Path) -> int | None:
 def open_checkpoint(
     path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> Checkpoint:
-    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `alone`.
-
-    Raises:
-        InputError: the folder is not a checkpoint, or damaged; the sentence names the file and the damage.
-    """
+    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `alone`. Raises InputError if
+    the folder is not a checkpoint, or damaged; the sentence names the file and the damage."""
     try:
         return _verify(Path(path), Team(process_group, alone=alone), named_step=None)
     except DamagedError as error:
@@ -184,7 +182,8 @@ def open_checkpoint(
 def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
     """Return the checkpoint. Raises DamagedError on every process if the folder does not agree with its manifest."""
 
-    def check_cheaply() -> dict[str, Any]:
+    @_damage_of_disk()
+    def check_cheaply() -> str:
         manifest = read_manifest(path)
         if named_step not in (None, manifest.step):
             raise DamagedError(f"{MANIFEST} says step {manifest.step}")
@@ -192,42 +191,31 @@ def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
             if name not in manifest.files:
                 raise DamagedError(f"{MANIFEST} does not name {name}")
         check_sizes(path, manifest)
-        return {"manifest": manifest.to_bytes().decode("ascii")}
+        return manifest.to_bytes().decode("ascii")
 
-    def check_share() -> dict[str, Any]:
+    @_damage_of_disk()
+    def check_share() -> None:
         for name in _share(manifest.files, team):
             check_hash(path, name, manifest.files[name])
-        return {}
 
-    def check_contents() -> dict[str, Any]:
+    @_damage_of_disk()
+    def check_contents() -> tuple[dict[str, Any], dict[str, Any]]:
         check_marks(path, manifest)
         read_index(path, manifest)
-        metadata, settings = read_run(path, manifest)
-        return {"metadata": metadata, "settings": settings}
+        return read_run(path, manifest)
 
-    manifest = Manifest.from_bytes(_sound(team, check_cheaply, alone=True)["manifest"].encode("ascii"))
-    _sound(team, check_share)
-    return Checkpoint(path, manifest.step, manifest, **_sound(team, check_contents, alone=True))
+    manifest = Manifest.from_bytes(team.first(check_cheaply).encode("ascii"))
+    team.everywhere(check_share)
+    return Checkpoint(path, manifest.step, manifest, *team.first(check_contents))
 
 
-def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = False) -> dict[str, Any]:
-    """Return the JSON result of the first process; `alone`: only it does the work. All raise a DamagedError of one."""
-
-    def outcome() -> dict[str, Any]:
-        if alone and team.rank > 0:
-            return {}
-        try:
-            return work()
-        except DamagedError as error:
-            return {"damage": str(error)}
-        except OSError as error:
-            return {"damage": f"it cannot be read: {describe_os_error(error)}"}
-
-    outcomes = team.everywhere(outcome)
-    for found in outcomes:
-        if "damage" in found:
-            raise DamagedError(found["damage"])
-    return outcomes[0]
+@contextlib.contextmanager
+def _damage_of_disk() -> Iterator[None]:
+    """Turn an error of the system into a DamagedError."""
+    try:
+        yield
+    except OSError as error:
+        raise DamagedError(f"it cannot be read: {describe_os_error(error)}") from error
 
 
 def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:

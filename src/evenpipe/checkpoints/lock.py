@@ -105,16 +105,10 @@ def claim(
     """Take the lock of a folder, and make the folder if necessary. A process that has the lock gets its claim again.
 
     Waits up to SILENCE_SECONDS if the holder is on another machine and may be dead. The lock is released at the end of
-    this process, or by `release`.
+    this process, or by `release`. Raises InputError if a running process has it, OSError as the file system does.
 
-    Args:
-        folder: on any file system that all machines share.
-        force: take the lock even from a running holder, whose next `check` then fails.
-        field, by_force: name of the setting of the folder, and the way to set `force`; for the message.
-
-    Raises:
-        InputError: a running process has the lock.
-        OSError: the folder cannot be made or written to.
+    force: take the lock even from a running holder, whose next `check` then fails.
+    field, by_force: name of the setting of the folder, and the way to set `force`; for the message.
     """
     path = os.path.realpath(folder)
     Path(path).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +68,15 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the text of the manifest, including its own hash."""
-        content = {
-            "format": FORMAT,
-            "version": VERSIONS[self.id is not None],
-            "step": self.step,
-            "files": {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
-            "tensors": {key: {"shape": list(entry.shape), "dtype": entry.dtype} for key, entry in self.tensors.items()},
-            "versions": self.versions,
-            **({} if self.id is None else {"id": self.id}),
-        }
+        content = {"format": FORMAT, "version": VERSIONS[self.id is not None], **asdict(self)}
+        if self.id is None:
+            del content["id"]
         return _canonical({**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
-        """Return the manifest that `to_bytes` wrote.
-
-        Raises:
-            DamagedError: `to_bytes` would write other bytes, or the version is unknown.
-        """
+        """Return the manifest that `to_bytes` wrote. Raises DamagedError if it would write other bytes, or the version
+        is unknown."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -103,10 +94,8 @@ class Manifest:
                 f"{MANIFEST} is of version {version}, and this evenpipe reads {VERSIONS[0]} and {VERSIONS[1]}"
             )
         try:  # from here on, only a manifest of another program fails
-            files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
-            tensors = {
-                key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
-            }
+            files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            tensors = {key: TensorEntry(tuple(one["shape"]), one["dtype"]) for key, one in content["tensors"].items()}
             manifest = cls(content["step"], files, tensors, content["versions"], identity)
             if (version == VERSIONS[0]) != (identity is None) or not _ID.fullmatch(identity or "0" * 32):
                 raise ValueError("no id of a save")
@@ -119,11 +108,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint folder after checking its own hash.
-
-    Raises:
-        DamagedError: the manifest is missing, cannot be read, or is damaged.
-    """
+    """Return the manifest of a checkpoint folder after checking its own hash. Raises DamagedError."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -134,11 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Compare every file's size with the manifest: quick, and enough to find truncated files.
-
-    Raises:
-        DamagedError: a file is missing, or has another size.
-    """
+    """Compare every file's size with the manifest: quick, and enough to find truncated files. Raises DamagedError."""
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -149,11 +130,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_hash(folder: Path, name: str, entry: FileEntry) -> None:
-    """Compare one file's content with the manifest; reads the whole file.
-
-    Raises:
-        DamagedError: the content differs, or cannot be read.
-    """
+    """Compare one file's content with the manifest; reads the whole file. Raises DamagedError."""
     try:
         found = hash_file(folder / name)
     except OSError as error:

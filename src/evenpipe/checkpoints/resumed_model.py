@@ -13,16 +13,9 @@ from evenpipe.model.config_changes import config_changes
 def check_same_model(checkpoint: Checkpoint, description: Description) -> list[str]:
     """Refuse a checkpoint of a model that computes another function of the same weights. Call it before `load`.
 
-    Args:
-        checkpoint: `model_config` in its metadata is the transformers config of its training, from `to_dict`. Without
-            it nothing is compared.
-        description: the model to load into, such as `Pipeline.description`.
-
-    Returns:
-        A sentence for each different field that does not change the model's function, such as a dropout.
-
-    Raises:
-        InputError: names the first field that changes it.
+    `model_config` in its metadata is the transformers config of its training; without it nothing is compared. Returns a
+    sentence for each different field that does not change the model's function, such as a dropout; raises InputError
+    that names the first field that does.
     """
     before = checkpoint.metadata.get("model_config")
     if before is None or description.config is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,11 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return the settings of this process, for `merge_settings`.
-
-    Raises:
-        InputError: a value that is not JSON.
-    """
+    """Return the settings of this process, for `merge_settings`. Raises InputError for a value that is not JSON."""
     _check_pair(optimizer, scheduler)
     own: dict[str, Any] = {}
     if optimizer is not None:
@@ -55,11 +51,8 @@ def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mappin
 
 
 def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the settings of all processes, by rank, into those of a checkpoint.
-
-    Raises:
-        InputError: with a scheduler, processes have different numbers of groups.
-    """
+    """Merge the settings of all processes, by rank, into those of a checkpoint. Raises InputError if there is a
+    scheduler, but processes have different numbers of groups."""
     settings: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
@@ -86,58 +79,49 @@ def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return settings
 
 
-class SettingsPlan:
-    """The checked settings of a checkpoint for an optimizer and a scheduler; `put_in_place` applies them.
-
-    where: the checkpoint, in words.
-
-    Raises:
-        InputError: the checkpoint has another optimizer or scheduler, or none, or other groups.
-    """
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        optimizer: Optimizer | None,
-        scheduler: Any,
-        names: Mapping[nn.Parameter, str],
-        where: str,
-    ) -> None:
-        _check_pair(optimizer, scheduler)
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._scheduler, self._state = scheduler, None
-        saved = settings.get("optimizer")
-        if optimizer is not None and saved is not None:
-            if saved["type"] != _kind(optimizer):
-                raise InputError(
-                    f"optimizer: it is {_kind(optimizer)}, but {where} was saved with {saved['type']}; expected the"
-                    " same one, or another folder for a new run"
-                )
-            for place, group in enumerate(optimizer.param_groups):
-                options = _options_of_group(saved, place, [names[one] for one in group["params"]], where)
-                if options is not None:
-                    self._groups.append((group, options))
-        saved = settings.get("scheduler")
-        if scheduler is not None:
-            self._state = _state_of_scheduler(saved, optimizer, scheduler, where)
-        elif optimizer is not None and saved is not None:
-            _log.warning(
-                "%s contains the state of a scheduler (%s), but no scheduler is given: the learning rate does not"
-                " continue the saved schedule",
-                where,
-                saved["type"],
+def plan_settings(
+    settings: Mapping[str, Any],
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    names: Mapping[nn.Parameter, str],
+    *,
+    where: str,
+) -> Callable[[], None]:
+    """Check the settings of a checkpoint (`where`, in words) for an optimizer and a scheduler; return a function that
+    applies them. Raises InputError if it has another optimizer or scheduler, or none, or other groups."""
+    _check_pair(optimizer, scheduler)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    saved, saved_scheduler = settings.get("optimizer"), settings.get("scheduler")
+    if optimizer is not None and saved is not None:
+        if saved["type"] != _kind(optimizer):
+            raise InputError(
+                f"optimizer: it is {_kind(optimizer)}, but {where} was saved with {saved['type']}; expected the same"
+                " one, or another folder for a new run"
             )
+        for place, group in enumerate(optimizer.param_groups):
+            options = _options_of_group(saved, place, [names[one] for one in group["params"]], where)
+            groups.append((group, options))
+    state = None if scheduler is None else _state_of_scheduler(saved_scheduler, optimizer, scheduler, where)
+    if scheduler is None and optimizer is not None and saved_scheduler is not None:
+        _log.warning(
+            "%s contains the state of a scheduler (%s), but no scheduler is given: the learning rate does not"
+            " continue the saved schedule",
+            where,
+            saved_scheduler["type"],
+        )
 
-    def put_in_place(self) -> None:
-        for group, options in self._groups:
+    def put_in_place() -> None:
+        for group, options in groups:
             for name, value in options.items():
                 held = group.get(name)
                 if isinstance(held, Tensor):  # a learning rate that a compiled step reads
                     held.fill_(value)
                 else:
                     group[name] = value
-        if self._state is not None:
-            self._scheduler.load_state_dict(self._state)
+        if state is not None:
+            scheduler.load_state_dict(state)
+
+    return put_in_place
 
 
 def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
@@ -157,16 +141,14 @@ def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _options_of_group(
-    saved: Mapping[str, Any], place: int, parameters: Sequence[str], where: str
-) -> dict[str, Any] | None:
-    """Return the saved options of a group's parameters, or of its index if it is empty; None: none were saved."""
+def _options_of_group(saved: Mapping[str, Any], place: int, parameters: Sequence[str], where: str) -> dict[str, Any]:
+    """Return the saved options of a group's parameters, or of its index if it is empty; none if none were saved."""
     groups = saved["groups"]
     options = {name: groups[saved["group_of"][name]] for name in parameters if name in saved["group_of"]}
     if not parameters and place < len(groups):
         options[""] = groups[place]
     if not options:
-        return None
+        return {}
     first = next(iter(options))
     for name, others in options.items():
         if others != options[first]:

@@ -35,12 +35,10 @@ def parameter_names(manifest: Manifest) -> list[str]:
 
 
 def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None) -> State:
-    """Return this process's part of a checkpoint. The tensors are those in use, not copies.
+    """Return this process's part of a checkpoint. The tensors are those in use, not copies. Optimizer state that does
+    not exist (before the first step, or for a frozen parameter) is not saved.
 
-    Optimizer state that does not exist (before the first step, or for a frozen parameter) is not saved.
-
-    Raises:
-        InputError: state of the optimizer is neither one number nor has its parameter's rows.
+    Raises InputError for state of the optimizer that is neither one number nor has its parameter's rows.
     """
     owned = _owned(shards, optimizer)
     state: State = {}
@@ -99,9 +97,7 @@ def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Op
     """Return the tensors that this process reads from a checkpoint. Memory is allocated for all except moments that the
     optimizer keeps on the host.
 
-    Raises:
-        InputError: the checkpoint lacks a parameter, or has another shape or dtype of it or of existing optimizer
-            state.
+    Raises InputError if the checkpoint lacks a parameter, or has another shape or dtype of it or of existing state.
     """
     saved_states = _saved_states(manifest)
     owned = _owned(shards, optimizer)
@@ -129,7 +125,7 @@ def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Op
             cut_alike = None if same_on_all else shard.placement.of_state(state_entry.shape, whole=True)
             placement = cut_alike or TensorPlacement(state_entry.shape)
             dtype, shape = getattr(torch, state_entry.dtype), placement.local_shape
-            place = _place_on_host(optimizer, parameter, key)
+            place = optimizer.moment_on_host(parameter, key) if isinstance(optimizer, HostAdamW) else None
             if place is None:
                 fresh = torch.empty(shape, dtype=dtype, device=_state_device(key, parameter, owned[parameter]))
             elif not existing and place.shape == shape and place.dtype == dtype:
@@ -180,11 +176,6 @@ def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any])
 def _is_same_on_all(parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether state of rows belongs to the whole parameter, according to the optimizer."""
     return isinstance(optimizer, Adafactor) and optimizer.is_same_on_all(parameter, state)
-
-
-def _place_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: str) -> Tensor | None:
-    """Return the host memory of state that an optimizer keeps on the host, else None."""
-    return optimizer.moment_on_host(parameter, state) if isinstance(optimizer, HostAdamW) else None
 
 
 def _check_equal(what: str, property_name: str, saved: Any, held: Any) -> None:

@@ -44,9 +44,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from evenpipe.checkpoints.agreement import describe_os_error
 from evenpipe.checkpoints.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 from evenpipe.communication.messages import dtype_name, dtype_of
-from evenpipe.errors import InputError
+from evenpipe.errors import InputError, RunError
 from evenpipe.model.placement import Held
 
 INDEX = ".metadata"
@@ -93,7 +94,8 @@ class Writer(FileSystemWriter):
         # It names the file by the index in the list.
         plan = self.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])[rank]
         with _disk_errors(self.path):
-            results = {result.index: result for result in self.write_data(plan, _Sources(tensors)).wait()}
+            written = self.write_data(plan, _Tensors(tensors)).wait()  # type: ignore[arg-type]  # it resolves data
+            results = {result.index: result for result in written}
         return [_piece_to_json(item, results[item.index]) for item in plan.items]
 
     def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
@@ -123,8 +125,8 @@ class Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)  # torch would add the path, as a class that differs between Pythons
 
 
-class _Sources(DefaultSavePlanner):
-    """Knows the tensors to write."""
+class _Tensors(DefaultLoadPlanner):
+    """Knows the tensors to write, or to read into: what storage asks of a planner of torch."""
 
     def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
         super().__init__()
@@ -132,6 +134,10 @@ class _Sources(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._tensors[write_item.index]
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        whole = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensors[read_item.dest_index][tuple(slice(first, first + length) for first, length in whole)]
 
 
 class _MarkedFiles(FileSystem):
@@ -149,12 +155,8 @@ class _MarkedFiles(FileSystem):
 
 
 def check_marks(folder: Path, manifest: Manifest) -> None:
-    """Compare the id in every file of tensors with that of the manifest, if it names one.
-
-    Raises:
-        DamagedError: a file comes from another save, or does not name one.
-        OSError: a file cannot be read.
-    """
+    """Compare the id in every file of tensors with that of the manifest, if it names one. Raises DamagedError if a file
+    comes from another save or does not name one, OSError if it cannot be read."""
     if manifest.id is None:
         return
     for name in manifest.files.keys() - {INDEX, RUN}:
@@ -173,12 +175,8 @@ def run_json(metadata: Mapping[str, Any], settings: Mapping[str, Any], save_id: 
 
 
 def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metadata and the settings in run.json; older checkpoints have no settings.
-
-    Raises:
-        DamagedError: the file comes from another save, or is not JSON.
-        OSError: the file cannot be read.
-    """
+    """Return the metadata and the settings in run.json; older checkpoints have no settings. Raises DamagedError if the
+    file comes from another save or is not JSON, OSError if it cannot be read."""
     try:
         content = json.loads((folder / RUN).read_bytes())
         metadata = content if manifest.id is None else content["metadata"]
@@ -194,7 +192,7 @@ def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str
 
 def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Tensor]]) -> None:
     """Fill tensors, by key, from a verified folder with the index of `read_index`, whatever the parts that were saved.
-    No communication. Raises whatever torch does."""
+    No communication. Raises RunError if a file cannot be read."""
     items, tensors = [], {}
     for key, held in state.items():
         chunks = []
@@ -206,19 +204,11 @@ def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Ten
         items += create_read_items_for_chunk_list(key, entry, chunks)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(index, is_coordinator=True)
-    reader.read_data(LoadPlan(items), _Destinations(tensors)).wait()
-
-
-class _Destinations(DefaultLoadPlanner):
-    """Knows the tensors to read into."""
-
-    def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        whole = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._tensors[read_item.dest_index][tuple(slice(first, first + length) for first, length in whole)]
+    try:
+        reader.read_data(LoadPlan(items), _Tensors(tensors)).wait()
+    except Exception as error:  # of torch, for a file that has changed since it was verified
+        what = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RunError(f"the checkpoint {str(folder)!r} cannot be read: {what}") from error
 
 
 def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, torch.Tensor]]:
@@ -230,12 +220,8 @@ def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex,
 
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
-    """Return the index of a folder, compared with its manifest. Runs no code from the file.
-
-    Raises:
-        DamagedError: the index names other things than tensors, or does not agree with the manifest.
-        OSError: the index cannot be read.
-    """
+    """Return the index of a folder, compared with its manifest. Runs no code from the file. Raises DamagedError if it
+    names other things than tensors, or does not agree with the manifest; OSError if it cannot be read."""
     content = (folder / INDEX).read_bytes()
     try:
         index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()

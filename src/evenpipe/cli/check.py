@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import add_costs, add_edges, add_json, add_memory_limit, costs, edges, numbers
+from evenpipe.cli.schedule_arguments import add_costs, add_edges, add_json, add_memory_limit, costs, edges
+from evenpipe.cli.values import numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

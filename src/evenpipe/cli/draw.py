@@ -90,21 +90,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
     from evenpipe.plan.measured import compare
     from evenpipe.schedule.trace_file import read_trace
 
-    others = (
-        "schedule",
-        "compare",
-        "devices",
-        "microbatches",
-        "stages_per_device",
-        "slices",
-        "group_size",
-        "edges",
-        "memory_limit",
-        "data_parallel",
-        "reshard",
-        "prefetch",
-    )
-    for name in (*others, "vocabulary"):
+    others = ("schedule", "compare", "devices", "microbatches", "stages_per_device", "slices", "group_size", "edges")
+    for name in (*others, "memory_limit", "data_parallel", "reshard", "prefetch", "vocabulary"):
         if getattr(arguments, name) is not None:
             option = name.replace("_", "-")
             raise InputError(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenpipe.cli.lists import whole_numbers
+from evenpipe.cli.model_argument import read_model
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json, add_offload, add_options, offload, options, refuse_too_large
+from evenpipe.cli.values import check_output, memory, whole_numbers
 from evenpipe.errors import InputError
-from evenpipe.given import plain, write_text
+from evenpipe.given import write_text
 
 if TYPE_CHECKING:
     from evenpipe.costs.hardware import Hardware
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from evenpipe.memory.paper import PaperEstimate
     from evenpipe.memory.states import Dtypes
     from evenpipe.model import Description
-    from evenpipe.recipe.parallelism import Parallelism
     from evenpipe.recipe.recipe import Recipe
 
 SEQUENCE = 4096
@@ -133,28 +134,25 @@ def _add_what_runs(what: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print."""
-    from evenpipe.cli.model_argument import read_model
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
-    from evenpipe.memory.sizes import parse_size
 
     if arguments.output is not None:
-        _check_output(arguments.output)
-    memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
+        check_output(Path(arguments.output), ".svg", "the picture")
+    memory_bytes = memory(arguments)
     hardware = None if arguments.hardware is None else find_hardware(arguments.hardware)
-    parallelism = _parallelism(arguments)
-    arguments.devices = parallelism.pp
+    arguments.devices = arguments.pp
     refuse_too_large(arguments)
     dtypes = _dtypes(arguments, hardware)
     description = read_model(arguments.model)
     found = estimate(
         description,
-        _recipe(arguments, parallelism, description.maximum_length),
+        _recipe(arguments, description.maximum_length),
         kernels=arguments.kernels,
         dtypes=dtypes,
         hardware=hardware,
-        memory=memory,
+        memory=memory_bytes,
         optimizer=arguments.optimizer,
         offloaded=arguments.offload_optimizer,
         foreach=arguments.foreach_optimizer,
@@ -176,22 +174,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found.verdict == "does not fit" else 0
 
 
-def _parallelism(arguments: argparse.Namespace) -> Parallelism:
-    from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
-
-    return Parallelism(
-        **{name: getattr(arguments, name) for name in AXES},
-        data_parallel=DATA_PARALLEL[arguments.zero],
-        sequence_parallel=not arguments.no_sequence_parallel,
-        cp_exchange=arguments.cp_exchange,
-    )
-
-
-def _recipe(arguments: argparse.Namespace, parallelism: Parallelism, longest: int | None) -> Recipe:
+def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
     """Return the recipe of the arguments; `longest`: most tokens of a sequence in the model."""
-    from evenpipe.recipe.batch_shape import BatchShape
     from evenpipe.recipe.given_schedule import MICROBATCHES_PER_DEVICE
     from evenpipe.recipe.offload import OffloadOptions
+    from evenpipe.recipe.parallelism import DATA_PARALLEL
     from evenpipe.recipe.recipe import Recipe
     from evenpipe.schedule import generate
 
@@ -202,19 +189,16 @@ def _recipe(arguments: argparse.Namespace, parallelism: Parallelism, longest: in
         raise InputError(f"sequence is {sequence}, expected a whole number of at least 1")
     schedule, given = arguments.schedule, options(arguments)
     if schedule.endswith(".csv"):  # its passes; transfers are placed anew
-        count = arguments.microbatches or MICROBATCHES_PER_DEVICE * parallelism.pp
-        schedule, given = generate(schedule, parallelism.pp, count, **given), {}
-    return Recipe(
-        parallelism=parallelism,
-        batch=BatchShape(
-            microbatches=arguments.microbatches,
-            microbatch_size=arguments.microbatch_size,
-            sequence_length=sequence,
-        ),
+        count = arguments.microbatches or MICROBATCHES_PER_DEVICE * arguments.pp
+        schedule, given = generate(schedule, arguments.pp, count, **given), {}
+    alike = (*AXES, "cp_exchange", "microbatches", "microbatch_size", "vocabulary", "checkpointing")
+    return Recipe.of(
+        **{name: getattr(arguments, name) for name in alike},
+        data_parallel=DATA_PARALLEL[arguments.zero],
+        sequence_parallel=not arguments.no_sequence_parallel,
+        sequence_length=sequence,
         schedule=schedule,
-        schedule_options=tuple(given.items()),
-        vocabulary=arguments.vocabulary,
-        checkpointing=arguments.checkpointing,
+        schedule_options=given,
         offload=OffloadOptions(activations=offload(arguments)),
         layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
     )
@@ -243,15 +227,6 @@ def _paper(description: Description, found: Estimate) -> PaperEstimate:
         stages_per_device=max(len(device.stages) for device in found.devices),
         gradient_bytes=ELEMENT_BYTES[found.dtypes.gradients],
     )
-
-
-def _check_output(name: str) -> None:
-    """Raise InputError, before any computation, if the picture cannot be written."""
-    from evenpipe.draw import check_file
-
-    if not name.endswith(".svg"):
-        raise InputError(f"--output is '{plain(name)}', but the name of the picture must end in .svg")
-    check_file(name)
 
 
 def _draw(found: Estimate, arguments: argparse.Namespace) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from evenpipe.cli.model_argument import add_gpus, add_hardware, add_kernels, check_gpus
+from evenpipe.cli.model_argument import add_hardware, add_kernels, check_gpus, read_model
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json
+from evenpipe.cli.values import memory
 from evenpipe.errors import InputError
 
 SEQUENCE = 4096
@@ -17,7 +18,6 @@ SEQUENCES_PER_GPU = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the machine and the output."""
     parser.add_argument("model", metavar="MODEL", help="hub name, folder or config.json")
-    add_gpus(parser)
     add_hardware(parser)
     parser.add_argument(
         "--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE}, or the longest)"
@@ -51,10 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name} is {value}, expected a whole number of at least 1")
 
-    from evenpipe.cli.model_argument import read_model
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.draw import check_file, draw, terminal
-    from evenpipe.memory.sizes import parse_size
     from evenpipe.plan.explanation import explain
     from evenpipe.plan.problem import problem_of
 
@@ -69,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         gpus=arguments.gpus,
         sequence=arguments.sequence or min(SEQUENCE, longest),
         sequences_per_step=arguments.batch or SEQUENCES_PER_GPU * arguments.gpus,
-        memory_bytes=None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory"),
+        memory_bytes=memory(arguments),
         dtype="fp32" if hardware.torch_device == "cpu" else "bf16",
         kernels=arguments.kernels,
     )

@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the generated text."""
-    from evenpipe.train.generation import generate
+    from evenpipe.train.generation import Generator
 
-    text = generate(
-        arguments.folder,
+    text = Generator(arguments.folder)(
         arguments.prompt,
         max_new_tokens=arguments.new_tokens,
         temperature=arguments.temperature,

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from evenpipe.cli.printing import say
+from evenpipe.cli.values import check_output
 from evenpipe.errors import InputError
-from evenpipe.given import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"wrote {folder}")
         return 0
     path = Path(arguments.output or f"{arguments.example or 'train'}.toml")
-    if path.suffix != ".toml":
-        raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")
+    check_output(path, ".toml", "a configuration")
     if arguments.example:
         write_example(arguments.example, path)
     else:

@@ -50,12 +50,15 @@ MOST = 2000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. `arguments` defaults to those of the process."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    command = _command(arguments)
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    command = name if name in COMMANDS else None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal whose encoding lacks µ shows a question mark
     try:
-        _refuse_strange(arguments)
-        if command is None and (name := _first_word(arguments)) is not None:
+        for argument in arguments:
+            if not is_text(argument):  # it cannot be printed or stored in a file
+                raise InputError(f"the argument {shown(argument)} is not UTF-8, or contains NUL")
+        if command is None and name is not None:
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             known = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)};"
             raise InputError(f"there is no command {shown(name)}, {known} evenpipe --help says what each does")
@@ -99,13 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say(text: str) -> None:
     """Print an error on stderr, with control characters escaped and long lines shortened."""
     print("\n".join(shortened(line, MOST) for line in f"evenpipe: {plain_lines(text)}".split("\n")), file=sys.stderr)
-
-
-def _refuse_strange(arguments: Sequence[str]) -> None:
-    """Raise InputError for an argument that cannot be printed or stored in a file."""
-    for argument in arguments:
-        if not is_text(argument):
-            raise InputError(f"the argument {shown(argument)} is not UTF-8, or contains NUL")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,17 +157,6 @@ def _override_for(unknown: Sequence[str]) -> str | None:
         return None
     forms = " or ".join(plain(f"{field}={value}") for field in fields)
     return f"; fields of the configuration are written without dashes: {forms}"
-
-
-def _first_word(arguments: Sequence[str]) -> str | None:
-    """Return the first argument that is not an option."""
-    return next((argument for argument in arguments if not argument.startswith("-")), None)
-
-
-def _command(arguments: Sequence[str]) -> str | None:
-    """Return the first argument that is not an option, if it is a command."""
-    first = _first_word(arguments)
-    return first if first in COMMANDS else None
 
 
 def _module(command: str) -> ModuleType:

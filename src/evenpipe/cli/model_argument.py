@@ -17,11 +17,6 @@ MOST_GPUS = 100_000
 """Largest accepted number of GPUs; this many can already be arranged in thousands of ways."""
 
 
-def add_gpus(parser: argparse.ArgumentParser) -> None:
-    """Add `--gpus`, for `check_gpus`."""
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
-
-
 def check_gpus(number: int) -> None:
     """Raise InputError for a number of GPUs below 1 or above MOST_GPUS."""
     if not 1 <= number <= MOST_GPUS:
@@ -29,7 +24,8 @@ def check_gpus(number: int) -> None:
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Add `--hardware` and `--gpu-memory`."""
+    """Add `--gpus`, for `check_gpus`, `--hardware` and `--gpu-memory`."""
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE.toml",

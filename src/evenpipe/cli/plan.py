@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.cli.lists import whole_numbers, words
-from evenpipe.cli.model_argument import add_gpus, add_hardware, add_kernels, check_gpus
-from evenpipe.cli.output_argument import check_output
+from evenpipe.cli.model_argument import add_hardware, add_kernels, check_gpus, read_model
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json
+from evenpipe.cli.values import check_output, memory, whole_numbers, words
 from evenpipe.errors import InputError
 from evenpipe.given import plain
 
 if TYPE_CHECKING:
-    from evenpipe.model import Description
     from evenpipe.plan.configuration_search import Found
     from evenpipe.plan.problem import Problem
     from evenpipe.plan.space import Space
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
+NUMBERS = ("dp", "tp", "cp", "pp", "zero", "microbatch_size", "stages_per_device")
+"""Choices of the search that are numbers."""
+PLURALS = {"microbatch_size": "microbatch_sizes", "schedule": "schedules", "vocabulary": "vocabularies"}
+"""Their fields of `Space`, where the name differs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
     )
-    add_gpus(parser)
     add_hardware(parser)
     parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
     parser.add_argument(
@@ -135,17 +136,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]:
     """Return the problem, and the tables of the configuration to write."""
-    from evenpipe.cli.model_argument import read_model
     from evenpipe.costs.hardware import find_hardware
-    from evenpipe.memory.sizes import parse_size
     from evenpipe.plan.problem import problem_of
 
     hardware = find_hardware(arguments.hardware)
-    memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
+    memory_bytes = memory(arguments)
     check_gpus(arguments.gpus)
-    description: Description
     sequence, batch = arguments.sequence, arguments.batch
-    base: Mapping[str, Any]
     if arguments.model.endswith(".toml"):
         from evenpipe.model import describe
         from evenpipe.train.config_file import config_from_dict, read_toml
@@ -171,7 +168,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
             gpus=arguments.gpus,
             sequence=sequence,
             sequences_per_step=batch,
-            memory_bytes=memory,
+            memory_bytes=memory_bytes,
             dtype=arguments.dtype or ("fp32" if hardware.torch_device == "cpu" else "bf16"),
             kernels=arguments.kernels,
         ),
@@ -186,22 +183,10 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
 
     only = arguments.runnable or problem.hardware.torch_device == "cpu"
     given: dict[str, Any] = {}
-    for name, field, values in (
-        ("dp", "dp", whole_numbers),
-        ("tp", "tp", whole_numbers),
-        ("cp", "cp", whole_numbers),
-        ("pp", "pp", whole_numbers),
-        ("zero", "zero", whole_numbers),
-        ("microbatch_size", "microbatch_sizes", whole_numbers),
-        ("stages_per_device", "stages_per_device", whole_numbers),
-        ("schedule", "schedules", words),
-        ("vocabulary", "vocabularies", words),
-        ("checkpointing", "checkpointing", words),
-        ("offload", "offload", words),
-    ):
+    for name in (*NUMBERS, "schedule", "vocabulary", "checkpointing", "offload"):
         text = getattr(arguments, name)
         if text is not None:
-            given[field] = values(name, text)
+            given[PLURALS.get(name, name)] = whole_numbers(name, text) if name in NUMBERS else words(name, text)
     if arguments.host_share is not None:
         given["host_shares"] = tuple(map(_share, words("host_share", arguments.host_share)))
     if "vocabularies" in given:
@@ -239,22 +224,18 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
         say(f"wrote {arguments.output}{note}; the run will write to {tables['output']['folder']}")
 
 
-def _bar(*, quiet: bool) -> Any:
-    """Return a context with a function that shows progress on stderr, if stderr is a terminal."""
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Any]:
+    """Give a function that shows progress on stderr, None if stderr is no terminal."""
     if quiet or not sys.stderr.isatty():
-        return nullcontext(None)
-    from contextlib import contextmanager
-
+        yield None
+        return
     from tqdm import tqdm
 
-    @contextmanager
-    def bar() -> Any:
-        with tqdm(unit=" plans", leave=False, bar_format="{desc} {n_fmt} simulated, {elapsed}") as shown:
+    with tqdm(unit=" plans", leave=False, bar_format="{desc} {n_fmt} simulated, {elapsed}") as shown:
 
-            def show(done: int, waiting: int, best: float) -> None:
-                shown.n = done
-                shown.set_description_str(f"best step {best:.3g} s, {waiting} left to look at")
+        def show(done: int, waiting: int, best: float) -> None:
+            shown.n = done
+            shown.set_description_str(f"best step {best:.3g} s, {waiting} left to look at")
 
-            yield show
-
-    return bar()
+        yield show

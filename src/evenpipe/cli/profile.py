@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.values import whole_numbers
 from evenpipe.errors import InputError
-from evenpipe.given import plain, shortened
-
-if TYPE_CHECKING:
-    from evenpipe.schedule import Costs
+from evenpipe.given import plain, shortened, write_text
 
 STEPS = 6
 
@@ -67,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and write or print."""
-    from evenpipe.costs import write_costs
+    from evenpipe.costs import costs_of
     from evenpipe.costs.cost_file import check_output, costs_to_toml
+    from evenpipe.schedule.trace_file import read_trace
+    from evenpipe.train.config_file import load_config
 
     if arguments.output is not None:
         check_output(arguments.output)
@@ -80,37 +80,32 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.config is None) == (arguments.traces is None):
         given = "neither is" if arguments.config is None else "both are"
         raise InputError(f"profile needs either CONFIG.toml or --from TRACE.json, but {given} given")
-    costs, about = _from_traces(arguments.traces) if arguments.traces else _measured(arguments)
+    if arguments.traces:
+        traces = [read_trace(path) for path in arguments.traces]
+        costs, about = costs_of(traces), traces[0].about
+    else:
+        config = load_config(arguments.config, arguments.overrides)
+
+        from evenpipe.train.profile import profile
+
+        found = profile(config, steps=arguments.steps)
+        costs, about = found.costs, found.about
     known = ", ".join(shortened(plain(f"{key} {value}")) for key, value in about.items() if key != "step")
     notes = [f"Seconds per microbatch, measured: {known}"]
+    return _show(arguments, costs.to_dict(), costs_to_toml(costs, notes))
+
+
+def _show(arguments: argparse.Namespace, values: Mapping[str, Any], toml: str) -> int:
+    """Write or print what was measured."""
     if arguments.output is not None:
-        write_costs(costs, arguments.output, notes)
+        write_text(arguments.output, toml)
     if arguments.json:
-        say_json(costs.to_dict())
+        say_json(values)
     elif arguments.output is None:
-        say(costs_to_toml(costs, notes), end="")
+        say(toml, end="")
     else:
         say(f"wrote {arguments.output}")
     return 0
-
-
-def _from_traces(paths: list[str]) -> tuple[Costs, Mapping[str, Any]]:
-    from evenpipe.costs import costs_of
-    from evenpipe.schedule.trace_file import read_trace
-
-    traces = [read_trace(path) for path in paths]
-    return costs_of(traces), traces[0].about
-
-
-def _measured(arguments: argparse.Namespace) -> tuple[Costs, Mapping[str, Any]]:
-    from evenpipe.train.config_file import load_config
-
-    config = load_config(arguments.config, arguments.overrides)
-
-    from evenpipe.train.profile import profile
-
-    found = profile(config, steps=arguments.steps)
-    return found.costs, found.about
 
 
 def _hardware(arguments: argparse.Namespace) -> int:
@@ -119,8 +114,7 @@ def _hardware(arguments: argparse.Namespace) -> int:
     if arguments.microbatch_sizes is not None and arguments.config is None:
         raise InputError("--microbatch-sizes needs a model, but no CONFIG.toml is given")
 
-    from evenpipe.cli.lists import whole_numbers
-    from evenpipe.costs.hardware import hardware_to_toml, write_hardware
+    from evenpipe.costs.hardware import hardware_to_toml
     from evenpipe.plan.configuration_search import cores
     from evenpipe.train.config_file import load_config
     from evenpipe.train.hardware_profile import MICROBATCH_SIZES, profile_hardware
@@ -133,12 +127,4 @@ def _hardware(arguments: argparse.Namespace) -> int:
     if arguments.microbatch_sizes is not None:
         sizes = whole_numbers("microbatch-sizes", arguments.microbatch_sizes)
     hardware = profile_hardware(processes, config=config, sizes=sizes, steps=arguments.steps)
-    if arguments.output is not None:
-        write_hardware(hardware, arguments.output)
-    if arguments.json:
-        say_json(hardware.to_dict())
-    elif arguments.output is None:
-        say(hardware_to_toml(hardware), end="")
-    else:
-        say(f"wrote {arguments.output}")
-    return 0
+    return _show(arguments, hardware.to_dict(), hardware_to_toml(hardware))

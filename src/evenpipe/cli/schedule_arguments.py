@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.cli.values import numbers
 from evenpipe.errors import InputError
 from evenpipe.given import plain
 
@@ -172,12 +174,10 @@ def offload(arguments: argparse.Namespace) -> str | float:
     """Return the value of `--offload`. Raises InputError if it is not valid."""
     from evenpipe.schedule.planning import check_offload
 
-    try:
-        return check_offload(float(arguments.offload))
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-    return check_offload(arguments.offload)
+    given: str | float = arguments.offload
+    with contextlib.suppress(ValueError):
+        given = float(given)
+    return check_offload(given)
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -248,14 +248,3 @@ def options(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_limit": numbers("memory-limit", arguments.memory_limit),
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def numbers(name: str, text: str | None) -> float | list[float] | None:
-    """Return one number, or several separated by commas. Raises InputError."""
-    if text is None:
-        return None
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise InputError(f"--{name} is '{plain(text)}', expected a number, or one per device such as 8,8,6,4") from None
-    return values[0] if len(values) == 1 else values

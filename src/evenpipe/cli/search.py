@@ -5,17 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evenpipe.cli.output_argument import check_output
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import (
-    add_costs,
-    add_json,
-    add_memory_limit,
-    add_size,
-    costs,
-    numbers,
-    refuse_too_large,
-)
+from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, add_size, costs, refuse_too_large
+from evenpipe.cli.values import check_output, numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,16 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
         objective=arguments.objective,
     )
     result = search(problem, seconds=arguments.seconds, workers=arguments.workers, seed=arguments.seed)
-    if result is None:
-        if arguments.json:
-            say_json({"possible": False})
-        else:
-            say("no order fits the memory limit")
-        return 1
-    if arguments.output is not None:
+    if result is not None and arguments.output is not None:
         write_schedule(result.order, arguments.output)
     if arguments.json:
-        say_json({"possible": True, **result.to_dict()})
+        say_json({"possible": False} if result is None else {"possible": True, **result.to_dict()})
     else:
-        say(result.text())
-    return 0
+        say("no order fits the memory limit" if result is None else result.text())
+    return int(result is None)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder = arguments.trace or config.output.trace_folder
         config = replace(config, output=replace(config.output, trace_steps=steps, trace_folder=folder))
 
-    from evenpipe.train.start import start
+    from evenpipe.train.start import run_training
 
-    start(config, force=arguments.force)
+    run_training(config, force=arguments.force)
     return 0

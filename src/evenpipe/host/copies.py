@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import UntypedStorage
@@ -39,26 +39,6 @@ class Ticket:
     stamps: list[Any]
 
 
-class Copies(Protocol):
-    """Copies bytes between device and host."""
-
-    def out(self, moves: Sequence[Move]) -> Ticket:
-        """Copy to the host, after the work queued on the device."""
-        ...
-
-    def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
-        """Copy to the device, after the copies that brought the data to the host."""
-        ...
-
-    def wait(self, ticket: Ticket) -> None:
-        """Make later work of the device wait for these copies."""
-        ...
-
-    def close(self) -> None:
-        """Stop copying."""
-        ...
-
-
 class FileCopies:
     """Threads that write to the pool's files and read them, one for both directions or one for each.
 
@@ -71,14 +51,17 @@ class FileCopies:
         self._last_back: Ticket | None = None
 
     def out(self, moves: Sequence[Move]) -> Ticket:
+        """Copy to the host, after the work queued on the device."""
         return self._submit(self._out, FileSlab.write, moves, self._last_back)
 
     def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
+        """Copy to the device, after the copies that brought the data to the host."""
         self._last_back = self._submit(self._back, FileSlab.read, moves, behind)
         return self._last_back
 
     def wait(self, ticket: Ticket) -> None:
-        """Raises RunError if the file could not be written or read."""
+        """Make later work of the device wait for these copies. Raises RunError if the file could not be written or
+        read."""
         try:
             ticket.over.result()
         except OSError as error:
@@ -154,3 +137,6 @@ class StreamCopies:
                 target.copy_(source, non_blocking=True)
             events[1].record(stream)
         return Ticket(events[1], events)
+
+
+Copies = FileCopies | StreamCopies

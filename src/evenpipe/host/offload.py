@@ -23,6 +23,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -30,10 +31,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from evenpipe.errors import RunError
-from evenpipe.host.copies import Copies, Ticket
-from evenpipe.host.pool import HostPool, Slot
-from evenpipe.recipe.offload import PAGE
+from evenpipe.errors import InputError, RunError
+from evenpipe.host.copies import Copies, FileCopies, StreamCopies, Ticket
+from evenpipe.host.pool import FileSlab, HostPool, PinnedSlab, Slot
+from evenpipe.recipe.offload import PAGE, OffloadOptions
 from evenpipe.schedule.passes import StageUnit
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -91,14 +92,8 @@ Stash = list[ReferenceType[_Memory]]
 
 
 class Activations:
-    """Activations of a device's microbatches whose orders have O, D and L.
-
-    Args:
-        pool: of the host.
-        copies: moves the bytes.
-        torch_device: its tensors are moved.
-        keep_when_full: if the pool is full, activations stay on the device; else that is an error.
-    """
+    """Activations of a device's microbatches whose orders have O, D and L. If the pool is full, they stay on the device
+    with `keep_when_full`; else that is an error."""
 
     smallest_bytes = PAGE
     """Smaller tensors stay on the device."""
@@ -282,3 +277,18 @@ def keep_on_device(layer: nn.Module, activations: Activations) -> None:
             activations.active = before
 
     layer.forward = staying
+
+
+def activations_engine(options: OffloadOptions, torch_device: torch.device) -> Activations:
+    """Return what moves the activations of a device, as the options say. Raises InputError for a directory on a GPU."""
+    keeps = options.when_full == "keep"
+    if torch_device.type == "cuda":
+        if options.directory is not None:
+            raise InputError(
+                f"offload.directory: {str(options.directory)!r}, expected None on a GPU, which copies to pinned memory"
+            )
+        pool = HostPool(PinnedSlab, options.host_memory, powers=True)
+        return Activations(pool, StreamCopies(pool, torch_device, options.streams), torch_device, keep_when_full=keeps)
+    directory = None if options.directory is None else Path(options.directory)
+    pool = HostPool(lambda size: FileSlab(size, directory), options.host_memory)
+    return Activations(pool, FileCopies(pool, options.streams), torch_device, keep_when_full=keeps)

@@ -30,7 +30,7 @@ from torch.optim.adamw import adamw
 
 from evenpipe.errors import InputError
 from evenpipe.host.pool import PinnedSlab, carve, unnamed_file
-from evenpipe.optimizers.closure import loss_of
+from evenpipe.optimizers.held import loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
@@ -85,7 +85,10 @@ class HostAdamW(torch.optim.AdamW):
             (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad),
             share,
         )
-        self._host = _Host(self._hosted, None if directory is None else Path(directory))
+        self._host = _pinned([one for one in self._hosted if one.device.type != "cpu"])
+        """By parameter and name, moments of the parameter's shape on the host."""
+        in_file, self._map = _in_file([one for one in self._hosted if one.device.type == "cpu"], directory)
+        self._host |= in_file
         self._streams: tuple[Any, Any] | None = None
 
     @property
@@ -101,7 +104,11 @@ class HostAdamW(torch.optim.AdamW):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:
                 self._state_of(parameter, group)
-            self._update(group, [_Piece(one, 0, one.numel()) for one in trained if one not in self._hosted], {})
+            on_device: list[Tensor] = [one for one in trained if one not in self._hosted]
+            states = [self.state[one] for one in on_device]
+            moments = [[state[name] for state in states] for name in MOMENTS]
+            gradients = [_gradient(one) for one in on_device]
+            _update(group, on_device, gradients, moments, [state["step"] for state in states])
             pieces = [piece for one in trained if one in self._hosted for piece in self._pieces(one)]
             self._stream(group, pieces)
             for parameter in trained:
@@ -116,7 +123,7 @@ class HostAdamW(torch.optim.AdamW):
     def moment_on_host(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         """Return the host memory of a moment; None if it is on the device. A caller that fills it before the first step
         must also put it into the state, which does not have it yet."""
-        return self._host.tensor(parameter, name) if parameter in self._hosted and name in MOMENTS else None
+        return self._host.get((parameter, name))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but without copying moments of the host to the device."""
@@ -132,7 +139,7 @@ class HostAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": others})
         for parameter, found in moments:
             for name, moment in found.items():
-                self.state[parameter][name] = self._host.tensor(parameter, name).copy_(moment)
+                self.state[parameter][name] = self._host[parameter, name].copy_(moment)
 
     def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """Make sure that a parameter has its state, on the host if it belongs there."""
@@ -146,7 +153,7 @@ class HostAdamW(torch.optim.AdamW):
         if parameter not in self._hosted:
             return
         for name in MOMENTS:
-            there = self._host.tensor(parameter, name)
+            there = self._host[parameter, name]
             given = state.get(name)
             if given is not there:  # in the first step, or after loading a checkpoint
                 there.zero_() if given is None else there.copy_(given)
@@ -159,40 +166,11 @@ class HostAdamW(torch.optim.AdamW):
 
     # --- the update --------------------------------------------------------------------------------------------
 
-    def _update(self, group: dict[str, Any], pieces: list[_Piece], moments: dict[tuple[_Piece, str], Tensor]) -> None:
-        """Update pieces with torch. Without given `moments`, use those of the state and increase its step count."""
-        if not pieces:
-            return
-        states = [self.state[piece.parameter] for piece in pieces]
-        first, second = (
-            [moments.get((piece, name), state[name]) for piece, state in zip(pieces, states, strict=True)]
-            for name in MOMENTS
-        )
-        whole = not moments
-        parameters: list[Tensor] = [piece.parameter if whole else piece.of(piece.parameter) for piece in pieces]
-        gradients = []
-        for piece in pieces:
-            assert piece.parameter.grad is not None
-            gradients.append(piece.parameter.grad if whole else piece.of(piece.parameter.grad.contiguous()))
-        adamw(
-            parameters,
-            gradients,
-            first,
-            second,
-            [],
-            [state["step"] if whole else state["step"].clone() for state in states],
-            foreach=group["foreach"],
-            fused=group["fused"],
-            grad_scale=None,
-            found_inf=None,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+    def _update_piece(self, group: dict[str, Any], piece: _Piece, first: Tensor, second: Tensor) -> None:
+        """Update a piece with these moments; its step count stays."""
+        gradient = _gradient(piece.parameter).contiguous()
+        step = self.state[piece.parameter]["step"].clone()
+        _update(group, [piece.of(piece.parameter)], [piece.of(gradient)], [[first], [second]], [step])
 
     def _stream(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
         """Update pieces whose moments are on the host."""
@@ -200,9 +178,9 @@ class HostAdamW(torch.optim.AdamW):
             self._stream_to_gpu(group, pieces)
             return
         for piece in pieces:
-            there = {(piece, name): piece.of(self.state[piece.parameter][name]) for name in MOMENTS}
-            self._update(group, [piece], there)
-            self._host.let_go()
+            self._update_piece(group, piece, *(piece.of(self.state[piece.parameter][name]) for name in MOMENTS))
+            if self._map is not None:
+                self._map.madvise(mmap.MADV_DONTNEED)  # release its pages from memory, until they are used again
 
     def _stream_to_gpu(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
         """Update piece by piece: the next one comes during the update of the current one. The computing stream
@@ -213,35 +191,55 @@ class HostAdamW(torch.optim.AdamW):
         inward, outward = self._streams
         computing = torch.cuda.current_stream(device)
         gone: list[tuple[Any, list[Tensor]]] = []
-        coming: dict[tuple[_Piece, str], Tensor] = {}
 
-        def fetch(piece: _Piece) -> Any:
+        def fetch(piece: _Piece) -> tuple[Any, list[Tensor]]:
             while len(gone) > 1:  # the previous bucket may leave while this one comes; wait for the one before it
                 computing.wait_event(gone[0][0])
                 del gone[0]  # frees its memory
-            for name in MOMENTS:
-                coming[piece, name] = torch.empty(piece.last - piece.first, dtype=piece.parameter.dtype, device=device)
+            size, dtype = piece.last - piece.first, piece.parameter.dtype
+            moments = [torch.empty(size, dtype=dtype, device=device) for _ in MOMENTS]
             inward.wait_stream(computing)  # wait until its memory is free
             with torch.cuda.stream(inward):
-                for name in MOMENTS:
-                    source = piece.of(self.state[piece.parameter][name])
-                    coming[piece, name].copy_(source, non_blocking=True)
-                return inward.record_event()
+                for name, moment in zip(MOMENTS, moments, strict=True):
+                    moment.copy_(piece.of(self.state[piece.parameter][name]), non_blocking=True)
+                return inward.record_event(), moments
 
-        arrived = fetch(pieces[0])
+        coming = [fetch(pieces[0])]
         for number, piece in enumerate(pieces):
-            following = fetch(pieces[number + 1]) if number + 1 < len(pieces) else None
+            arrived, moments = coming.pop()
+            if number + 1 < len(pieces):
+                coming.append(fetch(pieces[number + 1]))
             computing.wait_event(arrived)
-            moments = {(piece, name): coming.pop((piece, name)) for name in MOMENTS}
-            self._update(group, [piece], moments)
+            self._update_piece(group, piece, *moments)
             outward.wait_stream(computing)
             with torch.cuda.stream(outward):
-                for name in MOMENTS:
-                    piece.of(self.state[piece.parameter][name]).copy_(moments[piece, name], non_blocking=True)
-                gone.append((outward.record_event(), list(moments.values())))
-            arrived = following
+                for name, moment in zip(MOMENTS, moments, strict=True):
+                    piece.of(self.state[piece.parameter][name]).copy_(moment, non_blocking=True)
+                gone.append((outward.record_event(), moments))
         for event, _ in gone:
             computing.wait_event(event)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _update(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[Tensor],
+) -> None:
+    """Update parameters, `moments` (a list of the first and one of the second ones) and step counts with torch."""
+    if not parameters:
+        return
+    names = ("foreach", "fused", "lr", "weight_decay", "eps", "maximize")
+    options: dict[str, Any] = {name: group[name] for name in names}
+    (first, second), (beta1, beta2) = moments, group["betas"]
+    unused: dict[str, Any] = {"grad_scale": None, "found_inf": None, "amsgrad": False}
+    adamw(parameters, gradients, first, second, [], steps, beta1=beta1, beta2=beta2, **options, **unused)
 
 
 def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parameter, None]:
@@ -256,49 +254,32 @@ def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parame
     return chosen
 
 
-class _Host:
-    """The moments of parameters in host memory."""
+def _pinned(parameters: list[nn.Parameter]) -> dict[tuple[nn.Parameter, str], Tensor]:
+    """Return moments in few pinned slabs: the size of each moment would be rounded up to a power of two."""
+    keys = [(parameter, name) for parameter in parameters for name in MOMENTS]
+    sizes, slots = carve([parameter.nbytes for parameter, _ in keys])
+    slabs = [PinnedSlab(size) for size in sizes]
+    return {
+        (parameter, name): slabs[slot.slab].view(slot, parameter.nbytes).view(parameter.dtype).view(parameter.shape)
+        for (parameter, name), slot in zip(keys, slots, strict=True)
+    }
 
-    def __init__(self, parameters: Iterable[nn.Parameter], directory: Path | None) -> None:
-        self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
-        self._map: mmap.mmap | None = None
-        parameters = list(parameters)
-        mapped = [parameter for parameter in parameters if parameter.device.type == "cpu"]
-        self._pin([parameter for parameter in parameters if parameter.device.type != "cpu"])
-        if mapped:
-            self._make_file(mapped, directory)
 
-    def tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return a moment, of the parameter's shape."""
-        return self._tensors[parameter, name]
-
-    def let_go(self) -> None:
-        """Release the pages of the file from memory, until they are used again."""
-        if self._map is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def _pin(self, parameters: list[nn.Parameter]) -> None:
-        """Allocate few pinned slabs for all moments: the size of each moment would be rounded up to a power of two."""
-        keys = [(parameter, name) for parameter in parameters for name in MOMENTS]
-        sizes, slots = carve([parameter.nbytes for parameter, _ in keys])
-        slabs = [PinnedSlab(size) for size in sizes]
-        for key, slot in zip(keys, slots, strict=True):
-            parameter, _ = key
-            flat = slabs[slot.slab].view(slot, parameter.nbytes).view(parameter.dtype)
-            self._tensors[key] = flat.view(parameter.shape)
-
-    def _make_file(self, parameters: list[nn.Parameter], directory: Path | None) -> None:
-        """Create the file. Raises InputError if the directory does not exist or has no room for it."""
-        sizes = [
-            -(-parameter.numel() * parameter.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
-            for parameter in parameters
-        ]
-        size = len(MOMENTS) * sum(sizes)
-        with unnamed_file(size, directory, "directory") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-        offset = 0
-        for parameter, bytes_ in zip(parameters, sizes, strict=True):
-            for name in MOMENTS:
-                flat = torch.frombuffer(self._map, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
-                self._tensors[parameter, name] = flat.view(parameter.shape)
-                offset += bytes_
+def _in_file(
+    parameters: list[nn.Parameter], directory: str | Path | None
+) -> tuple[dict[tuple[nn.Parameter, str], Tensor], mmap.mmap | None]:
+    """Return moments in a file that is mapped into memory, and its map. Raises InputError if the directory does not
+    exist or has no room for it."""
+    if not parameters:
+        return {}, None
+    sizes = [-(-parameter.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for parameter in parameters]
+    size = len(MOMENTS) * sum(sizes)
+    with unnamed_file(size, directory, "directory") as file:
+        mapped = mmap.mmap(file.fileno(), size)
+    moments, offset = {}, 0
+    for parameter, bytes_ in zip(parameters, sizes, strict=True):
+        for name in MOMENTS:
+            flat = torch.frombuffer(mapped, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+            moments[parameter, name] = flat.view(parameter.shape)
+            offset += bytes_
+    return moments, mapped

@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import torch
 
@@ -29,12 +29,6 @@ from evenpipe.recipe.offload import PAGE
 
 SLAB = 64 * 2**20
 """Bytes of the smallest slab, if the limit leaves room for one."""
-
-
-class Slab(Protocol):
-    """One piece of host memory."""
-
-    size: int
 
 
 @dataclass(slots=True, eq=False)
@@ -48,19 +42,16 @@ class Slot:
     """Bytes: whole pages."""
 
 
-def any_size(size: int, room: int | None) -> int | None:
-    """Return the bytes of a new slab for this many, within the available room; None if that is too small."""
-    if room is None:
-        return max(size, SLAB)
-    return min(max(size, SLAB), room) if size <= room else None
+def slab_size(size: int, room: int | None, *, powers: bool) -> int | None:
+    """Return the bytes of a new slab for this many, within the available room; None if that is too small.
 
-
-def power_of_two(size: int, room: int | None) -> int | None:
-    """Return the same for a `PinnedSlab`."""
-    least = _power_from(size)
+    powers: a power of two, for a `PinnedSlab`.
+    """
+    least = _power_from(size) if powers else size
     if room is None:
         return max(least, SLAB)
-    return min(max(least, SLAB), 1 << (room.bit_length() - 1)) if least <= room else None
+    most = 1 << (room.bit_length() - 1) if powers and room else room
+    return min(max(least, SLAB), most) if least <= most else None
 
 
 def _power_from(size: int) -> int:
@@ -71,19 +62,12 @@ def _power_from(size: int) -> int:
 class HostPool:
     """Slots of a device.
 
-    Args:
-        make: makes a slab of a given number of bytes.
-        limit: most bytes of all slabs; None: no limit.
-        slab_size: returns the size of a new slab, from the needed bytes and the available room.
+    `make` makes a slab of a given number of bytes, with `powers` always a power of two; `limit`: most bytes of all
+    slabs, None: no limit.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], Slab],
-        limit: int | None = None,
-        slab_size: Callable[[int, int | None], int | None] = any_size,
-    ) -> None:
-        self._make, self._limit, self._slab_size = make, limit, slab_size
+    def __init__(self, make: Callable[[int], Slab], limit: int | None = None, *, powers: bool = False) -> None:
+        self._make, self._limit, self._powers = make, limit, powers
         self.slabs: list[Slab] = []
         self._free: list[list[tuple[int, int]]] = []
         """By slab: (start, end) of each free range, sorted, no two of them touching."""
@@ -101,7 +85,7 @@ class HostPool:
         slot = self._fit(size)
         if slot is None:
             room = None if self._limit is None else (self._limit - self.size) // PAGE * PAGE
-            wanted = self._slab_size(size, room)
+            wanted = slab_size(size, room, powers=self._powers)
             if wanted is None:
                 return None
             self.slabs.append(self._make(wanted))
@@ -141,12 +125,10 @@ class HostPool:
 
 
 def carve(sizes: Sequence[int]) -> tuple[list[int], list[Slot]]:
-    """Return slabs for permanent data, and a slot for each item.
+    """Return the sizes of slabs for permanent data, and a slot for each item.
 
     Each slab is the power of two that the remaining items, the largest first, fill best: always more than half of it is
     used. The last items that fit into `SLAB` share one.
-
-    Returns: the sizes of the slabs, and a slot for each of the `sizes`.
     """
     pages = [_in_pages(size) for size in sizes]
     left = sorted(range(len(sizes)), key=lambda index: -pages[index])
@@ -199,12 +181,9 @@ def unnamed_file(size: int, directory: str | Path | None, option: str) -> IO[byt
     All of its space is allocated at once. In a sparse file a copy could fail later because the disk is full, and a
     process that has mapped it would die of SIGBUS.
 
-    Args:
-        directory: its place; None: the system's directory for temporary files.
-        option: the user's name of the directory.
+    directory: its place; None: the system's directory for temporary files. option: the user's name of the directory.
 
-    Raises:
-        InputError: there is no such directory, or not enough space in it.
+    Raises InputError if there is no such directory, or not enough space in it.
     """
     where = tempfile.gettempdir() if directory is None else str(directory)
     with contextlib.ExitStack() as on_failure:
@@ -255,3 +234,6 @@ class FileSlab:
             if moved <= 0:
                 raise OSError(f"the file for activations ends at {offset + done}")
             done += moved
+
+
+Slab = PinnedSlab | FileSlab

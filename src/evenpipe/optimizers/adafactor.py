@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.optimizers.closure import loss_of
-from evenpipe.optimizers.held import HeldParameter, HoldsParameters, groups_by_decay, sums
+from evenpipe.optimizers.held import HeldParameter, HoldsParameters, groups_by_decay, loss_of, sums
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate elements per bucket: its parameters share messages, and their updates are in memory together."""

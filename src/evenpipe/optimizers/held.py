@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,15 +50,19 @@ def groups_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Call the closure that torch lets callers pass to `step`, and return its loss; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Visit:
     """Gathers a matrix, whose rows are spread over replicas by `torch.chunk`'s rule, on one of them for a while.
 
-    Every process of the communicator makes the same visits in the same order.
-
-    Args:
-        rows: the rows of this process, possibly none.
-        held: the parameter with the shape of the matrix.
-        host: index, among the communicator's members, of the process that gets the whole matrix.
+    Every process of the communicator makes the same visits in the same order, with its own rows, possibly none, of a
+    matrix with the shape of the parameter; `host` is the index, among the communicator's members, of the one.
     """
 
     def __init__(self, rows: Tensor, held: HeldParameter, host: int) -> None:

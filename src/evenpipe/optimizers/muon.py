@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evenpipe.optimizers.closure import loss_of
-from evenpipe.optimizers.held import HeldParameter, HoldsParameters, Visit, groups_by_decay
+from evenpipe.optimizers.held import HeldParameter, HoldsParameters, Visit, groups_by_decay, loss_of
 
 ELEMENTS_AT_ONCE = 1 << 26
 """Maximum elements of stacked matrices per orthogonalisation; bounds the memory of its temporaries."""

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.clock import Conversion, read_clocks
 from evenpipe.errors import InputError
-from evenpipe.host.engine import activations_engine
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
+from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.model import (
     Description,

@@ -1,5 +1,4 @@
 """The trainer: configuration, data, optimizer, checkpoints and export, metrics.
 
-`evenpipe.train.start.start` runs a configuration for the command line; `evenpipe.train.trainer.train` runs it on each
-process.
+`evenpipe.train.start.run_training` runs a configuration; `evenpipe.train.trainer.train` runs it on each process.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
@@ -19,16 +18,15 @@ def build_pipeline(
     tokenizer_size: int,
     end_of_text_id: int,
     torch_device: torch.device,
-    *,
-    recipe: Recipe | None = None,
     **changes: Any,
 ) -> Pipeline:
     """Return the `Pipeline` of a configuration. Raises InputError like `Pipeline`.
 
-    recipe: in place of the configured one. changes: other arguments of `Pipeline` than the configured ones.
+    changes: arguments of `Pipeline` in place of the configured ones.
     """
     options: dict[str, Any] = {
-        "loss": LossOptions(**{field.name: getattr(config.loss, field.name) for field in fields(config.loss)}),
+        "recipe": config.recipe(),
+        "loss": LossOptions(**asdict(config.loss)),
         "compute_dtype": compute_dtype(config),
         "seed": config.training.seed,
         "self_check": config.model.self_check,
@@ -37,7 +35,7 @@ def build_pipeline(
         "timeout_seconds": config.pipeline.timeout_seconds,
     }
     model = pipeline_model(config, tokenizer_size, end_of_text_id)
-    return Pipeline(model, recipe=recipe or config.recipe(), **{**options, **changes})
+    return Pipeline(model, **{**options, **changes})
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:

@@ -93,64 +93,58 @@ def find_callbacks(names: Sequence[str]) -> list[type[Callback] | Callback]:
 
     Raises InputError if there is no such name, or it names something else; with a traceback if a module fails.
     """
-    return [_find(f"training.callbacks[{number}]", name) for number, name in enumerate(names)]
+    found = []
+    for number, name in enumerate(names):
+        field = f"training.callbacks[{number}]"
+        one = find_named(field, name)
+        if not (isinstance(one, Callback) or (isinstance(one, type) and issubclass(one, Callback))):
+            raise InputError(
+                f"{field} is {show(name)}, but must name a class derived from evenpipe.Callback, or an instance"
+            )
+        found.append(one)
+    return found
 
 
-def _find(field: str, name: str) -> type[Callback] | Callback:
-    found = find_named(field, name)
-    if isinstance(found, Callback) or (isinstance(found, type) and issubclass(found, Callback)):
-        return found
-    raise InputError(f"{field} is {show(name)}, but must name a class derived from evenpipe.Callback, or an instance")
+def make_callbacks(callbacks: Sequence[type[Callback] | Callback]) -> list[Callback]:
+    """Return an instance of each. Raises InputError for an object that is not a callback, or a class that cannot be
+    called without arguments."""
+    made = []
+    for one in callbacks:
+        try:
+            made.append(one() if isinstance(one, type) else one)
+        except Exception as error:
+            raise InputError(
+                f"callback {_name(one)} cannot be made without arguments: {told_with_traceback(error, __file__)}"
+            ) from error
+    for callback in made:
+        if not isinstance(callback, Callback):
+            raise InputError(f"callbacks: {type(callback).__name__}, expected instances of evenpipe.Callback")
+    return made
 
 
-class Callbacks:
-    """All callbacks of a run on one process.
+def call(callbacks: Sequence[Callback], method: str, state: TrainingState, *arguments: Any) -> bool:
+    """Call a method of each callback; return whether one of them returned "stop".
 
-    Raises InputError for an object that is not a callback, or a class that cannot be called without arguments.
+    Raises RunError, with the traceback, if one fails.
     """
-
-    def __init__(self, callbacks: Sequence[type[Callback] | Callback]) -> None:
-        self._callbacks = [_made(one) if isinstance(one, type) else one for one in callbacks]
-        for one in self._callbacks:
-            if not isinstance(one, Callback):
-                raise InputError(f"callbacks: {type(one).__name__}, expected instances of evenpipe.Callback")
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
-    def call(self, method: str, state: TrainingState, *arguments: Any) -> bool:
-        """Call a method of each callback; return whether one of them returned "stop".
-
-        Raises RunError, with the traceback, if one fails.
-        """
-        stop = False
-        for callback in self._callbacks:
-            try:
-                answer = getattr(callback, method)(state, *arguments)
-            except RunError:  # from a collective method: another process, or a disk, failed
-                raise
-            except Exception as error:
-                told = told_with_traceback(error, __file__)
-                raise RunError(
-                    f"callback {_name(type(callback))} failed in {method} at step {state.step}: {told}"
-                ) from error
-            if answer is not None and answer != STOP:
-                raise RunError(
-                    f"callback {_name(type(callback))} returned {show(answer)} from {method}, expected None"
-                    + (f' or "{STOP}"' if method in ("on_step_end", "on_evaluate") else "")
-                )
-            stop = stop or answer == STOP
-        return stop
+    stop = False
+    for callback in callbacks:
+        name = _name(type(callback))
+        try:
+            answer = getattr(callback, method)(state, *arguments)
+        except RunError:  # from a collective method: another process, or a disk, failed
+            raise
+        except Exception as error:
+            told = told_with_traceback(error, __file__)
+            raise RunError(f"callback {name} failed in {method} at step {state.step}: {told}") from error
+        if answer is not None and answer != STOP:
+            raise RunError(
+                f"callback {name} returned {show(answer)} from {method}, expected None"
+                + (f' or "{STOP}"' if method in ("on_step_end", "on_evaluate") else "")
+            )
+        stop = stop or answer == STOP
+    return stop
 
 
-def _made(callback: type[Callback]) -> Callback:
-    try:
-        return callback()
-    except Exception as error:
-        raise InputError(
-            f"callback {_name(callback)} cannot be made without arguments: {told_with_traceback(error, __file__)}"
-        ) from error
-
-
-def _name(callback: type) -> str:
+def _name(callback: Any) -> str:
     return f"{callback.__module__}:{callback.__qualname__}"

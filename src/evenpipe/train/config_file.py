@@ -1,11 +1,10 @@
-"""Reads a `Config` from a TOML file and `section.key=value` overrides, and turns it back into plain data.
+"""Reads a `Config` from a TOML file and `section.key=value` overrides.
 
 An unknown section or key is an error that names the nearest one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
@@ -66,32 +65,19 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 
 def config_from_dict(tables: Mapping[str, Any]) -> Config:
-    """Return a `Config` from tables of TOML or `config_to_dict`. Raises `InputError`."""
-    known = sections()
+    """Return a `Config` from tables of TOML, or from its own `asdict`. Raises `InputError`."""
     built: dict[str, Any] = {}
     for name, table in tables.items():
-        if name not in known:
-            raise InputError(_no_section(name))
+        kind = _known_section(name)
         if not isinstance(table, Mapping):
             raise InputError(f"[{name}] must be a table, not {show(table)}")
         for key in table:
             _known_key(name, key)
-        built[name] = known[name](**table)
+        built[name] = kind(**table)
     for name in ("model", "data"):
         if name not in built:
-            built[name] = known[name]()
+            built[name] = _known_section(name)()
     return Config(**built)
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Return every section and field as plain data for JSON; `config_from_dict` makes an equal `Config` from it."""
-    return {
-        name: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in dataclasses.asdict(getattr(config, name)).items()
-        }
-        for name in sections()
-    }
 
 
 def fields_called(name: str) -> list[str]:
@@ -102,20 +88,19 @@ def fields_called(name: str) -> list[str]:
 
 def _known_key(section: str, key: str) -> Any:
     """Return the type of a field. Raises InputError for an unknown section or key."""
-    known = sections()
-    if section not in known:
-        raise InputError(_no_section(section))
-    keys = field_types(known[section])
+    keys = field_types(_known_section(section))
     if key not in keys:
         name = given.shortened(given.plain(f"{section}.{key}"))
-        raise InputError(f"{name} is no field of the configuration{nearest(key, keys)}; {_list(keys)}")
+        raise InputError(f"{name} is no field of the configuration{nearest(key, keys)}; known: {', '.join(keys)}")
     return keys[key]
 
 
-def _no_section(name: str) -> str:
+def _known_section(name: str) -> type[Section]:
     known = sections()
-    title = given.shortened(given.plain(f"[{name}]"))
-    return f"{title} is no section of the configuration{nearest(name, known)}; {_list(known)}"
+    if name not in known:
+        title = given.shortened(given.plain(f"[{name}]"))
+        raise InputError(f"{title} is no section of the configuration{nearest(name, known)}; known: {', '.join(known)}")
+    return known[name]
 
 
 def _toml_value(text: str) -> Any:
@@ -124,7 +109,3 @@ def _toml_value(text: str) -> Any:
     except InputError:
         return text
     return parsed["value"] if set(parsed) == {"value"} else text
-
-
-def _list(names: Iterable[str]) -> str:
-    return f"known: {', '.join(names)}"

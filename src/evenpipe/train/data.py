@@ -83,7 +83,7 @@ def prepare(config: Config, say: Callable[[str], None] | None = None) -> Prepare
     One process calls it before the workers start; a second one waits for it. `say` receives messages about progress
     (default: standard error). Raises `InputError` for wrong data, `RunError` if the disk is full.
     """
-    say = say or _print
+    say = say or (lambda text: print(plain(text), file=sys.stderr, flush=True))
     with disk_errors(config.cache_folder, "preparing data"):
         config.run_folder.mkdir(parents=True, exist_ok=True)
         config.cache_folder.mkdir(parents=True, exist_ok=True)
@@ -171,31 +171,78 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
     validation = find_validation_documents(config.data, cache)
     say(f"reading {documents.description}")
     sources = documents.fingerprint()
-    with _building(cache) as building:
-        tokenizer, identity = _existing_tokenizer(config, building)
-        folder, fingerprint = _place(cache, sources, identity)
-        data = _read_cached(folder)
-        if data is None:
-            if tokenizer is None:
-                tokenizer = _train_tokenizer(config, documents, building, say)
-            data = _build(documents, tokenizer, building, folder, fingerprint)
-            say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
+    tokenizer, identity = _existing_tokenizer(config)
+
+    def train() -> Any:
+        entries = config.trained_tokenizer_entries
+        assert entries is not None
+        say(f"training a tokenizer of {entries:,} entries")
+        return tokenizers_.train_tokenizer(documents, entries, config.tokenizer.end_of_text or DEFAULT_END_OF_TEXT)
+
+    def trained() -> Any:
+        return tokenizers_.load_tokenizer(str(data.tokenizer_folder), None)
+
+    data, is_new = _tokens(cache, documents, sources, identity, train if tokenizer is None else lambda: tokenizer)
+    if is_new:
+        say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
     if validation is None:
         return data
     say(f"reading {validation.description} to evaluate on")
-    sources = validation.fingerprint()
-    with _building(cache) as building:
-        if config.tokenizer_source is None:
-            identity = ["trained on", data.fingerprint]
-        folder, fingerprint = _place(cache, sources, identity)
-        found = _read_cached(folder)
-        if found is None:
-            if tokenizer is None:
-                tokenizer = tokenizers_.load_tokenizer(str(data.tokenizer_folder), None)
-            tokenizer.save_pretrained(building / "tokenizer")
-            found = _build(validation, tokenizer, building, folder, fingerprint)
-            say(f"{found.documents:,} documents, {found.tokens:,} tokens to evaluate on")
+    identity = ["trained on", data.fingerprint] if tokenizer is None else identity
+    get_tokenizer = trained if tokenizer is None else lambda: tokenizer
+    found, is_new = _tokens(cache, validation, validation.fingerprint(), identity, get_tokenizer)
+    if is_new:
+        say(f"{found.documents:,} documents, {found.tokens:,} tokens to evaluate on")
     return replace(data, validation=found)
+
+
+def _existing_tokenizer(config: Config) -> tuple[Any, list[Any]]:
+    """Return (tokenizer, its identity), or (None, identity of the tokenizer to train)."""
+    source, end_of_text = config.tokenizer_source, config.tokenizer.end_of_text
+    if source is None:
+        return None, ["byte-level BPE", config.trained_tokenizer_entries, end_of_text or DEFAULT_END_OF_TEXT]
+    tokenizer = tokenizers_.load_tokenizer(source, end_of_text, config.model.trust_remote_code)
+    with _building(config.cache_folder) as building:
+        tokenizer.save_pretrained(building)
+        return tokenizer, ["existing", tokenizers_.folder_digest(building)]
+
+
+def _tokens(
+    cache: Path, documents: Documents, sources: str, tokenizer_identity: list[Any], get_tokenizer: Callable[[], Any]
+) -> tuple[PreparedData, bool]:
+    """Return the data of these documents, whose fingerprint is `sources`, and whether it had to be built."""
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, tokenizer_identity]).encode()).hexdigest()
+    folder = cache / fingerprint[:16]
+    try:
+        data = replace(PreparedData.read(folder / "data.json"), folder=str(folder.absolute()))
+        if data.is_complete():
+            return data, False
+    except (OSError, ValueError, TypeError):
+        pass
+    with _building(cache) as building:
+        tokenizer = get_tokenizer()
+        tokenizer.save_pretrained(building / "tokenizer")
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            ids: list[list[int]] = encoded["input_ids"]
+            return ids
+
+        number, tokens = write_tokens(documents, encode, tokenizer.eos_token_id, building / "tokens.bin")
+        if tokens == 0:
+            raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
+        data = PreparedData(
+            folder=str(folder.absolute()),
+            fingerprint=fingerprint,
+            documents=number,
+            tokens=tokens,
+            tokenizer_size=tokenizers_.tokenizer_size(tokenizer),
+            end_of_text_id=tokenizer.eos_token_id,
+        )
+        write_json(building / "data.json", asdict(data))
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    return data, True
 
 
 @contextlib.contextmanager
@@ -208,66 +255,6 @@ def _building(cache: Path) -> Iterator[Path]:
         yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def _place(cache: Path, sources: str, tokenizer: list[Any]) -> tuple[Path, str]:
-    """Return (folder of the tokens of these sources, fingerprint of the sources and the tokenizer)."""
-    fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, tokenizer]).encode()).hexdigest()
-    return cache / fingerprint[:16], fingerprint
-
-
-def _existing_tokenizer(config: Config, building: Path) -> tuple[Any, list[Any]]:
-    """Return (tokenizer, its identity) and save it in the folder, or (None, identity of the tokenizer to train)."""
-    settings = config.tokenizer
-    if config.tokenizer_source is None:
-        return None, ["byte-level BPE", config.trained_tokenizer_entries, settings.end_of_text or DEFAULT_END_OF_TEXT]
-    tokenizer = tokenizers_.load_tokenizer(
-        config.tokenizer_source, settings.end_of_text, config.model.trust_remote_code
-    )
-    tokenizer.save_pretrained(building / "tokenizer")
-    return tokenizer, ["existing", tokenizers_.folder_digest(building / "tokenizer")]
-
-
-def _train_tokenizer(config: Config, documents: Documents, building: Path, say: Callable[[str], None]) -> Any:
-    entries = config.trained_tokenizer_entries
-    assert entries is not None
-    say(f"training a tokenizer of {entries:,} entries")
-    tokenizer = tokenizers_.train_tokenizer(documents, entries, config.tokenizer.end_of_text or DEFAULT_END_OF_TEXT)
-    tokenizer.save_pretrained(building / "tokenizer")
-    return tokenizer
-
-
-def _build(documents: Documents, tokenizer: Any, building: Path, folder: Path, fingerprint: str) -> PreparedData:
-    """Encode the documents and publish the folder."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    number, tokens = write_tokens(documents, encode, tokenizer.eos_token_id, building / "tokens.bin")
-    if tokens == 0:
-        raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
-    data = PreparedData(
-        folder=str(folder.absolute()),
-        fingerprint=fingerprint,
-        documents=number,
-        tokens=tokens,
-        tokenizer_size=tokenizers_.tokenizer_size(tokenizer),
-        end_of_text_id=tokenizer.eos_token_id,
-    )
-    write_json(building / "data.json", asdict(data))
-    shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
-    return data
-
-
-def _read_cached(folder: Path) -> PreparedData | None:
-    try:
-        data = replace(PreparedData.read(folder / "data.json"), folder=str(folder.absolute()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return data if data.is_complete() else None
 
 
 def _check_amount(config: Config, data: PreparedData) -> None:
@@ -285,7 +272,3 @@ def _check_amount(config: Config, data: PreparedData) -> None:
             f"the validation data has {data.validation.tokens:,} tokens, but must have at least one sequence of "
             f"data.sequence_length = {length}"
         )
-
-
-def _print(text: str) -> None:
-    print(plain(text), file=sys.stderr, flush=True)

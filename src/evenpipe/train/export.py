@@ -26,11 +26,10 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from evenpipe.checkpoints.agreement import describe_os_error
-from evenpipe.checkpoints.checkpoint import read_tensors
 from evenpipe.checkpoints.folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
 from evenpipe.checkpoints.manifest import sync_folder
 from evenpipe.checkpoints.state import PARAMETERS, parameter_names
-from evenpipe.checkpoints.storage import read_index
+from evenpipe.checkpoints.storage import read_index, read_state
 from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
@@ -169,7 +168,7 @@ def _tensors(
         for name in description.shapes:
             entry = checkpoint.manifest.tensors[PARAMETERS + name]
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            read_tensors(checkpoint, index, {PARAMETERS + name: Held.whole(tensor)})
+            read_state(checkpoint.path, index, {PARAMETERS + name: Held.whole(tensor)})
             yield name, tensor if dtype is None or name in buffers else tensor.to(dtype)
 
     return disk_tensors(description, held())

@@ -11,25 +11,6 @@ from evenpipe.given import beside, plain
 from evenpipe.train.section import show
 
 
-def generate(
-    model_folder: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 120,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
-) -> str:
-    """Return `prompt` and its continuation by the model in a Hugging Face folder or in the folder of a run.
-
-    `temperature` 0 always takes the likeliest token; `top_k` 0 draws among all. The same seed gives the same text, and
-    the caller's random state does not change. Raises `InputError` if the folder has no model or no tokenizer.
-    """
-    return Generator(model_folder)(
-        prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
-    )
-
-
 def _model_in(folder: Path) -> Path:
     """Return the folder itself, or the exported model of a run in it; a run has its own config.json, too."""
     exported = folder / "model"
@@ -49,7 +30,8 @@ def _model_in(folder: Path) -> Path:
 
 
 class Generator:
-    """A loaded model, for several prompts."""
+    """A model from a Hugging Face folder or from the folder of a run. Raises `InputError` if the folder has no model or
+    no tokenizer."""
 
     def __init__(self, model_folder: str | Path) -> None:
         folder = _model_in(Path(model_folder))
@@ -74,7 +56,11 @@ class Generator:
     def __call__(
         self, prompt: str, *, max_new_tokens: int = 120, temperature: float = 0.7, top_k: int = 40, seed: int = 0
     ) -> str:
-        """Continue a prompt, as `generate` does."""
+        """Return `prompt` and its continuation.
+
+        `temperature` 0 always takes the likeliest token; `top_k` 0 draws among all. The same seed gives the same text,
+        and the caller's random state does not change.
+        """
         import torch
 
         if max_new_tokens < 1:

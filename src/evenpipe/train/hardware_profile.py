@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils.benchmark import Timer
 
 from evenpipe.communication.communicators import Communicators
 from evenpipe.costs.hardware import Hardware, Wire
@@ -36,7 +36,7 @@ from evenpipe.processes.worker import Worker, initialise_worker
 from evenpipe.schedule import even_split
 from evenpipe.train.config import Config
 from evenpipe.train.pipeline_sections import PipelineConfig
-from evenpipe.train.planned_config import configured_model
+from evenpipe.train.planned_config import NOT_PLANNED, configured_model
 from evenpipe.train.profile import RECOMPUTED, VARIANTS, Profile, check_profile, profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -56,7 +56,6 @@ SMALL, LARGE = 4, 4 * 2**20
 
 def profile_hardware(
     processes: int,
-    name: str | None = None,
     *,
     config: Config | None = None,
     sizes: Sequence[int] = MICROBATCH_SIZES,
@@ -86,10 +85,12 @@ def profile_hardware(
         )
         for of_size in pipelines
     )
-    peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
+    wire = Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1])
+    products = found["products"].items()
+    peaks = {dtype: max(2.0 * size**3 / seconds for size, seconds in took.items()) for dtype, took in products}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
-        name=name or f"{found['name']}, {processes} processes",
+        name=f"{found['name']}, {processes} processes",
         source=f"measured by evenpipe profile --hardware, torch {torch.__version__}",
         torch_device=device,
         peak_flops=peaks,
@@ -99,8 +100,8 @@ def profile_hardware(
         memory_bandwidth=found["copied"],
         operation_seconds=found["operation"],
         devices_per_node=processes,
-        inside=Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1]),
-        across=Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1]),
+        inside=wire,
+        across=wire,
         host_bandwidth=found["host"],
         contention=max(1.0, found["contention"]),
         context_bytes=found["context_bytes"],
@@ -125,11 +126,7 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
         vocabulary="vocab-2",
         microbatches=2 * processes,
         microbatch_size=microbatch_size,
-        compile_layers=config.pipeline.compile_layers,
-        communicators=config.pipeline.communicators,
-        nccl_high_priority=config.pipeline.nccl_high_priority,
-        nccl_channels=config.pipeline.nccl_channels,
-        timeout_seconds=config.pipeline.timeout_seconds,
+        **{name: getattr(config.pipeline, name) for name in NOT_PLANNED},
     )
     pipelines = {"sharded": plain, "whole": replace(plain, vocabulary="first-last")}
     if describe(configured_model(config)).layers >= 2 * processes:
@@ -162,28 +159,17 @@ def measure() -> dict[str, Any]:
     worker = initialise_worker()
     device = worker.torch_device
     kind = device.type
-    alone: dict[str, Any] = {}
-    if worker.rank == 0:
-        alone = _alone(device)
+    alone = _alone(device) if worker.rank == 0 else {}
     _all(worker)
     dtype = next(iter(DTYPES[kind].values()))
     large = SIZES[kind][-2]
-    shared = _seconds(_product(large, dtype, device), device)
+    shared = _seconds(_product(large, dtype, device))
     _all(worker)
     hop = _hop(worker)
     if worker.rank:
         return {}
-    products = {
-        name: [(2.0 * size**3, seconds[size]) for size in SIZES[kind]] for name, seconds in alone["products"].items()
-    }
     first = alone["products"][next(iter(DTYPES[kind]))]
-    return {
-        **alone,
-        "device": kind,
-        "products": products,
-        "contention": shared / first[large],
-        "hop": hop or (1e-6, alone["copied"]),
-    }
+    return {**alone, "device": kind, "contention": shared / first[large], "hop": hop or (1e-6, alone["copied"])}
 
 
 def _all(worker: Worker) -> None:
@@ -195,42 +181,35 @@ def _alone(device: torch.device) -> dict[str, Any]:
     """Measure one process while the others wait."""
     kind = device.type
     products = {
-        name: {size: _seconds(_product(size, dtype, device), device) for size in SIZES[kind]}
+        name: {size: _seconds(_product(size, dtype, device)) for size in SIZES[kind]}
         for name, dtype in DTYPES[kind].items()
     }
     large = torch.empty(COPIED[kind] // 4, device=device).normal_()
     other = torch.empty_like(large)
-    copied = 2 * large.nbytes / _seconds(lambda: other.copy_(large), device)
+    copied = 2 * large.nbytes / _seconds(lambda: other.copy_(large))
     host = copied
     if kind == "cuda":
         pinned = torch.empty(large.shape, pin_memory=True)
-        host = large.nbytes / _seconds(lambda: pinned.copy_(large, non_blocking=True), device)
-        memory = torch.cuda.mem_get_info(device)[1]
-        name = torch.cuda.get_device_name(device)
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        name = platform.processor() or platform.machine()
+        host = large.nbytes / _seconds(lambda: pinned.copy_(large, non_blocking=True))
     tiny = torch.ones(8, device=device, requires_grad=True)
     attention = _attention(device)
+    if kind == "cuda":  # if no other process uses the device, this one uses what is not free, besides its tensors
+        free, memory = torch.cuda.mem_get_info(device)
+        context = max(0, memory - free - torch.cuda.memory_reserved(device))
+        name = torch.cuda.get_device_name(device)
+    else:
+        context, memory = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = platform.processor() or platform.machine()
     return {
         "products": products,
         "copied": copied,
         "host": host,
         "attention": attention,
-        "operation": _seconds(lambda: functional.silu(tiny), device),
+        "operation": _seconds(lambda: functional.silu(tiny)),
         "memory_bytes": memory,
-        "context_bytes": _context(device),
+        "context_bytes": context,
         "name": name,
     }
-
-
-def _context(device: torch.device) -> int:
-    """Return the bytes of a device's memory that this process uses in addition to its tensors, if no other process uses
-    the device."""
-    if device.type != "cuda":
-        return 0
-    free, whole = torch.cuda.mem_get_info(device)
-    return max(0, whole - free - torch.cuda.memory_reserved(device))
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
@@ -251,31 +230,18 @@ def _attention(device: torch.device) -> float:
         functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
 
     pairs = sequence * (sequence + 1) / 2
-    return 3.5 * 4 * pairs * heads * size / _seconds(both, device)
+    return 3.5 * 4 * pairs * heads * size / _seconds(both)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call, from the fastest of `ROUNDS` rounds of many calls."""
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    for _ in range(2):
-        work()
-    synchronise()
-    start = time.perf_counter()
-    work()
-    synchronise()
-    calls = max(1, int(SECONDS / ROUNDS / max(1e-7, time.perf_counter() - start)))
-    rounds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        synchronise()
-        rounds.append((time.perf_counter() - start) / calls)
-    return min(rounds)
+def _seconds(work: Callable[[], Any]) -> float:
+    """Return the seconds of one call, from so many that they take about `SECONDS`."""
+    return _fastest(work, max(1, int(SECONDS / ROUNDS / max(1e-7, _fastest(work, 1)))))
 
 
-def _nothing() -> None:
-    """Do nothing: a CPU has finished when a call returns."""
+def _fastest(work: Callable[[], Any], calls: int) -> float:
+    """Return the seconds of one call in the fastest round. It waits for a GPU at the ends of a round."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.timeit(calls).mean for _ in range(ROUNDS))
 
 
 def _hop(worker: Worker) -> tuple[float, float] | None:
@@ -289,30 +255,20 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
         watch=worker.watch,
     )
     communicators.warm_up()
+    there, back = communicators["F:0>1"], communicators["B:1>0"]
     times = []
-    for size in (SMALL, LARGE):
+    for size, calls in ((SMALL, 200), (LARGE, 20)):
         buffer = torch.zeros(size // 4, device=worker.torch_device)
-        calls = 200 if size == SMALL else 20
-        rounds = []
-        for _ in range(ROUNDS):
-            _all(worker)
-            start = time.perf_counter()
-            for _ in range(calls):
-                _there_and_back(worker.rank, communicators, buffer)
-            if worker.torch_device.type == "cuda":
-                torch.cuda.synchronize()
-            rounds.append((time.perf_counter() - start) / calls / 2)
-        times.append(min(rounds))
+
+        def there_and_back(buffer: torch.Tensor = buffer) -> None:
+            if worker.rank == 0:
+                there.send(buffer, 1, "0SEND_F0").wait()
+                back.receive(buffer, 1, "0RECV_B0").wait()
+            elif worker.rank == 1:
+                there.receive(buffer, 0, "1RECV_F0").wait()
+                back.send(buffer, 0, "1SEND_B0").wait()
+
+        times.append(_fastest(there_and_back, calls) / 2)
     communicators.close()
     small, large = times
     return small, LARGE / max(1e-9, large - small)
-
-
-def _there_and_back(rank: int, communicators: Communicators, buffer: torch.Tensor) -> None:
-    there, back = communicators["F:0>1"], communicators["B:1>0"]
-    if rank == 0:
-        there.send(buffer, 1, "0SEND_F0").wait()
-        back.receive(buffer, 1, "0RECV_B0").wait()
-    elif rank == 1:
-        there.receive(buffer, 0, "1RECV_F0").wait()
-        back.send(buffer, 0, "1SEND_B0").wait()

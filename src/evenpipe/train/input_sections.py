@@ -92,7 +92,8 @@ class DataConfig(Section):
     def check(self) -> None:
         given = [name for name in ("files", "dataset", "corpus") if getattr(self, name)]
         if len(given) != 1:
-            raise InputError(f"data needs exactly one of files, dataset and corpus, but has {_listed(given)}")
+            found = " and ".join(given) or "none"
+            raise InputError(f"data needs exactly one of files, dataset and corpus, but has {found}")
         self.require("dataset_config", self.dataset_config is None or self.dataset is not None, "none without dataset")
         self.at_least(2, "sequence_length")
         self._check_validation()
@@ -149,7 +150,3 @@ class TokenizerConfig(Section):
         if self.source is not None:
             self.require("vocabulary_size", self.vocabulary_size is None, "left out when tokenizer.source is given")
         self.require("end_of_text", self.end_of_text != "", "a token or none")
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(names) if names else "none"

@@ -55,10 +55,7 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class RunningMean:
-    """Mean of the losses so far; after 50 steps, exponential with weight 1/50 for each new one.
-
-    A checkpoint saves `state`; `RunningMean(**state)` restores it exactly.
-    """
+    """Mean of the losses so far; after 50 steps, exponential with weight 1/50 for each new one."""
 
     steps: int = 0
     mean: float = 0.0
@@ -68,10 +65,6 @@ class RunningMean:
         self.steps += 1
         self.mean += (loss - self.mean) / min(self.steps, WINDOW_STEPS)
         return self.mean
-
-    def state(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {"steps": self.steps, "mean": self.mean}
 
 
 class MetricsFile:
@@ -138,15 +131,12 @@ class TensorBoard:
             ) from None
         # purge_step hides values of later steps from an interrupted run
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
+        self.close = self._writer.close
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one scalar per number; a list becomes one per device."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
 
 
 class Progress:
@@ -220,6 +210,7 @@ class Metrics:
         self._tensorboard = TensorBoard(folder / "tensorboard", resume_step) if tensorboard else None
         self._trackers: list[Tracker] = []
         self._progress = Progress(steps, resume_step, stream)
+        self.say, self.set_steps, self.sync = self._progress.say, self._progress.set_steps, self._file.sync
 
     def follow(self, trackers: Iterable[Tracker]) -> None:
         """Send metrics to these trackers too, except for steps that they already have, which they cannot replace."""
@@ -234,18 +225,6 @@ class Metrics:
         """Log the validation loss after `step`, over `tokens` valid tokens."""
         self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
         self._progress.say(f"step {step}  validation loss {loss:.3f} over {tokens:,} tokens")
-
-    def set_steps(self, steps: int) -> None:
-        """The number of steps is now known better (time box)."""
-        self._progress.set_steps(steps)
-
-    def say(self, text: str) -> None:
-        """Print a line without disturbing the progress bar."""
-        self._progress.say(text)
-
-    def sync(self) -> None:
-        """Wait until all lines are on the disk. Call it before a checkpoint is published."""
-        self._file.sync()
 
     def close(self) -> None:
         """Write out and close everything."""

@@ -27,12 +27,14 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
     return text
 
 
-def check_shape(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse more devices than layers, wrong numbers of layers and choices, and sequences that are too long."""
+def check_pipeline(config: Config) -> None:
+    """Refuse a pipeline, a schedule or sequences that do not fit the model, before any process starts."""
+    model = model_config(config.model)
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
-        most = f"{layers * pipeline.replicas}, the layers of the model"
+        most = f"{layers * pipeline.replicas * pipeline.tensor_parallel}, the layers of the model"
         most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        most += f" times {pipeline.tensor_parallel} tensor ranks" if pipeline.tensor_parallel > 1 else ""
         raise InputError(f"pipeline.processes is {pipeline.processes}, but must be at most {most}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
@@ -46,20 +48,26 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
         raise InputError(
             f"pipeline.checkpointing has {choices} choices, but must have one, or {layers}, one per layer of the model"
         )
+    if config.data.sequence_length % pipeline.tensor_parallel:
+        raise InputError(
+            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of pipeline.tensor_parallel,"
+            f" {pipeline.tensor_parallel}"
+        )
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
         raise InputError(
             f"data.sequence_length is {config.data.sequence_length}, but must be at most {longest}, the longest "
             "sequence of the model"
         )
+    _check_schedule(config, layers)
 
 
-def check_schedule(config: Config, model: PreTrainedConfig) -> None:
+def _check_schedule(config: Config, layers: int) -> None:
     """Refuse a schedule that is not valid, has no order of this size, or has more stages than the model has layers."""
     from evenpipe.recipe.layout import runnable_order
     from evenpipe.schedule import plan_program
 
-    pipeline, layers, recipe = config.pipeline, model.num_hidden_layers, config.recipe()
+    pipeline, recipe = config.pipeline, config.recipe()
     devices, microbatches = recipe.devices, recipe.microbatches
     try:
         order = runnable_order(recipe)
@@ -70,8 +78,9 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
     if order.devices != devices:
         replicas = f" for each of {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         raise InputError(
-            f"pipeline.processes is {pipeline.processes}, but must be {order.devices * pipeline.replicas}: the order in"
-            f" {pipeline.schedule} has {order.devices} devices{replicas}"
+            f"pipeline.processes is {pipeline.processes}, but must be"
+            f" {order.devices * pipeline.replicas * pipeline.tensor_parallel}: the order in {pipeline.schedule} has"
+            f" {order.devices} devices{replicas}"
         )
     if order.microbatches != microbatches:
         raise InputError(
@@ -101,7 +110,6 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
     embedding has rows.
     """
     model = model_config(config.model)
-    check_shape(config, model)
     if config.model.architecture is not None or config.trained_tokenizer_entries is not None:
         given = config.model.config
         if "vocab_size" not in given:

@@ -18,7 +18,7 @@ from evenpipe.train.input_sections import DataConfig
 from evenpipe.train.model_source import model_config
 from evenpipe.train.planned_config import CORPUS, TOKENIZER_ENTRIES, model_tables, write_tables
 from evenpipe.train.section import show, unknown
-from evenpipe.train.sources import JSON_LINES, PARQUET, find_files, is_saved
+from evenpipe.train.sources import find_files, is_saved, kind_of
 from evenpipe.train.tokenizer import load_tokenizer
 
 SMALL_MODEL = {
@@ -162,7 +162,7 @@ def _data(name: str) -> tuple[dict[str, Any], int | None]:
     if not path.is_dir():
         raise InputError(f"--data is {show(name)}, but there is no such file or folder{beside(name)}")
     found = [one for one in sorted(path.rglob("*")) if one.is_file() and not one.name.startswith(".")]
-    tables = [one for one in found if one.suffix.lower() in (*JSON_LINES, *PARQUET)]
+    tables = [one for one in found if kind_of(one) != "text"]
     texts = [one for one in found if _is_text(one)]
     chosen = texts if len(texts) > len(tables) else tables
     if not chosen:
@@ -175,7 +175,7 @@ def _data(name: str) -> tuple[dict[str, Any], int | None]:
 
 def _is_text(path: Path) -> bool:
     """Return whether a file starts with UTF-8 text, and is not JSON lines or parquet."""
-    if path.suffix.lower() in (*JSON_LINES, *PARQUET) or not path.suffix:
+    if kind_of(path) != "text" or not path.suffix:
         return False
     with path.open("rb") as file:
         begin = file.read(4096)
@@ -187,12 +187,12 @@ def _is_text(path: Path) -> bool:
 
 def _field(path: Path) -> dict[str, str]:
     """Return `text_field` unless the default fits: the field with the longest text in the first record."""
-    if path.suffix.lower() in PARQUET:
+    if kind_of(path) == "parquet":
         from pyarrow import parquet
 
         record = next(iter(parquet.ParquetFile(path).iter_batches(batch_size=1)), None)
         first = {} if record is None else record.to_pylist()[0]
-    elif path.suffix.lower() in JSON_LINES:
+    elif kind_of(path) == "jsonl":
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = json.loads(next((line for line in file if line.strip()), "{}"))
     else:

@@ -47,8 +47,7 @@ def make_optimizer(
     AdamW and SGD are torch's fused versions, also on the CPU: one pass over memory, and the same bits for any cut of a
     parameter at multiples of the vector width.
 
-    Raises:
-        InputError: the optimizer refuses a value, or a user's function returns another object.
+    Raises InputError if the optimizer refuses a value, or a user's function returns another object.
     """
     trained = [(name, parameter) for name, parameter in pipeline.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -72,11 +71,8 @@ def make_optimizer(
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check the optimizer before the model exists.
-
-    Raises:
-        InputError: an option that the optimizer does not have, a value that it refuses, or an unknown function.
-    """
+    """Check the optimizer before the model exists. Raises InputError for an option that it does not have, a value that
+    it refuses, or an unknown function."""
     if config.is_own:
         _check_call(_own_function(config.name), [], config)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -25,10 +25,13 @@ class PipelineConfig(Section):
     section: ClassVar[str] = "pipeline"
 
     processes: int = 1
-    """Processes of the run, one per device: the devices of a pipeline times `replicas`. Under torchrun, the number of
-    processes that it starts."""
+    """Processes of the run: the devices of a pipeline times `replicas` times `tensor_parallel`. Under torchrun, the
+    number of processes that it starts."""
     replicas: int = 1
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
+    tensor_parallel: int = 1
+    """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
+    exchange hidden states in every layer, so they should be GPUs of one machine."""
     data_parallel: Literal["replicate", "shard"] = "replicate"
     """"replicate": every replica keeps all parameters. "shard": replicas share the rows of parameters, gradients and
     optimizer state, and gather parameters during a step (FSDP2)."""
@@ -82,35 +85,33 @@ class PipelineConfig(Section):
 
     def recipe(self, offload: OffloadConfig, sequence_length: int) -> Recipe:
         """Return the recipe of these sections, for sequences of this length."""
-        from evenpipe.recipe.recipe import Recipe
+        from evenpipe.recipe.recipe import Recipe, RecipeOptions
         from evenpipe.schedule.files import read_costs
 
+        alike = {name: getattr(self, name) for name in RecipeOptions.__annotations__ if hasattr(self, name)}
+        converted = {
+            "checkpointing": _one_or_all(self.checkpointing),
+            "costs": None if self.costs is None else read_costs(self.costs),
+            "nccl": NcclOptions(high_priority=self.nccl_high_priority, channels=self.nccl_channels),
+        }
         return Recipe.of(
             dp=self.replicas,
             pp=self.devices,
-            data_parallel=self.data_parallel,
-            reshard=self.reshard,
-            prefetch=self.prefetch,
-            microbatches=self.microbatches,
-            microbatch_size=self.microbatch_size,
+            tp=self.tensor_parallel,
             sequence_length=sequence_length,
-            schedule=self.schedule,
-            schedule_options=self.schedule_options,
-            vocabulary=self.vocabulary,
-            layers_per_stage=self.layers_per_stage,
-            checkpointing=_one_or_all(self.checkpointing),
-            compile_layers=self.compile_layers,
             offload=offload.options(),
-            communicators=self.communicators,
-            nccl=NcclOptions(high_priority=self.nccl_high_priority, channels=self.nccl_channels),
-            costs=None if self.costs is None else read_costs(self.costs),
+            **{**alike, **converted},
         )
 
     def check(self) -> None:
-        self.at_least(1, "processes", "replicas", "stages_per_device", "group_size", "microbatches", "microbatch_size")
+        self.at_least(1, "processes", "replicas", "tensor_parallel")
+        self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
         self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
+        left = self.processes // self.replicas
+        whose = f"the {left} processes" + (" of a replica" if self.replicas > 1 else "")
+        self.require("tensor_parallel", left % self.tensor_parallel == 0, f"a divisor of {whose}")
         if self.layers_per_stage is not None:
             accepted = "numbers of at least 0, one per stage, and not all 0"
             split = self.layers_per_stage
@@ -131,28 +132,22 @@ class PipelineConfig(Section):
         from evenpipe.schedule.planning import MODES
         from evenpipe.schedule.registry import SCHEDULES, options_of
 
-        if self.from_file:
+        options: tuple[str, ...] = ()
+        if self.schedule.endswith(".csv"):
             self.require("schedule", Path(self.schedule).is_file(), "an existing file, or a name of a schedule")
-            options: tuple[str, ...] = ()
+            self.require("stages_per_device", self.stages_per_device is None, "left out with a CSV file")
         else:
             self.known("schedule", SCHEDULES)
             options = options_of(self.schedule)
         for name in ("group_size", "memory_limit"):  # every schedule may be told how many stages it has
             if name not in options:
                 self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
-        if self.from_file:
-            self.require("stages_per_device", self.stages_per_device is None, "left out with a CSV file")
         self.known("vocabulary", ("balanced", *MODES))
 
     @property
     def devices(self) -> int:
         """Devices of a pipeline."""
-        return self.processes // self.replicas
-
-    @property
-    def from_file(self) -> bool:
-        """Whether `schedule` is a CSV file."""
-        return self.schedule.endswith(".csv")
+        return self.processes // (self.replicas * self.tensor_parallel)
 
     @property
     def schedule_options(self) -> dict[str, Any]:
@@ -175,12 +170,7 @@ class PipelineConfig(Section):
     @property
     def sequences_per_step(self) -> int:
         """Sequences in the batch of one step, over all replicas."""
-        return self.replicas * self.sequences_per_replica
-
-    @property
-    def sequences_per_replica(self) -> int:
-        """Sequences of one replica in one step."""
-        return self.microbatches_per_step * self.microbatch_size
+        return self.replicas * self.microbatches_per_step * self.microbatch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,34 +203,24 @@ class OffloadConfig(Section):
     def check(self) -> None:
         if not self.layers or not set(self.layers) <= {"offload", "keep"}:
             self.require("layers", False, "offload, keep, or a list with one of these per layer")
-        self.require("copy_time", bool(self.copy_time) and min(self.copy_time) >= 0, "numbers of at least 0")
-        self.require("streams", self.streams in (1, 2), "1 or 2")
+        self.require("copy_time", bool(self.copy_time), "one number or one per stage")
         self.require(
             "directory", self.directory is None or Path(self.directory).is_dir(), "an existing directory, or none"
         )
-        if self.host_memory is not None:
-            self.host_bytes  # noqa: B018  (raises InputError unless it is a size)
+        self.options()
 
     def options(self) -> OffloadOptions:
-        """Return the options of a recipe."""
+        """Return the options of a recipe. Raises InputError for a value that they do not accept."""
+        from evenpipe.memory.sizes import parse_size
         from evenpipe.recipe.offload import OffloadOptions
 
-        return OffloadOptions(
-            activations=self.activations,
-            copy_time=_one_or_all(self.copy_time),
-            layers=_one_or_all(self.layers),
-            host_memory=self.host_bytes,
-            when_full=self.when_full,
-            directory=self.directory,
-            streams=self.streams,
-        )
-
-    @property
-    def host_bytes(self) -> int | None:
-        """`host_memory` in bytes."""
-        from evenpipe.memory.sizes import parse_size
-
-        return None if self.host_memory is None else parse_size(self.host_memory, "offload.host_memory")
+        size = self.host_memory
+        converted = {
+            "copy_time": _one_or_all(self.copy_time),
+            "layers": _one_or_all(self.layers),
+            "host_memory": None if size is None else parse_size(size, "offload.host_memory"),
+        }
+        return OffloadOptions(**{**asdict(self), **converted})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

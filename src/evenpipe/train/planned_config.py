@@ -28,6 +28,10 @@ CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 """Default training data, which exists on every machine."""
 TOKENIZER_ENTRIES = 8192
 
+NOT_PLANNED = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
+"""Fields of [pipeline] that a plan does not decide."""
+_OF_COPIES = ("activations", "copy_time", "layers", "streams")
+"""Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""
 _OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
 _NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
 
@@ -45,7 +49,8 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
-    tables["pipeline"] = {**_kept(tables.get("pipeline", {})), **_pipeline(problem, plan.configuration)}
+    kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
+    tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
     tables |= _offload(tables.get("offload"), plan.configuration)
     _move_output(tables, name)
     share = plan.configuration.host_share
@@ -81,8 +86,9 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     recipe = one.recipe
     parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
-        "processes": parallelism.dp * parallelism.pp,
+        "processes": parallelism.dp * parallelism.pp * parallelism.tp,
         "replicas": parallelism.dp,
+        "tensor_parallel": parallelism.tp,
         "data_parallel": parallelism.data_parallel,
         "schedule": one.schedule,
         **recipe.options,
@@ -118,16 +124,6 @@ def _move_output(tables: dict[str, Any], name: str) -> None:
     for field in ("trace_folder", "export_folder"):
         output.pop(field, None)
     tables.get("checkpoint", {}).pop("folder", None)
-
-
-_OF_COPIES = ("activations", "copy_time", "layers", "streams")
-"""Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""
-
-
-def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a plan does not decide."""
-    names = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
-    return {name: pipeline[name] for name in names if name in pipeline}
 
 
 def write_tables(

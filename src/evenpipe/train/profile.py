@@ -34,7 +34,7 @@ from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 from evenpipe.train.build import build_pipeline, compute_dtype
 from evenpipe.train.config import Config
 from evenpipe.train.data import open_data
-from evenpipe.train.model_source import check_schedule, check_shape, model_config
+from evenpipe.train.model_source import check_pipeline
 
 SHORTER = 8
 """Sequences for latency are shorter by this factor."""
@@ -83,9 +83,7 @@ def check_profile(config: Config, steps: int) -> None:
     """Raise InputError for a configuration that `profile` refuses, before any process starts."""
     if steps < 1:
         raise InputError(f"steps is {steps}, expected a whole number of at least 1")
-    model = model_config(config.model)
-    check_shape(config, model)
-    check_schedule(config, model)
+    check_pipeline(config)
 
 
 def profile_of(found: Sequence[dict[str, Any]]) -> Profile:

@@ -1,19 +1,27 @@
-"""The short report at the end of a run: a table for the terminal, and report.json."""
+"""The short report at the end of a run, gathered from its processes: a table for the terminal, and report.json."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from evenpipe.runtime.pipeline import Pipeline
+from evenpipe.schedule import Timeline
 from evenpipe.schedule.words import count
 from evenpipe.train.files import write_json
+
+BASELINE = "first-last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device of a replica in the report."""
+    """One process in the report: a device of a replica, or a tensor rank of it."""
 
     device: int
     busy: float
@@ -23,10 +31,12 @@ class DeviceReport:
     layers: int
     """Number of transformer layers on the device."""
     vocabulary_rows: int
-    """Number of rows of the output layer's matrix on the device."""
+    """Number of rows of the output layer's matrix of this process."""
     stages: tuple[int, ...]
     """Numbers of the stages on the device."""
     replica: int = 0
+    tensor_rank: int = 0
+    """Which of the processes that share the device's layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +131,70 @@ class RunReport:
         return self.baseline.makespan / self.prediction.makespan
 
 
+def gather_report(
+    pipeline: Pipeline, *, training: TrainingReport, schedule: str, busy_seconds: float
+) -> RunReport | None:
+    """Return the report on the first process of the run, None on the others. Collective.
+
+    schedule: the schedule's name in the configuration.
+    busy_seconds: time that this process spent in passes.
+    """
+    table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
+    if pipeline.device or pipeline.replica or pipeline.tensor_rank:
+        return None
+    from evenpipe.plan.configuration_search import cores  # only the first process should import planning
+
+    timeline = pipeline.predict()
+    prediction = _prediction(timeline, pipeline.layout.mode)
+    predicted_step_seconds = None
+    if pipeline.torch_device.type == "cpu" and training.steps:
+        work = sum(busy for busy, _ in table) / pipeline.replicas / pipeline.tensor_ranks / training.steps
+        predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
+    placement, ranks = pipeline.order.placement, pipeline.tensor_ranks
+    return RunReport(
+        training=training,
+        schedule=ScheduleReport(
+            name=schedule,
+            replicas=pipeline.replicas,
+            devices=pipeline.devices,
+            stages=placement.stages,
+            microbatches=pipeline.microbatches,
+            communicators=len(pipeline.layout.communicators),
+            in_flight=timeline.peak_in_flight,
+        ),
+        devices=tuple(
+            DeviceReport(
+                replica=process // (pipeline.devices * ranks),
+                device=device,
+                tensor_rank=process % ranks,
+                busy=busy / training.seconds if training.seconds else 0.0,
+                peak_memory_bytes=int(peak),
+                stages=placement.stages_of(device),
+                layers=sum(pipeline.layout.layers_per_stage[stage] for stage in placement.stages_of(device)),
+                vocabulary_rows=pipeline.layout.head_shards[process % (pipeline.devices * ranks)].rows,
+            )
+            for process, (busy, peak) in enumerate(table)
+            for device in [process // ranks % pipeline.devices]
+        ),
+        prediction=prediction,
+        baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
+        predicted_step_seconds=predicted_step_seconds,
+        machine=MachineReport(
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), threads=torch.get_num_threads(), cores=cores()
+        ),
+    )
+
+
+def _prediction(timeline: Timeline, mode: str) -> Prediction:
+    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
+
+
+def _peak_memory_bytes(torch_device: torch.device) -> int:
+    if torch_device.type == "cuda":
+        return torch.cuda.max_memory_allocated(torch_device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def report_text(report: RunReport) -> str:
     """Return the report for the terminal."""
     training = report.training
@@ -143,6 +217,9 @@ def report_text(report: RunReport) -> str:
         )
         for device in report.devices
     ]
+    if any(device.tensor_rank for device in report.devices):
+        numbers = ["tensor rank", *(str(device.tensor_rank) for device in report.devices)]
+        rows = [(row[0], number, *row[1:]) for number, row in zip(numbers, rows, strict=True)]
     if report.schedule.replicas > 1:
         numbers = ["replica", *(str(device.replica) for device in report.devices)]
         rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]

@@ -1,49 +1,31 @@
 """Sources of documents: files, a dataset, or the Python standard library.
 
-`datasets` reads everything, but local files are checked one by one first, because its own errors name neither the file
-nor the line. JSON lines are read by its line reader and parsed here: its JSON reader infers one schema for all records
-and refuses files whose other fields vary.
+Files are read without `datasets`: its errors name neither the file nor the line, and its JSON reader infers one schema
+for all records and refuses files whose other fields vary.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import glob
 import hashlib
-import itertools
 import json
-import os
 import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.words import count
 from evenpipe.train.input_sections import DataConfig
 from evenpipe.train.section import nearest, show
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = (".parquet",)
 READ_BYTES = 1 << 20
-LARGEST_DOCUMENT_BYTES = 2**31 - 1  # the limit of a cell in an Arrow column of strings
+LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is in memory as a whole
 NOT_IN_CORPUS = frozenset({"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages"})
-
-
-class Documents(Protocol):
-    """Texts that can be read repeatedly, always in the same order."""
-
-    @property
-    def description(self) -> str:
-        """The source, in words for messages."""
-
-    def fingerprint(self) -> str:
-        """Return a hex digest that changes when any text changes. Raises `InputError` if a text cannot be read."""
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the texts; call `fingerprint` first, because it checks them."""
 
 
 def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
@@ -51,31 +33,34 @@ def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
 
     `cache_folder`: folder for the locks and downloads of `datasets`.
     """
-    cache = str(cache_folder / "datasets")
     if data.dataset is not None:
-        return DatasetDocuments(data.dataset, data.dataset_config, data.dataset_split, data.text_field, cache)
+        return _dataset(data, data.dataset_split, cache_folder)
     if data.corpus is not None:
-        paths = _standard_library(data.corpus.partition(":")[2])
-        return FileDocuments(paths, data.text_field, "strict", data.corpus, cache)
+        return FileDocuments(_standard_library(data.corpus.partition(":")[2]), data.text_field, "strict", data.corpus)
     evaluated = {path.resolve() for path in find_files(data.validation_files, "data.validation_files")}
     paths = [path for path in find_files(data.files) if path.resolve() not in evaluated]
     if not paths:
         raise InputError(
             f"data.validation_files is {show(data.validation_files)}, but must leave files of data.files to train on"
         )
-    return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"), cache)
+    return _files(data, paths)
 
 
 def find_validation_documents(data: DataConfig, cache_folder: Path) -> Documents | None:
     """Return separate validation documents; None if validation rows are a share of the training data."""
-    cache = str(cache_folder / "datasets")
     if data.validation_split is not None:
-        assert data.dataset is not None
-        return DatasetDocuments(data.dataset, data.dataset_config, data.validation_split, data.text_field, cache)
-    if not data.validation_files:
-        return None
+        return _dataset(data, data.validation_split, cache_folder)
     paths = find_files(data.validation_files, "data.validation_files")
-    return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"), cache)
+    return _files(data, paths) if paths else None
+
+
+def _dataset(data: DataConfig, split: str, cache_folder: Path) -> DatasetDocuments:
+    assert data.dataset is not None
+    return DatasetDocuments(data.dataset, data.dataset_config, split, data.text_field, str(cache_folder / "datasets"))
+
+
+def _files(data: DataConfig, paths: list[Path]) -> FileDocuments:
+    return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"))
 
 
 def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Path]:
@@ -94,46 +79,38 @@ def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Pat
 
 @dataclass(frozen=True, slots=True)
 class FileDocuments:
-    """Documents in local files. `errors` is "strict" or "replace", for bytes that are not UTF-8."""
+    """Documents in local files: texts that can be read repeatedly, always in the same order."""
 
     paths: list[Path]
     text_field: str
     errors: str
+    """"strict" or "replace", for bytes that are not UTF-8."""
     description: str
-    cache_folder: str
+    """The source, in words for messages."""
 
     def fingerprint(self) -> str:
+        """Return a hex digest that changes when any text changes. Raises `InputError` if a text cannot be read; call it
+        before reading the texts."""
         digests = [check_file(path, self.text_field, self.errors) for path in self.paths]
-        kinds = [_kind(path) for path in self.paths]
+        kinds = [kind_of(path) for path in self.paths]
         return _digest(["files", digests, kinds, self.text_field, self.errors])
 
     def __iter__(self) -> Iterator[str]:
-        for kind, paths in itertools.groupby(self.paths, _kind):
-            yield from self._read(kind, list(paths))
-
-    def _read(self, kind: str, paths: list[Path]) -> Iterator[str]:
-        options: dict[str, Any] = {"encoding": "utf-8-sig", "encoding_errors": self.errors}
-        if kind == "parquet":
-            for row in self._stream("parquet", paths, columns=[self.text_field]):
-                yield row[self.text_field] or ""
-        elif kind == "text":
-            for row in self._stream("text", paths, sample_by="document", **options):
-                yield row["text"]
-        else:
-            for row in self._stream("text", paths, sample_by="line", **options):
-                if row["text"].strip():
-                    yield _encodable(json.loads(row["text"])[self.text_field] or "")
-
-    def _stream(self, reader: str, paths: list[Path], **options: Any) -> Any:
-        """Return the rows of local files in the given order, without a copy on disk. `datasets` reads names as
-        patterns."""
-        names = [glob.escape(os.path.abspath(path)) for path in paths]  # noqa: PTH100 (resolve would follow links)
-        return _datasets().load_dataset(
-            reader, data_files=names, split="train", streaming=True, cache_dir=self.cache_folder, **options
-        )
+        for path in self.paths:
+            kind = kind_of(path)
+            if kind == "parquet":
+                yield from _parquet_texts(path, self.text_field)
+                continue
+            with path.open(encoding="utf-8-sig", errors=self.errors) as file:
+                if kind == "text":
+                    yield file.read()
+                    continue
+                for line in file:
+                    if line.strip():
+                        yield _encodable(json.loads(line)[self.text_field] or "")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class DatasetDocuments:
     """Documents in a dataset of the hub, or in a folder that `datasets` can read."""
 
@@ -142,43 +119,44 @@ class DatasetDocuments:
     split: str
     text_field: str
     cache_folder: str
-    _loaded: Any = None
 
     @property
     def description(self) -> str:
-        """The source, in words for messages."""
+        """As of files."""
         return f"dataset {self.name}, {self.split}"
 
     def fingerprint(self) -> str:
-        loaded = self._load()
-        return _digest(["dataset", loaded._fingerprint, len(loaded), self.text_field])
+        """As of files."""
+        return _digest(["dataset", self._rows._fingerprint, len(self._rows), self.text_field])
 
     def __iter__(self) -> Iterator[str]:
-        for row in self._load():
+        for row in self._rows:
             yield _encodable(row[self.text_field] or "")
 
-    def _load(self) -> Any:
-        if self._loaded is None:
-            datasets = _datasets()
-            try:
-                loaded = _saved(self.name, self.split) if is_saved(self.name) else self._read()
-            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-                reason = str(error.__cause__ or error).strip().splitlines()[0]
-                raise InputError(
-                    f"data.dataset is {show(self.name)} (config {show(self.config)}, split {show(self.split)}), "
-                    f"but it cannot be loaded: {reason}"
-                ) from error
-            feature = loaded.features.get(self.text_field)
-            if getattr(feature, "dtype", None) not in ("string", "large_string"):
-                raise InputError(_no_text_field(self.text_field, f"dataset {self.name}", list(loaded.features)))
-            self._loaded = loaded.select_columns([self.text_field])
-        return self._loaded
+    @functools.cached_property
+    def _rows(self) -> Any:
+        datasets = _datasets()
+        try:
+            loaded = _saved(self.name, self.split) if is_saved(self.name) else self._read()
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise InputError(
+                f"data.dataset is {show(self.name)} (config {show(self.config)}, split {show(self.split)}), "
+                f"but it cannot be loaded: {reason}"
+            ) from error
+        feature = loaded.features.get(self.text_field)
+        if getattr(feature, "dtype", None) not in ("string", "large_string"):
+            raise InputError(_no_text_field(self.text_field, f"dataset {self.name}", list(loaded.features)))
+        return loaded.select_columns([self.text_field])
 
     def _read(self) -> Any:
         datasets = _datasets()
         builder = datasets.load_dataset_builder(self.name, self.config, cache_dir=self.cache_folder)
         options = {"sample_by": "document"} if builder.name == "text" else {}  # else every line would be a document
         return datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder, **options)
+
+
+Documents = FileDocuments | DatasetDocuments
 
 
 def is_saved(name: str) -> bool:
@@ -200,11 +178,11 @@ def _saved(name: str, split: str) -> Any:
 def check_file(path: Path, text_field: str, errors: str) -> str:
     """Return the hex sha256 of a file. Raises an `InputError` with the place if its contents cannot be documents."""
     try:
-        if _kind(path) == "parquet":
+        if kind_of(path) == "parquet":
             _check_parquet(path, text_field)
             return _check_bytes(path, decode=False)
         digest = _check_bytes(path, decode=errors == "strict")
-        if _kind(path) == "jsonl":
+        if kind_of(path) == "jsonl":
             _check_json_lines(path, text_field, errors)
         elif path.stat().st_size > LARGEST_DOCUMENT_BYTES:
             raise InputError(
@@ -266,6 +244,14 @@ def _check_parquet(path: Path, text_field: str) -> None:
         raise InputError(_no_text_field(text_field, show(str(path)), schema.names))
 
 
+def _parquet_texts(path: Path, text_field: str) -> Iterator[str]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        for rows in file.iter_batches(columns=[text_field]):
+            yield from (text or "" for text in rows.column(0).to_pylist())
+
+
 def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
     return (
         f"data.text_field is {show(text_field)}, but {where} has no text of that name"
@@ -311,11 +297,10 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """Return "jsonl", "parquet" or "text", by the name of a file."""
     suffix = path.suffix.lower()
-    if suffix in JSON_LINES:
-        return "jsonl"
-    return "parquet" if suffix in PARQUET else "text"
+    return "jsonl" if suffix in (".jsonl", ".json", ".ndjson") else "parquet" if suffix == ".parquet" else "text"
 
 
 def _encodable(text: str) -> str:

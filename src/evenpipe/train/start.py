@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
 from evenpipe.train.callbacks import Callback, find_callbacks
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_from_dict, config_to_dict, load_config
+from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.data import prepare
 from evenpipe.train.files import check_folders, disk_errors, write_json
-from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
+from evenpipe.train.model_source import check_pipeline, pipeline_model
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import check_trackers
 
@@ -24,14 +25,15 @@ SET_UP = "set up"  # mark of the first process when it has prepared the run
 
 
 def run_training(
-    config: Mapping[str, Any] | str | Path, *, callbacks: Sequence[Callback] = (), force: bool = False
+    config: Mapping[str, Any] | str | Path | Config, *, callbacks: Sequence[Callback] = (), force: bool = False
 ) -> None:
     """Train and export a model, like `evenpipe train`. A second call continues from the newest checkpoint.
 
-    It starts the processes itself, so call it under `if __name__ == "__main__":`; under torchrun it runs in place.
+    It starts the processes itself, so call it under `if __name__ == "__main__":`; under torchrun it runs in place. If
+    possible, InputError is raised before any process starts.
 
     Args:
-        config: path of a TOML file, or nested dictionaries of its sections.
+        config: path of a TOML file, or nested dictionaries of its sections, or a `Config`.
         callbacks: callbacks in addition to `training.callbacks`; each process gets a copy, made by pickle.
         force: take folders from another run that writes to them; its next checkpoint then fails.
 
@@ -40,25 +42,17 @@ def run_training(
         RunError: a callback, process, disk or connection failed, or the loss is not finite.
         SystemExit, KeyboardInterrupt: a signal ended the run after it saved.
     """
-    start(
-        config_from_dict(config) if isinstance(config, Mapping) else load_config(config),
-        callbacks=callbacks,
-        force=force,
-    )
-
-
-def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = False) -> None:
-    """Run `config` to its end, in new local processes, or in place if torchrun started this one.
-
-    Arguments and errors are those of `run_training`. If possible, InputError is raised before any process starts.
-    """
+    if isinstance(config, Config):
+        run = config
+    else:
+        run = config_from_dict(config) if isinstance(config, Mapping) else load_config(config)
     if "RANK" in os.environ:
-        _run_in_place(config, callbacks, force)
+        _run_in_place(run, callbacks, force)
         return
     from evenpipe.processes.launcher import launch, prepare_launch
 
     prepare_launch("evenpipe.train.trainer", "evenpipe.runtime.pipeline")  # imports in the background, once for all
-    claims = set_up(config, force)
+    claims = set_up(run, force)
 
     from evenpipe.train.trainer import train
 
@@ -67,26 +61,26 @@ def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = F
     def on_stop(number: int) -> None:
         nonlocal asked
         asked = number
-        say_stop(config, number, ends=False)
+        say_stop(run, number, ends=False)
 
     try:
         try:
             signals = launch(
                 train,
-                config,
+                run,
                 claims,
                 callbacks,
-                processes=config.pipeline.processes,
-                timeout_seconds=config.pipeline.timeout_seconds,
+                processes=run.pipeline.processes,
+                timeout_seconds=run.pipeline.timeout_seconds,
                 on_stop=on_stop,
             )
         except (KeyboardInterrupt, SystemExit):
             if asked:  # this is the second signal
-                say_stop(config, asked, ends=True)
+                say_stop(run, asked, ends=True)
             raise
         if signals[0]:
             raise SystemExit(128 + signals[0])
-        show_result(config)
+        show_result(run)
     finally:
         release(claims)
 
@@ -98,9 +92,7 @@ def set_up(config: Config, force: bool) -> list[Claim]:
     """
     from evenpipe.train.optimization import check_optimizer
 
-    model = model_config(config.model)
-    check_shape(config, model)
-    check_schedule(config, model)
+    check_pipeline(config)
     check_optimizer(config.optimizer)
     check_trackers(config.output.trackers)
     find_callbacks(config.training.callbacks)
@@ -114,7 +106,7 @@ def set_up(config: Config, force: bool) -> list[Claim]:
             print(text, file=sys.stderr, flush=True)
     data = prepare(config)
     pipeline_model(config, data.tokenizer_size, data.end_of_text_id)
-    write_json(config.run_folder / "config.json", config_to_dict(config))
+    write_json(config.run_folder / "config.json", asdict(config))
     return claims
 
 

@@ -12,12 +12,11 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.files import write_json
 
 FILE = "trackers.json"
@@ -42,37 +41,24 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def open_trackers(config: Config, say: Callable[[str], None]) -> list[Tracker]:
-    """Open the trackers of the configuration; arguments and errors are those of `Tracker`."""
-    output = config.output
-    about = config_to_dict(config)
-    return [Tracker(name, config.run_folder, output.project, about, say) for name in output.trackers]
-
-
 class Tracker:
-    """A run of one tracker."""
+    """A run of one tracker, "wandb" or "trackio"."""
 
-    def __init__(
-        self, name: str, folder: Path, project: str, config: Mapping[str, Any], say: Callable[[str], None]
-    ) -> None:
-        """
-        Args:
-            name: "wandb" or "trackio".
-            folder: folder of the run; the tracker shows its name.
-            say: prints a line if the tracker fails later.
-
-        Raises:
-            InputError: the tracker cannot be opened at the first start of the run; later failures are only printed.
-        """
-        self._name = name
-        self._say = say
+    def __init__(self, name: str, config: Config, say: Callable[[str], None]) -> None:
+        """Raises InputError if the tracker cannot be opened at the first start of the run. Later failures are only
+        printed, by `say`."""
+        self._name, self._say = name, say
         self._run: Any = None
-        kept, is_new = _identity(name, folder, project)
-        options = {"project": project, "config": dict(config), "resume": "allow"}
+        folder, project = config.run_folder, config.output.project
+        file = folder / FILE
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        is_new = name not in kept or kept[name]["project"] != project
+        identity = secrets.token_hex(4) if is_new else kept[name]["id"]
+        options = {"project": project, "config": asdict(config), "resume": "allow"}
         if name == "wandb":
-            options |= {"name": folder.name, "id": kept, "dir": str(folder)}
+            options |= {"name": folder.name, "id": identity, "dir": str(folder)}
         else:  # trackio identifies a run by its name
-            options |= {"name": f"{folder.name}-{kept}"}
+            options |= {"name": f"{folder.name}-{identity}"}
         try:
             self._run = importlib.import_module(name).init(**options)
         except Exception as error:
@@ -81,7 +67,7 @@ class Tracker:
             self._give_up(error)
             return
         if is_new:
-            write_json(folder / FILE, _kept(folder) | {name: {"project": project, "id": kept}})
+            write_json(file, kept | {name: {"project": project, "id": identity}})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Send a line of metrics.jsonl."""
@@ -106,19 +92,6 @@ class Tracker:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         self._say(f"{self._name} has failed and gets no more metrics until the next start: {_words(error)}")
-
-
-def _identity(name: str, folder: Path, project: str) -> tuple[str, bool]:
-    """Return (id of the tracker's run, whether it is new)."""
-    kept = _kept(folder).get(name)
-    if kept is not None and kept["project"] == project:
-        return kept["id"], False
-    return secrets.token_hex(4), True
-
-
-def _kept(folder: Path) -> dict[str, Any]:
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _words(error: Exception) -> str:

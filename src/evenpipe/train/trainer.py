@@ -15,8 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from evenpipe.processes.worker import initialise_worker
 from evenpipe.runtime.result import StepResult
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.callbacks import Callback, Callbacks, TrainingState, find_callbacks
+from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbacks, make_callbacks
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
@@ -39,10 +37,9 @@ from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches
-from evenpipe.train.report import TrainingReport, report_text, write_report
-from evenpipe.train.run_report import gather_report
+from evenpipe.train.report import TrainingReport, gather_report, report_text, write_report
 from evenpipe.train.stopping import say_stop
-from evenpipe.train.trackers import open_trackers
+from evenpipe.train.trackers import Tracker
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 """In a run with a time box: steps that do not count, and steps whose speed decides the number of steps."""
@@ -68,13 +65,11 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
     claims: locks of the run's folders, from the process that started this one.
     callbacks: callbacks in addition to those of the configuration.
 
-    Raises:
-        InputError: values of the configuration do not fit together.
-        RunError: the loss is not finite, or a callback, disk, process or connection failed.
+    Raises InputError and RunError as `run_training` does.
     """
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
-    run = _Run(config, worker.torch_device, Callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
+    run = _Run(config, worker.torch_device, make_callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
     run.resume()
     gc.collect()
     gc.freeze()  # a full collection in the middle of a step would look like a straggler
@@ -90,13 +85,13 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
 class _Run:
     """One start of a run on one process."""
 
-    def __init__(self, config: Config, torch_device: torch.device, callbacks: Callbacks) -> None:
+    def __init__(self, config: Config, torch_device: torch.device, callbacks: Sequence[Callback]) -> None:
         self.config = config
         self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
         self.batches: Batches = open_batches(config, self.data)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
-        self.feeds = self.pipeline.device == 0
+        self.feeds = self.pipeline.device == 0 and self.pipeline.tensor_rank == 0
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
@@ -133,7 +128,11 @@ class _Run:
         checkpoint = found.sound()
         if checkpoint is not None:
             state = checkpoint.extra
-            self._check_data(checkpoint.path, state["data"])  # before errors about different shapes
+            if state["data"]["data"] != self.data.fingerprint:  # token ids have another meaning; shapes may differ, too
+                raise InputError(
+                    f"output.folder is {config.output.folder!r}, where {checkpoint.path.name} was trained on other text"
+                    " or with another tokenizer; expected the same data, or another folder"
+                )
             self._load(checkpoint)
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
@@ -151,7 +150,7 @@ class _Run:
             resume_step=self.progress.step,
             tensorboard=config.output.tensorboard,
         )
-        self.metrics.follow(open_trackers(config, self.metrics.say))
+        self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
@@ -168,14 +167,6 @@ class _Run:
         for group, options in zip(groups, configured, strict=True):
             group.update(options)
 
-    def _check_data(self, checkpoint: Path, saved: dict[str, Any]) -> None:
-        """Raise InputError for other text or another tokenizer, which would give token ids another meaning."""
-        if saved["data"] != self.data.fingerprint:
-            raise InputError(
-                f"output.folder is {self.config.output.folder!r}, where {checkpoint.name} was trained on other text or"
-                " with another tokenizer; expected the same data, or another folder"
-            )
-
     @property
     def _time_box(self) -> dict[str, Any]:
         """The values that decided the number of steps; a resumed run with the same values keeps the decision."""
@@ -189,9 +180,9 @@ class _Run:
         extra: dict[str, Any] = {
             "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
             "tokens": progress.tokens,
-            "running_mean": progress.mean.state(),
+            "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
-            "config": config_to_dict(self.config),
+            "config": asdict(self.config),
             "tokenizer": os.path.relpath(
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
             ),
@@ -247,7 +238,7 @@ class _Run:
             pipeline=self.pipeline,
             optimizer=self.optimizer,
         )
-        self._wants_to_stop |= self.callbacks.call(method, state, *arguments)
+        self._wants_to_stop |= call(self.callbacks, method, state, *arguments)
 
     def to_the_end(self) -> int:
         """Train until the last step or a signal; return the number of the signal, or 0."""
@@ -289,7 +280,7 @@ class _Run:
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
         started = time.perf_counter()
-        process = pipeline.replica * pipeline.devices + pipeline.device
+        process = (pipeline.replica * pipeline.devices + pipeline.device) * pipeline.tensor_ranks + pipeline.tensor_rank
         torch.manual_seed(_seed(config.training.seed, progress.step, process))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
