@@ -50,8 +50,8 @@ def check_pipeline(config: Config) -> None:
         )
     if config.data.sequence_length % pipeline.tensor_parallel:
         raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of pipeline.tensor_parallel,"
-            f" {pipeline.tensor_parallel}"
+            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of"
+            f" {pipeline.tensor_parallel}, pipeline.tensor_parallel"
         )
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
