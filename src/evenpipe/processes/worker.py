@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +81,7 @@ class Worker:
     borrowers: int = 0
     """Open pipelines of a process that is not owned."""
     at_exit: multiprocessing.util.Finalize | None = None
+    _meetings: int = 0
 
     def mark(self, name: str) -> None:
         """Leave a mark for `wait_for_mark` of the others. Raises StoreError if the store is gone."""
@@ -97,12 +98,35 @@ class Worker:
             RunError: the run has failed.
             StoreError: the store is gone.
         """
-        found = self.store is None
+        self._wait_for([name], what, needed_by, (0,), float("inf"))
+
+    def wait_for_all(self, what: str, limit_seconds: float) -> None:
+        """Return when all processes have called this as often; a process that evenpipe runs need not wait.
+
+        Before groups are made: there nothing can interrupt the wait for a process that has failed and lives on. Raises
+        as `wait_for_mark`.
+        """
+        self._meetings += 1
+        marks = [f"{what} {self._meetings}/{rank}" for rank in range(self.world_size)]
+        self.mark(marks[self.rank])
+        if not self.owned:
+            others = tuple(rank for rank in range(self.world_size) if rank != self.rank)
+            self._wait_for(marks, what, "", others, limit_seconds)
+
+    def _wait_for(
+        self, names: Sequence[str], what: str, needed_by: str, peers: tuple[int, ...], limit_seconds: float
+    ) -> None:
+        if self.store is None:
+            return
+        self.watch.awaiting(what, needed_by, "store", peers, limit_seconds)
+        found, pause = False, 0.01
         while not found:
-            self.watch.awaiting(what, needed_by, "store", (0,))
-            time.sleep(POLL_SECONDS)
             with contextlib.suppress(StoreSilentError):  # the watch knows how long it may be silent
-                found = self.store is None or self.store.has([name])
+                found = self.store.has(names)
+            if not found:
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
+                self.watch.raise_cause()
         self.watch.arrived()
 
 
@@ -272,6 +296,8 @@ def start_worker(
             watch.check_members(distributed_c10d._get_default_group(), "default", range(world_size))
     except BaseException as error:
         watch.report_exception(error)
+        if not owned:
+            watch.finish()
         raise
     _this = Worker(rank, world_size, device, timeout_seconds, watch, store, owned)
     return _this
