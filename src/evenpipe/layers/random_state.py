@@ -20,7 +20,6 @@ class RandomState:
 
     @classmethod
     def of(cls, torch_device: torch.device) -> RandomState:
-        """Return the current state."""
         gpu = torch.cuda.get_rng_state(torch_device) if torch_device.type == "cuda" else None
         return cls(torch.get_rng_state(), gpu, torch_device)
 
