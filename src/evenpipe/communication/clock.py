@@ -99,7 +99,6 @@ class Conversion:
 
     @property
     def uncertainty(self) -> float:
-        """Uncertainty of converted times."""
         return max(self.before.uncertainty, self.after.uncertainty)
 
     def __call__(self, time: float) -> float:
