@@ -74,6 +74,11 @@ def changed(before: dict[str, Any]) -> list[str]:
     return [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
 
 
+def say(line: str) -> None:
+    """Write a whole line at once: another process may write too."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def train(**options: Any) -> None:
     with contextlib.closing(Pipeline(CONFIG, microbatches=2, self_check=True, **options)) as pipeline:
         pipeline.step(torch.arange(16).reshape(2, 8))
@@ -91,7 +96,7 @@ def compare() -> None:
         Pipeline(CONFIG, microbatches=2, vocabulary="nonsense")
     except ValueError:
         faults += changed(before)
-    print("changed:", faults, flush=True)
+    say(f"changed: {faults}")
 
 
 def taken_over() -> None:
@@ -122,7 +127,7 @@ def fails(name: str, who: str) -> None:
         try:
             train()
         except Exception as error:
-            print(f"{type(error).__name__}: {error};", "changed:", changed(before), flush=True)
+            say(f"{type(error).__name__}: {error}; changed: {changed(before)}")
     train()
 
 

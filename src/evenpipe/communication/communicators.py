@@ -66,12 +66,10 @@ class Communicators:
                     "processes share a GPU: communication goes through host memory, which is slow and meant for tests"
                 )
         self._by_name: dict[str, Communicator] = {}
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        others = tuple(other for other in range(world) if other != rank)  # creating a group involves all of them
         arrivals = None
         if by_nccl:
             arrivals = arrivals_on(self.torch_device) if watch else None
-            with watch.during("the making of communicators", "default", others) if watch else nullcontext():
+            with watch.during("the making of communicators", "default", watch.others) if watch else nullcontext():
                 _wait_for_all()
         # A group does not inherit the timeout of the default one. NCCL's own action after the limit names no process:
         # the watch comes first.
@@ -80,7 +78,7 @@ class Communicators:
             for name, members in groups:
                 group = None
                 if len(members) > 1:
-                    with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
+                    with watch.during(f"communicator {name}", "default", watch.others) if watch else nullcontext():
                         group = dist.new_group(
                             list(members),
                             timeout=timeout,

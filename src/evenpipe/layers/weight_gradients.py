@@ -107,19 +107,15 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
     `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
     """
-    replacing: dict[int, Callable[[Tensor], Tensor | None]] | None = parameter._backward_hooks
-    if replacing:
-        for replace in list(replacing.values()):
-            replaced = replace(gradient)
-            gradient = gradient if replaced is None else replaced
+    for replace in list((parameter._backward_hooks or {}).values()):
+        replaced = replace(gradient)
+        gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    if hooks:
-        for hook in list(hooks.values()):
-            hook(parameter)
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:

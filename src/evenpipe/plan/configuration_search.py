@@ -69,8 +69,6 @@ class Found:
     plans: list[Evaluation] = field(default_factory=list)
     failed: list[Evaluation] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    late: list[Evaluation] = field(default_factory=list)
-    """Plans that fit, but are too slow."""
     evaluated: int = 0
     bounded: int = 0
     """Number of configurations excluded by a bound alone."""
@@ -197,7 +195,6 @@ class _Search:
                 self.too_large[key] = min(size, self.too_large.get(key, size))
             return
         if evaluation.late:
-            found.late.append(evaluation)
             return
         found.plans.append(evaluation)
         self.times.append(evaluation.seconds)

@@ -102,6 +102,7 @@ class Watch:
         board: shows the launcher what this process waits for.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
+        self.others = tuple(other for other in range(world_size) if other != rank)
         self.cause: Cause | None = None
         self.timeout_seconds = timeout_seconds
         self._store = store

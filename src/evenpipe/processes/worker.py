@@ -4,17 +4,12 @@ This is the same under torchrun and under `launch`. Outside of both, a process i
 does nothing.
 
 `launch`, the commands and `initialise_worker` take a process over for evenpipe until its end (`owner`). A `Pipeline` in
-a process of somebody else's own only borrows a worker while it is open: signals and hooks stay as they are, nothing is
-killed, and the watch's thread ends with the last pipeline.
-
-Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback, which no
-other machine reaches. Those of torchrun meet in its store, on a port that is open to everyone who reaches its machine.
+a process of somebody else's own only borrows a worker while it is open. Where processes meet: `store`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing.util
 import os
 import signal
@@ -39,8 +34,6 @@ from evenpipe.processes.peers import Peers
 from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
 from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 from evenpipe.processes.watch import Watch
-
-logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
 """Default limit of a wait among live processes. Long, because one may save a checkpoint while the others wait; dead and
@@ -110,8 +103,7 @@ class Worker:
         marks = [f"{what} {self._meetings}/{rank}" for rank in range(self.world_size)]
         self.mark(marks[self.rank])
         if not self.owned:
-            others = tuple(rank for rank in range(self.world_size) if rank != self.rank)
-            self._wait_for(marks, what, "", others, limit_seconds)
+            self._wait_for(marks, what, "", self.watch.others, limit_seconds)
 
     def _wait_for(
         self, names: Sequence[str], what: str, needed_by: str, peers: tuple[int, ...], limit_seconds: float
@@ -282,8 +274,7 @@ def start_worker(
         if fault is not None:
             raise fault
         if not dist.is_initialized():
-            others = tuple(other for other in range(world_size) if other != rank)
-            with watch.during("the first connections", "default", others):
+            with watch.during("the first connections", "default", watch.others):
                 nccl = device.type == "cuda" and _each_its_own(identity, groups, rank, world_size)
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if nccl else "gloo",
