@@ -59,11 +59,10 @@ class Space:
             ("zero", (0, 1, 2, 3)),
         ):
             given = getattr(self, name)
-            if not given:
-                raise InputError(f"{name}: nothing is given, expected some of {', '.join(map(str, known))}")
-            for value in given:
-                if value not in known:
-                    raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
+            unknown = [f"{value!r} is unknown" for value in given if value not in known]
+            if unknown or not given:
+                fault = unknown[0] if unknown else "nothing is given"
+                raise InputError(f"{name}: {fault}, expected some of {', '.join(map(str, known))}")
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")

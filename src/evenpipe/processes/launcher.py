@@ -41,7 +41,7 @@ import cloudpickle
 import torch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.bell import STOPS
+from evenpipe.processes.bell import STOPS, signals_handled
 from evenpipe.processes.environment import default_variable
 from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.signs import Board, Cause, cause_of
@@ -130,17 +130,22 @@ def launch(
         "torch_device": torch_device,
     }
     handler = _Handler()
-    with temporary_folder("evenpipe-launch-") as folder, _signal_handlers(handler, SIGNALS):
+    with temporary_folder("evenpipe-launch-") as folder, signals_handled(handler, SIGNALS):
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
         store = FolderStore(folder / "store")
         wish = Wish(store, on_stop)
         handler.accept = wish.accept
-        children = _children(work, processes, folder, limits)
+        method = _start_method(torch_device)
+        parent = _server_pid() if method == "forkserver" else os.getpid()
+        # The type stubs know no common type of contexts that has Process.
+        process: Any = multiprocessing.get_context(method).Process  # type: ignore[attr-defined]
+        environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
+        children = [process(target=_process, args=(work, own, folder, limits, parent)) for own in environments]
         try:
             first = _run(children, Beats(store, processes), silence_seconds)
         finally:
-            with _signal_handlers(lambda *_: None, SIGNALS):
+            with signals_handled(lambda *_: None, SIGNALS):
                 end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
         if first is not None:
             raise _first_cause(folder, processes, first)
@@ -160,7 +165,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
     # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
-    with default_variable("OMP_NUM_THREADS", "1"), _signal_handlers(signal.SIG_IGN, STOPS):
+    with default_variable("OMP_NUM_THREADS", "1"), signals_handled(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
 
@@ -188,18 +193,6 @@ def _end_if_unguarded() -> None:
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
-
-
-def _children(work: bytes, processes: int, folder: Path, limits: dict[str, Any]) -> list[BaseProcess]:
-    method = _start_method(limits["torch_device"])
-    context = multiprocessing.get_context(method)
-    parent = _server_pid() if method == "forkserver" else os.getpid()
-    environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
-    # The type stubs know no common type of contexts that has Process.
-    return [
-        context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
-        for environment in environments
-    ]
 
 
 def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) -> Ending | None:
@@ -276,22 +269,6 @@ class _Handler:
         if not self._raised and not self.accept(number):
             self._raised = True  # another one would interrupt the handling of this one
             raise _Interrupted(number)
-
-
-@contextlib.contextmanager
-def _signal_handlers(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
-) -> Iterator[None]:
-    """Install signal handlers. No effect outside the main thread, where Python has no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ import multiprocessing.util
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.processes.bell import signals_handled
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
@@ -321,7 +321,9 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
     try:
         store.write(keys[rank], own.dump())
         peers = Peers(store, own, rank, world_size, key="here")
-        with _sigterm_noticed() if owned else contextlib.nullcontext(list[int]()) as terminated:
+        terminated: list[int] = []
+        noticed = (signal.SIGTERM,) if owned and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else ()
+        with signals_handled(lambda number, _: terminated.append(number), noticed):
             while not store.has(keys):
                 fault = None
                 if (death := peers.first_death(peers.here())) is not None:
@@ -342,23 +344,6 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
         raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
     if terminated:
         os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch handles it
-
-
-@contextlib.contextmanager
-def _sigterm_noticed() -> Iterator[list[int]]:
-    """SIGTERM appends to the list, unless the program handles that signal itself."""
-    numbers: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield numbers
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
-    try:
-        yield numbers
-    finally:
-        if before is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, before)
 
 
 def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:
