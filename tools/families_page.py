@@ -44,7 +44,7 @@ def draw() -> str:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = results["configurations"]
     words = Counter(row["word"] for row in rows)
-    ranks = Counter(row["tensor"] for row in rows)
+    ranks = Counter(row.get("tensor", "") for row in rows)
     head = HEAD.format(
         transformers=results["transformers"],
         count=len(rows),
@@ -70,10 +70,10 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _ranks(row: dict[str, Any]) -> str:
-    if row["tensor"] == "equal":
+    if row.get("tensor") == "equal":
         whole = f"; whole: {row['tensor_sentence']}" if row["tensor_sentence"] else ""
         return f"equal, {row['tensor_error']:.0e}{whole}"
-    return f"{row['tensor']}: {row['tensor_sentence'].splitlines()[0]}" if row["tensor"] else ""
+    return f"{row['tensor']}: {row['tensor_sentence'].splitlines()[0]}" if row.get("tensor") else ""
 
 
 def _plain(text: str) -> str:

@@ -25,7 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,12 @@ class Entry:
     gradients: Callable[[], tuple[Tensor, ...]]
     """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it. Only the tensors in
     the callable (detached ones) stay between I and W; it is released with the entry."""
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Add the gradients at once."""
+        for parameter, gradient in zip(self.parameters, self.gradients(), strict=True):
+            accumulate(parameter, gradient)
 
 
 class WeightGradients:
@@ -158,6 +164,30 @@ def report_unsplit(names: Iterable[str]) -> None:
         logger.warning("not part of the split backward, their weight gradients are computed in I: %s", listed)
 
 
+class Source(Protocol):
+    """What gave a layer its input, and can give it again: tensor ranks that each keep their own rows of it."""
+
+    def gave(self, hidden: Tensor) -> bool:
+        """Return whether a layer's input is all of what was gathered."""
+        ...
+
+    def save(self) -> Tensor:
+        """Return what a layer saves instead."""
+        ...
+
+    def start(self, saved: Tensor) -> None:
+        """Begin to gather the input again."""
+        ...
+
+    def whole(self, saved: Tensor) -> Tensor:
+        """Return the input [n, in]."""
+        ...
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do this in the same backward, but not now."""
+        ...
+
+
 class SplitLayer(nn.Module):
     """A linear layer whose weight gradient can wait. Made by `split_layers` only."""
 
@@ -168,12 +198,18 @@ class SplitLayer(nn.Module):
     _weight_gradients: WeightGradients
     _tapped: Taps | None = None
     """Set by `compilation.py` while it calls the layer of the model that contains this one."""
+    _source: Source | None = None
+    """Set while a block whose input was gathered calls the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
             return _TappedLinear.apply(x, self.transposed, *self._tapped)
-        if not torch.compiler.is_compiling() and self._weight_gradients.takes(x) and is_trained(self):
-            return _Linear.apply(x, self)
+        if not torch.compiler.is_compiling() and is_trained(self):
+            source = self._source
+            if source is not None and not (torch.is_grad_enabled() and source.gave(x)):
+                source = None
+            if source is not None or self._weight_gradients.takes(x):
+                return _Linear.apply(x, self, source)
         return super().forward(x)
 
 
@@ -213,11 +249,11 @@ class _Linear(torch.autograd.Function):
     """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, source: Source | None) -> Tensor:
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]  # module attributes are slow
         assert weight is not None
-        ctx.save_for_backward(hidden)
-        ctx.of = layer, layer.transposed or bias is None or _in_rows(hidden)
+        ctx.save_for_backward(hidden if source is None else source.save())
+        ctx.of = layer, layer.transposed or bias is None or _in_rows(hidden), source
         if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
             return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if layer.transposed else 0]))
         output = functional.linear(hidden, weight.t() if layer.transposed else weight, bias)
@@ -225,13 +261,18 @@ class _Linear(torch.autograd.Function):
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (hidden,) = ctx.saved_tensors
-        layer, in_rows = ctx.of
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (saved,) = ctx.saved_tensors
+        layer, in_rows, source = ctx.of
         # The gradient has no graph; the input has one, which would stay alive until W.
-        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, in_rows))
+        entry = linear_entry(layer, saved.detach(), gradient, in_rows, source)
+        if layer._weight_gradients.under_way is not None:
+            layer._weight_gradients.add(entry)
+        else:  # the backward is not split: the input's source says when
+            source.start(saved)
+            source.later(entry.compute)
         weight = layer._parameters["weight"]
-        return input_gradient(gradient, weight.t() if layer.transposed else weight), None
+        return input_gradient(gradient, weight.t() if layer.transposed else weight), None, None
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -266,11 +307,13 @@ def _in_rows(hidden: Tensor) -> bool:
     return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
 
 
-def linear_entry(layer: SplitLayer, hidden: Tensor, gradient: Tensor, in_rows: bool = True) -> Entry:
+def linear_entry(
+    layer: SplitLayer, hidden: Tensor, gradient: Tensor, in_rows: bool = True, source: Source | None = None
+) -> Entry:
     """Return the entry for one use of a linear layer.
 
     Args:
-        hidden: its input [..., in], detached.
+        hidden: its input [..., in], detached; or with a source, what was saved.
         gradient: of its output [..., out], without a graph.
         in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
     """
@@ -278,7 +321,8 @@ def linear_entry(layer: SplitLayer, hidden: Tensor, gradient: Tensor, in_rows: b
     assert weight is not None
 
     def of_weight() -> Tensor:
-        rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+        whole = hidden if source is None else source.whole(hidden)
+        rows, columns = gradient.reshape(-1, gradient.shape[-1]), whole.reshape(-1, whole.shape[-1])
         return columns.t() @ rows if layer.transposed else rows.t() @ columns
 
     if bias is None or not bias.requires_grad:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.communication.communicator import Communicator
+from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Held, TensorPlacement
+
+
+class UnderWay(NamedTuple):
+    """A transfer between tensor ranks."""
+
+    handle: Handle
+    result: Tensor
+    during: str
+
+    def wait(self) -> Tensor:
+        """Return its result."""
+        self.handle.wait(self.during)
+        return self.result
 
 
 class TensorRanks:
@@ -20,19 +34,29 @@ class TensorRanks:
         self.size, self.rank = len(communicator.members), communicator.position
         self.during = ""
         """Text of the current pass, for messages."""
+        self.repeats = False
+        """The backward of this pass follows at once (R)."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
+        return self.start_gather(rows).wait()
+
+    def start_gather(self, rows: Tensor) -> UnderWay:
+        """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
-        self._communicator.all_gather(table, rows, f"rows of {self.during}").wait(self.during)
-        return table.flatten(0, 1)
+        handle = self._communicator.all_gather(table, rows, f"rows of {self.during}")
+        return UnderWay(handle, table.flatten(0, 1), self.during)
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
+        return self.start_scatter(partial).wait()
+
+    def start_scatter(self, partial: Tensor) -> UnderWay:
+        """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
-        self._communicator.reduce_scatter(own, parts, f"sum of {self.during}").wait(self.during)
-        return own
+        handle = self._communicator.reduce_scatter(own, parts, f"sum of {self.during}")
+        return UnderWay(handle, own, self.during)
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""

@@ -181,7 +181,8 @@ class Builder:
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
         if self.tensor is not None:
             assert isinstance(module, Stage)
-            self.tensor[0].make_local(module, layers, self.tensor[1])
+            checkpointed = [index for index in layers if self.layers.checkpointing[index] != "none"]
+            self.tensor[0].make_local(module, layers, self.tensor[1], checkpointed)
         if self.shards is None:
             held.parameters[stage] = StageParameters(module, self.compute_dtype)
             masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in held.parameters[stage]}

@@ -285,9 +285,13 @@ class Walker:
             forwarded.input = hidden.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
+        if self._tensor is not None:
+            self._tensor.repeats = key in self._row.recomputed
         with saving:
             output = self._call(stage, unit, hidden)
         self._checkpointing.off = False
+        if self._tensor is not None:
+            self._tensor.repeats = False
         self._weight_gradients.under_way = None
         # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
         forwarded.output = get_gradient_edge(output)

@@ -291,7 +291,7 @@ def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, who
                 owner, _, leaf = name.rpartition(".")
                 parameter = None if placement is None else nn.Parameter(placement.of(block.get_parameter(name)))
                 local.get_submodule(owner)._parameters[leaf] = parameter
-            make_local(local, cut, exchange, call.hidden, cut.groups[0].count)
+            make_local(local, cut, exchange, call.hidden, groups=cut.groups[0].count)
             parts.append(local)
 
         def run(rank: int) -> Tensor:

@@ -20,11 +20,21 @@ import torch
 from torch import Tensor
 
 
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Tensor:
+        """Return its result."""
+        ...
+
+
 class Exchange(Protocol):
     """The tensor ranks of a device, as one of them sees them. All call the same operations in the same order."""
 
     size: int
     rank: int
+    repeats: bool
+    """The current pass repeats a forward whose backward follows at once."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
@@ -32,6 +42,14 @@ class Exchange(Protocol):
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
+        ...
+
+    def start_gather(self, rows: Tensor) -> Pending:
+        """Begin `gather`. `rows` must not change until the end."""
+        ...
+
+    def start_scatter(self, partial: Tensor) -> Pending:
+        """Begin `scatter`."""
         ...
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -55,16 +73,16 @@ def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
 def _all(rows: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = rows.shape
     found = exchange.gather(rows.reshape(-1, width).contiguous())
-    return _formed(found, (*outer, length * exchange.size, width))
+    return formed(found, (*outer, length * exchange.size, width))
 
 
 def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = partial.shape
     found = exchange.scatter(partial.reshape(-1, width).contiguous())
-    return _formed(found, (*outer, length // exchange.size, width))
+    return formed(found, (*outer, length // exchange.size, width))
 
 
-def _formed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def formed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor in another shape that is no view: some models change it in place, which autograd forbids for a
     view that a function returned."""
     formed: Tensor = torch.ops.aten._unsafe_view(tensor, shape)

@@ -8,7 +8,7 @@ rows     it treats tokens alone (norms, residual dropout): nothing is done, a ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,15 +94,25 @@ class ModelCut:
         blocks = self._of(description.layer(index)).items()
         return {f"{prefix}.{name}.{bias}" for name, block in blocks if block.cut for bias in block.cut.biases}
 
-    def make_local(self, stage: Stage, layers: Mapping[int, nn.Module], exchange: Exchange) -> None:
-        """Let a stage, filled with a rank's parameters, compute on that rank's rows."""
-        for layer in layers.values():
+    def make_local(
+        self,
+        stage: Stage,
+        layers: Mapping[int, nn.Module],
+        exchange: Exchange,
+        checkpointed: Collection[int] = (),
+    ) -> None:
+        """Let a stage, filled with a rank's parameters, compute on that rank's rows.
+
+        checkpointed: numbers of layers that repeat their forward in the backward.
+        """
+        for index, layer in layers.items():
             for name, block in self._of(layer).items():
                 module = layer.get_submodule(name)
                 if block.cut is None:
                     keep_whole(module, exchange, block.hidden)
                 else:
-                    make_local(module, block.cut, exchange, block.hidden, count_of(module, block.cut.groups[0]))
+                    groups, keeps = count_of(module, block.cut.groups[0]), index in checkpointed
+                    make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps)
         if stage.is_first:
             stage.layers[0].register_forward_pre_hook(
                 partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows, Scatter
+from evenpipe.tensor.gathered import Gathered, GatherInput, set_source
 from evenpipe.tensor.norms import sum_over_ranks
 
 if TYPE_CHECKING:
     from evenpipe.tensor.cuts import BlockCut
 
 
-def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Collection[int | str], groups: int) -> None:
+def make_local(
+    block: nn.Module,
+    cut: BlockCut,
+    exchange: Exchange,
+    hidden: Collection[int | str],
+    *,
+    groups: int,
+    keeps: bool = False,
+) -> None:
     """Change a block, whose parameters are already those of a rank.
 
     Args:
-        groups: units of its first group, of all ranks.
         hidden: which arguments are hidden states.
+        groups: units of its first group, of all ranks.
+        keeps: whether layers save their gathered input, and not a rank's rows: the block belongs to a checkpointed
+            layer, so its forward is repeated at the beginning of the backward.
     """
     _divide_counts(block, cut, exchange.size, groups)
     for group in cut.groups:
@@ -39,14 +52,17 @@ def make_local(block: nn.Module, cut: BlockCut, exchange: Exchange, hidden: Coll
             module.__dict__[leaf] = weight.new_zeros((*experts, size), requires_grad=False)
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
-    block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
+    layers = [module for module in block.modules() if type(module) in (nn.Linear, Conv1D)]
+    given = _Input(exchange, tuple(hidden), layers, keeps)
+    block.register_forward_pre_hook(given.gather, with_kwargs=True)
+    block.register_forward_hook(given.close, always_call=True)
     end = block if cut.sums_at is None else block.get_submodule(cut.sums_at)
     end.register_forward_hook(partial(hand_over, Scatter, exchange))
 
 
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
     """Let every rank compute a block on all tokens, and keep its own rows."""
-    block.register_forward_pre_hook(partial(_gather, exchange, tuple(hidden)), with_kwargs=True)
+    block.register_forward_pre_hook(_Input(exchange, tuple(hidden)).gather, with_kwargs=True)
     block.register_forward_hook(partial(hand_over, OwnRows, exchange))
 
 
@@ -96,20 +112,47 @@ def _fit(module: nn.Module) -> None:
         module.groups = module.in_channels = module.out_channels = weight.shape[0]
 
 
-def _gather(
-    exchange: Exchange, hidden: tuple[int | str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    gathered: dict[int, Tensor] = {}
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Gathers the hidden states that a block gets."""
 
-    def whole(rows: Tensor) -> Tensor:
-        if id(rows) not in gathered:  # the same hidden states may be queries, keys and values
-            gathered[id(rows)] = Gather.apply(rows, exchange)
-        return gathered[id(rows)]
+    exchange: Exchange
+    hidden: Collection[int | str]
+    """Which of its arguments they are."""
+    layers: Sequence[nn.Module] = ()
+    """Layers inside that may multiply them, and then save only a rank's rows."""
+    keeps: bool = False
+    """They save all rows."""
 
-    return (
-        tuple(whole(one) if index in hidden else one for index, one in enumerate(args)),
-        {key: whole(one) if key in hidden else one for key, one in kwargs.items()},
-    )
+    def gather(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        done: dict[int, Tensor] = {}  # the same hidden states may be queries, keys and values
+
+        def whole(rows: Tensor) -> Tensor:
+            if id(rows) not in done:
+                done[id(rows)] = self._whole(rows, is_first=not done)
+            return done[id(rows)]
+
+        return (
+            tuple(whole(one) if index in self.hidden else one for index, one in enumerate(args)),
+            {key: whole(one) if key in self.hidden else one for key, one in kwargs.items()},
+        )
+
+    def _whole(self, rows: Tensor, *, is_first: bool) -> Tensor:
+        whole: Tensor
+        if is_first and self.layers and rows.requires_grad and torch.is_grad_enabled():
+            gathered = Gathered(rows, self.exchange, keeps=self.keeps or self.exchange.repeats)
+            whole = GatherInput.apply(rows, gathered, self.exchange)
+            set_source(self.layers, gathered)
+        else:
+            whole = Gather.apply(rows, self.exchange)
+        return whole
+
+    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for gathered in {vars(layer).get("_source") for layer in self.layers} - {None}:
+            gathered.close()
+        set_source(self.layers, None)
 
 
 def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

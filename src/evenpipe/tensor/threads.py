@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,17 +24,32 @@ class _Meeting:
         self.table: list[Any] = [None] * size
 
 
+class Done(NamedTuple):
+    """The result of a transfer that is over."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
 class ThreadExchange:
     """An `Exchange` of one thread with those of the same meeting."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self.size, self.rank = len(meeting.table), rank
+        self.size, self.rank, self.repeats = len(meeting.table), rank, False
         self._meeting = meeting
         self.log: list[str] = []
         """Names of the operations, in order."""
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._met("gather", rows))
+
+    def start_gather(self, rows: Tensor) -> Done:
+        return Done(self.gather(rows))
+
+    def start_scatter(self, partial: Tensor) -> Done:
+        return Done(self.scatter(partial))
 
     def table(self, own: Tensor) -> Tensor:
         return torch.stack(self._met("table", own))
