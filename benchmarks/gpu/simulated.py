@@ -91,7 +91,7 @@ class DataSheet:
 
     def costs(self, case: Case, configuration: Configuration, placement: Placement) -> Costs:
         """Of all passes and transfers."""
-        return with_hops(case, costs_of(case.problem, configuration, placement))
+        return with_hops(case, costs_of(case.problem, configuration))
 
     def head_seconds(self, case: Case, mode: str) -> float:
         """S, C and T of the whole vocabulary on one device."""
@@ -190,7 +190,7 @@ def step_seconds(case: Case, configuration: Configuration, costs: Costs) -> floa
         program = problem.programs.of(configuration.recipe, size)[1]
         times.append(simulate(program, costs).makespan)
         least = max(work_of(program, costs))
-    end = end_seconds(problem, configuration, program.placement)
+    end = end_seconds(problem, configuration)
     return extended(times, sizes, case.microbatches, least) + end
 
 

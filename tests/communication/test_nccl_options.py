@@ -165,7 +165,7 @@ def test_the_wait_for_all_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(communicators, "arrivals_on", lambda device: None)
-    made(monkeypatch, "cpu:gloo,cuda:nccl", watch=SimpleNamespace(during=during))
+    made(monkeypatch, "cpu:gloo,cuda:nccl", watch=SimpleNamespace(during=during, others=(1, 2)))
     assert told == [(what, (1, 2)) for what in ("the making of communicators", "communicator X", "communicator F:1>2")]
 
 

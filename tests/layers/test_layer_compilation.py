@@ -98,9 +98,9 @@ def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(mon
     queued: list[Tensor] = []
     entry = compilation.linear_entry
 
-    def watched(layer: Any, hidden: Tensor, gradient: Tensor, transposed: bool) -> Any:
+    def watched(layer: Any, hidden: Tensor, gradient: Tensor) -> Any:
         queued.extend((hidden, gradient))
-        return entry(layer, hidden, gradient, transposed)
+        return entry(layer, hidden, gradient)
 
     monkeypatch.setattr(compilation, "linear_entry", watched)
     monkeypatch.setattr(Compiled, "choice", "selective")

@@ -3,12 +3,14 @@
 python own_process.py alone              one process
 python own_process.py taken_over         one process, in which evenpipe was asked to run it
 python own_process.py spawned            two processes of torch.multiprocessing, joined by the program itself
+python own_process.py fails NAME WHO     the same, but NAME of the pipeline's module raises in processes WHO, as in 01
 python own_process.py as_torchrun HOW    one of several processes with torchrun's environment; process 1 raises, dies,
                                          or is stopped for longer than it may be silent
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -18,8 +20,10 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from transformers import LlamaConfig
 from evenpipe import OffloadOptions, Pipeline, initialise_worker
 from evenpipe.errors import RunError
 from evenpipe.host import memory
+from evenpipe.runtime import pipeline as pipeline_module
 
 CONFIG = LlamaConfig(
     vocab_size=37,
@@ -69,10 +74,14 @@ def changed(before: dict[str, Any]) -> list[str]:
     return [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
 
 
+def say(line: str) -> None:
+    """Write a whole line at once: another process may write too."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def train(**options: Any) -> None:
-    pipeline = Pipeline(CONFIG, microbatches=2, self_check=True, **options)
-    pipeline.step(torch.arange(16).reshape(2, 8))
-    pipeline.close()
+    with contextlib.closing(Pipeline(CONFIG, microbatches=2, self_check=True, **options)) as pipeline:
+        pipeline.step(torch.arange(16).reshape(2, 8))
 
 
 def compare() -> None:
@@ -87,7 +96,7 @@ def compare() -> None:
         Pipeline(CONFIG, microbatches=2, vocabulary="nonsense")
     except ValueError:
         faults += changed(before)
-    print("changed:", faults, flush=True)
+    say(f"changed: {faults}")
 
 
 def taken_over() -> None:
@@ -97,12 +106,29 @@ def taken_over() -> None:
     print("allocator:", len(ALLOCATOR))
 
 
-def spawned(rank: int, folder: str) -> None:
+def spawned(rank: int, folder: str, how: Callable[..., None], *arguments: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    compare()
+    how(*arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def fails(name: str, who: str) -> None:
+    train()
+    before = everything()
+    reason = ArithmeticError("a bad number")  # stays, and with its traceback all that refers to the pipeline
+
+    def wrong(*arguments: Any, **options: Any) -> None:
+        time.sleep(2)  # the other process waits for this one
+        raise reason
+
+    with mock.patch.object(pipeline_module, name, wrong) if str(dist.get_rank()) in who else contextlib.nullcontext():
+        try:
+            train()
+        except Exception as error:
+            say(f"{type(error).__name__}: {error}; changed: {changed(before)}")
+    train()
 
 
 def as_torchrun(how: str) -> None:
@@ -130,8 +156,9 @@ if __name__ == "__main__":
         compare()
     elif sys.argv[1] == "taken_over":
         taken_over()
-    elif sys.argv[1] == "spawned":
+    elif sys.argv[1] in ("spawned", "fails"):
+        how = compare if sys.argv[1] == "spawned" else fails
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(spawned, (folder,), nprocs=2)
+            torch.multiprocessing.spawn(spawned, (folder, how, *sys.argv[2:]), nprocs=2)
     else:
         as_torchrun(sys.argv[2])

@@ -271,7 +271,7 @@ class StagingOnTheCpu(Staging):
 
 def all_operations_staged():
     rank, communicator = dist.get_rank(), everyone()
-    staging = communicator._staging = StagingOnTheCpu()
+    staging = communicator.staging = StagingOnTheCpu()
     other = 1 - rank
     tensor, buffer = values(rank, 5), torch.zeros(5)
     receive, send = communicator.receive(buffer, other, "receive"), communicator.send(tensor, other, "send")

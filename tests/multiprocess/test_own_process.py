@@ -24,6 +24,16 @@ def test_nothing_of_the_process_has_changed(processes: int) -> None:
     assert run("alone" if processes == 1 else "spawned").splitlines() == ["changed: []"] * processes
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("who", ["1", "01"])
+@pytest.mark.parametrize("name", ["describe", "Builder"])  # before and after groups are made
+def test_a_failure_while_a_pipeline_is_made_leaves_the_process_as_it_was(name: str, who: str) -> None:
+    said = run("fails", name, who).splitlines()
+    assert len(said) == 2 and all(line.endswith("; changed: []") for line in said), said
+    assert [line.startswith("ArithmeticError: a bad number;") for line in said].count(True) == len(who), said
+    assert all("a bad number" in line for line in said), said
+
+
 def test_who_asks_gets_the_allocator_of_evenpipe() -> None:
     said = run("taken_over")
     assert "options of the allocator" in said and said.endswith("allocator: 3\n")

@@ -93,7 +93,7 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule:
     sizes = short_steps(4, 40, planned=mode not in ("first-last", "redistribute"))
     assert sizes in ((8, 12), (12, 16))
     programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
-    costs = costs_of(small, one, programs[40].placement)
+    costs = costs_of(small, one)
     whole = simulate(programs[40], costs).makespan
     least = max(work_of(programs[40], costs))
     found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 40, least)
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_the_step(small: Problem, schedule: str, mode:
 
 def simulate_peaks(small: Problem, one: Configuration, microbatches: int) -> tuple[int, ...]:
     program = small.programs.of(one.recipe, microbatches)[1]
-    return simulate(program, costs_of(small, one, program.placement)).timeline.peak_in_flight
+    return simulate(program, costs_of(small, one)).timeline.peak_in_flight
 
 
 def test_short_steps_leave_the_same_rest() -> None:

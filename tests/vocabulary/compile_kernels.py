@@ -46,8 +46,9 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
     for bias, cap, numbers, derivative in ((False, 0.0, 3, False), (True, 5.0, 5, True), (True, 0.0, 5, False)):
         common = {"SCALE": 0.7, "CAP": cap, "HAS_BIAS": bias, "STORES_DERIVATIVE": derivative, "SIZE": 1024}
         sums = {"NUMBERS": numbers + derivative, "ENTROPY": derivative}
-        yield rows.exponentials_of_rows, {**common, **sums, "SMOOTHS": numbers == 5, "STORES": bias}, 16
-        yield rows.exponentials_again, common, 16
+        once = {"AGAIN": False, **sums, "SMOOTHS": numbers == 5, "STORES": bias}
+        again = {"AGAIN": True, "NUMBERS": 1, "ENTROPY": False, "SMOOTHS": False, "STORES": True}
+        yield from ((rows.exponentials_of_rows, common | more, 16) for more in (once, again))
         of_loss = {"SCALE": 0.7, "CAP": cap, "Z_LOSS": 1e-4 if bias else 0.0, **sums, "SIZE": 128}
         yield rows.combine_rows, {**of_loss, "SMOOTHING": 0.1 if numbers == 5 else 0.0}, 4
     for valid, derivative, constant in ((False, False, True), (True, True, False), (True, False, False)):
@@ -64,7 +65,7 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
 def reads_whole_vectors() -> bool:
     """Logits whose rows begin at whole vectors are read in vectors, however many columns there are."""
     kernel = rows.exponentials_of_rows
-    compiled = {"SCALE": 1.0, "CAP": 0.0, "HAS_BIAS": False, "STORES_DERIVATIVE": False, "SIZE": 4096}
+    compiled = {"SCALE": 1.0, "CAP": 0.0, "HAS_BIAS": False, "STORES_DERIVATIVE": False, "SIZE": 4096, "AGAIN": False}
     compiled |= {"NUMBERS": 3, "SMOOTHS": False, "ENTROPY": False, "STORES": True, "derivative": None, "bias": None}
     types = types_of(kernel, "bf16", "fp32", compiled)
     by_16 = [types[name].startswith("*") or name in {"width", *STRIDES} for name in kernel.arg_names]

@@ -314,6 +314,12 @@ def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
         linear_cross_entropy(*positional, **arguments)
 
 
+def test_only_options_of_its_own_are_accepted() -> None:
+    arguments = [given()[name] for name in ("input", "linear_weight", "target")]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep'"):
+        linear_cross_entropy(*arguments, keep="nothing")  # type: ignore[call-arg]
+
+
 def test_it_is_public() -> None:
     assert evenpipe.linear_cross_entropy is linear_cross_entropy
     assert "linear_cross_entropy" in evenpipe.__all__

@@ -180,15 +180,15 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_auto_is_torch_on_a_cpu_and_on_no_device() -> None:
-    assert type(choose(LossOptions(), torch.zeros(1))).__name__ == "PlainKernels"
-    assert type(choose(LossOptions(), torch.zeros(1, device="meta"))).__name__ == "PlainKernels"
+    assert type(choose(LossOptions(), torch.zeros(1))).__name__ == "Kernels"
+    assert type(choose(LossOptions(), torch.zeros(1, device="meta"))).__name__ == "Kernels"
 
 
 def test_triton_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_has_triton", lambda: False)
     with pytest.raises(InputError, match='kernels is "triton", which is not installed; "auto" and "torch" work'):
         choose(LossOptions(kernels="triton"), torch.zeros(1))
-    assert type(choose(LossOptions(), torch.zeros(1, device=DEVICE))).__name__ == "PlainKernels"
+    assert type(choose(LossOptions(), torch.zeros(1, device=DEVICE))).__name__ == "Kernels"
 
 
 def test_triton_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

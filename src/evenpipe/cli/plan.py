@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(arguments.output, ".toml", "a configuration")
     problem, base = _problem(arguments)
     space = _space(arguments, problem)
-    cache = EvaluationCache.none() if arguments.no_cache else EvaluationCache.of(problem)
+    cache = EvaluationCache() if arguments.no_cache else EvaluationCache.of(problem)
     with _bar(quiet=arguments.json) as progress:
         found = search_configurations(
             problem,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,7 @@ ROUNDS = 12
 """Questions per process: they take some milliseconds on one machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """One comparison of a process's clock with that of the first.
 
     at: this process's time of the comparison. offset: how far it is ahead of the first one's. uncertainty: half of the
@@ -57,8 +57,7 @@ def read_clocks(communicator: Communicator | None, torch_device: torch.device) -
     else:
         _answer(communicator, first, torch_device)
     communicator.broadcast(found, first, "readings of clocks").wait("the step")
-    at, offset, uncertainty = found[communicator.position].tolist()
-    return Reading(at, offset, uncertainty)
+    return Reading(*found[communicator.position].tolist())
 
 
 def _ask(communicator: Communicator, member: int, torch_device: torch.device) -> tuple[float, float, float]:
@@ -99,7 +98,6 @@ class Conversion:
 
     @property
     def uncertainty(self) -> float:
-        """Uncertainty of converted times."""
         return max(self.before.uncertainty, self.after.uncertainty)
 
     def __call__(self, time: float) -> float:

@@ -19,7 +19,7 @@ gloo. Neither GPU path has been run yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -45,27 +45,17 @@ class Traffic:
     received_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """One pending operation. Keep it until `wait()` has returned."""
 
-    __slots__ = ("_communicator", "_finish", "_peers", "_tensors", "_works", "what")
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        what: str,
-        peers: tuple[int, ...],
-        works: Sequence[dist.Work | None],
-        *,
-        tensors: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self.what = what
-        self._communicator = communicator
-        self._peers = peers
-        self._works = works
-        self._tensors = tensors
-        self._finish = finish
+    communicator: Communicator
+    what: str
+    peers: tuple[int, ...]
+    works: Sequence[dist.Work | None]
+    tensors: Sequence[Tensor] = ()
+    finish: Callable[[], None] | None = None
+    """Called after the wait."""
 
     def wait(self, needed_by: str = "") -> None:
         """Wait for the operation and release its tensors; a second call does nothing.
@@ -78,59 +68,48 @@ class Handle:
             RunError: the operation failed, or another process did. Names the first cause, the awaited transfer and
             peer.
         """
-        if not self._works:
+        if not self.works:
             return
-        communicator = self._communicator
+        communicator = self.communicator
         watch = communicator.watch
         if watch is not None:
-            watch.awaiting(self.what, needed_by, communicator.name, self._peers, communicator.timeout_seconds)
+            watch.awaiting(self.what, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
         try:
-            for work in self._works:
+            for work in self.works:
                 if work is not None:  # a library may have nothing to do
                     work.wait()
         except RuntimeError as error:
-            raise communicator.failed(error, self.what, needed_by, self._peers) from error
+            raise communicator.failed(error, self.what, needed_by, self.peers) from error
         if watch is not None:
             if communicator.arrivals is None:
                 watch.arrived()
             else:
                 watch.arrives_when(communicator.arrivals.mark(), communicator.timeout_seconds)
-        if self._finish is not None:
-            self._finish()
-        self._works, self._tensors, self._finish = (), (), None
+        if self.finish is not None:
+            self.finish()
+        self.works, self.tensors, self.finish = (), (), None
 
 
+@dataclass(eq=False)
 class Communicator:
     """One process group and the operations on it, made by `Communicators`. Members, peers, roots: global ranks."""
 
-    def __init__(
-        self,
-        name: str,
-        members: tuple[int, ...],
-        rank: int,
-        group: dist.ProcessGroup | None,
-        *,
-        timeout_seconds: float,
-        staging: Staging | None,
-        watch: Watch | None,
-        arrivals: Arrivals | None = None,
-    ) -> None:
-        """
-        Args:
-            arrivals: of the GPU that waits instead of the host; None if waits block the host.
-        """
-        self.name = name
-        self.timeout_seconds = timeout_seconds
-        self.members = members
-        self.rank = rank
-        self.position = members.index(rank)
-        self._by_rank = members == tuple(sorted(members))
-        self.others = tuple(member for member in members if member != rank)
-        self.group = group
-        self.watch = watch
-        self.arrivals = arrivals
-        self.traffic = Traffic()
-        self._staging = staging
+    name: str
+    members: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+    _: KW_ONLY
+    timeout_seconds: float
+    staging: Staging | None
+    watch: Watch | None
+    arrivals: Arrivals | None = None
+    """Of the GPU that waits instead of the host; None if waits block the host."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.position = self.members.index(self.rank)
+        self.others = tuple(member for member in self.members if member != self.rank)
+        self._by_rank = self.members == tuple(sorted(self.members))
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -298,8 +277,8 @@ class Communicator:
         for tensor in tensors:
             assert tensor.is_contiguous(), f"{what}: the tensor {tuple(tensor.shape)} is not contiguous"
         finish = None
-        if self._staging is not None:
-            tensors, finish = self._staging.to_host(reads, writes, both)
+        if self.staging is not None:
+            tensors, finish = self.staging.to_host(reads, writes, both)
         try:
             works = start(*tensors)
         except RuntimeError as error:

@@ -66,12 +66,10 @@ class Communicators:
                     "processes share a GPU: communication goes through host memory, which is slow and meant for tests"
                 )
         self._by_name: dict[str, Communicator] = {}
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        others = tuple(other for other in range(world) if other != rank)  # creating a group involves all of them
         arrivals = None
         if by_nccl:
             arrivals = arrivals_on(self.torch_device) if watch else None
-            with watch.during("the making of communicators", "default", others) if watch else nullcontext():
+            with watch.during("the making of communicators", "default", watch.others) if watch else nullcontext():
                 _wait_for_all()
         # A group does not inherit the timeout of the default one. NCCL's own action after the limit names no process:
         # the watch comes first.
@@ -80,8 +78,16 @@ class Communicators:
             for name, members in groups:
                 group = None
                 if len(members) > 1:
-                    with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
-                        group = self._make_group(name, members, timeout, nccl if by_nccl else None)
+                    with watch.during(f"communicator {name}", "default", watch.others) if watch else nullcontext():
+                        group = dist.new_group(
+                            list(members),
+                            timeout=timeout,
+                            backend="nccl" if by_nccl else "gloo",
+                            pg_options=nccl.of_group(timeout) if by_nccl else None,
+                            group_desc=name,
+                            # One communicator of NCCL per group from the start, none per pair at the first message.
+                            device_id=self.torch_device if by_nccl else None,
+                        )
                 if watch is not None and not by_nccl and group is not None and rank in members:
                     watch.check_members(group, name, members)
                 if rank in members:
@@ -96,20 +102,6 @@ class Communicators:
                         watch=watch,
                         arrivals=arrivals,
                     )
-
-    def _make_group(
-        self, name: str, members: Sequence[int], timeout: timedelta, nccl: NcclOptions | None
-    ) -> dist.ProcessGroup | None:
-        """Make a group of NCCL, or without its options of gloo. Eager initialisation (device_id) gives NCCL one
-        communicator per group from the start, and none per pair at the first message."""
-        return dist.new_group(
-            list(members),
-            timeout=timeout,
-            backend="gloo" if nccl is None else "nccl",
-            pg_options=None if nccl is None else nccl.of_group(timeout),
-            group_desc=name,
-            device_id=None if nccl is None else self.torch_device,
-        )
 
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]
@@ -154,6 +146,9 @@ class Communicators:
         for communicator in self:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)
+                # Its connections end with the last reference to it, and others learn by that of a failure here; the
+                # traceback of an exception may hold communicators for long.
+                del communicator.group
         self._by_name.clear()
 
 

@@ -6,14 +6,13 @@ no effect with gloo: on CPUs, and if processes share a GPU.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.processes.environment import default_variable
 
 MOST_CHANNELS = 64
 """NCCL has no more (MAXCHANNELS in its src/include/device.h), and silently reduces a higher number to this."""
@@ -58,20 +57,11 @@ class NcclOptions:
         return options
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
+def quietly() -> AbstractContextManager[None]:
     """Silence a warning of torch about groups that are made within: each reads the environment then.
 
     torch warns about unbatched sends on eagerly connected groups, because these wait for all other operations of their
     communicator, and recommends separate groups. Hops have separate groups by default; if a user wants fewer, the
     checker of schedules knows that they wait for each other.
     """
-    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    return default_variable("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -81,16 +81,19 @@ def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device
 def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
     """Return `forward` with the same arguments and results, checkpointed if a graph is made and the switch is not
     off."""
-    if choice == "full":
-        run = functools.partial(_fully, torch_device=torch_device)
-    else:
-        run = functools.partial(_selectively, switch=switch)
 
     @functools.wraps(forward)
     def with_checkpointing(*args: Any, **kwargs: Any) -> Any:
         if switch.off or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return run(forward, args, kwargs)
+        if choice == "full":
+            call = _Call(forward, args, kwargs, torch_device)
+            with saved_tensors_hooks(call.forget, call.recall):
+                return forward(*args, **kwargs)
+        if switch.hooks is None:
+            return run_checkpointed(forward, choice, args, kwargs)
+        contexts = functools.partial(_handing_over, *switch.hooks)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return with_checkpointing
 
@@ -113,13 +116,6 @@ PRODUCTS = [
     torch._higher_order_ops.flex_attention,
 ]
 """Kept by "selective": these cost far more time than the bytes of their results are worth."""
-
-
-def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], switch: Switch) -> Any:
-    if switch.hooks is None:
-        return run_checkpointed(forward, "selective", args, kwargs)
-    contexts = functools.partial(_handing_over, *switch.hooks)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +192,6 @@ def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwarg
 
 
 # --- full --------------------------------------------------------------------------------------------------------
-
-
-def _fully(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device) -> Any:
-    call = _Call(forward, args, kwargs, torch_device)
-    with saved_tensors_hooks(call.forget, call.recall):
-        return forward(*args, **kwargs)
 
 
 class _Saved:

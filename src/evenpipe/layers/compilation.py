@@ -28,22 +28,15 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.layers.checkpointing import Switch, checkpointed, run_checkpointed
-from evenpipe.layers.weight_gradients import (
-    Linear,
-    SplitConv1D,
-    SplitLinear,
-    Taps,
-    WeightGradients,
-    is_trained,
-    linear_entry,
-)
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer, run_checkpointed
+from evenpipe.layers.weight_gradients import SplitLayer, Taps, WeightGradients, is_trained, linear_entry
 
 logger = logging.getLogger(__name__)
 
@@ -71,36 +64,30 @@ def compile_layer(
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     own = vars(layer).get("forward")
     forward: Forward = type(layer).forward if own is None else lambda layer, *args, **kwargs: own(*args, **kwargs)
-    plain = functools.partial(forward, layer)
-    eager = plain if checkpointing == "none" else checkpointed(plain, checkpointing, switch, torch_device)
-    compiled = _CompiledLayer(layer, forward, eager, queue, checkpointing=checkpointing, switch=switch, backend=backend)
-    layer.forward = functools.update_wrapper(compiled, layer.forward)
+    plain = layer.forward
+    checkpoint_layer(layer, checkpointing, switch, torch_device)
+    compiled = _CompiledLayer(layer, forward, layer.forward, queue, checkpointing, switch, backend)
+    layer.forward = functools.update_wrapper(compiled, plain)
 
 
+@dataclass(eq=False)
 class _CompiledLayer:
     """Replaces a layer's forward."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        forward: Forward,
-        eager: Forward,
-        queue: WeightGradients,
-        *,
-        checkpointing: str,
-        switch: Switch,
-        backend: str,
-    ) -> None:
-        self._layer, self._forward, self._queue = layer, forward, queue
-        self._eager = eager
-        """The uncompiled layer."""
-        self._checkpointing, self._switch, self._backend = checkpointing, switch, backend
-        self._once: list[Linear] | None = None
-        """Linear layers used once, on all tokens; known after a microbatch with a split backward."""
-        self._trained: list[bool] = []
-        self._linears: list[Linear] = []
-        """Linear layers with taps, as long as these weights are trainable."""
-        self._gave_up = False
+    _layer: nn.Module
+    _forward: Forward
+    _eager: Forward
+    """The uncompiled layer."""
+    _queue: WeightGradients
+    _checkpointing: str
+    _switch: Switch
+    _backend: str
+    _once: list[SplitLayer] | None = None
+    """Linear layers used once, on all tokens; known after a microbatch with a split backward."""
+    _trained: list[bool] = field(default_factory=list)
+    _linears: list[SplitLayer] = field(default_factory=list)
+    """Linear layers with taps, as long as these weights are trainable."""
+    _gave_up: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._gave_up:
@@ -148,7 +135,7 @@ class _CompiledLayer:
             if arguments[0].numel() // arguments[0].shape[-1] != tokens:
                 partial.add(linear)
 
-        linears = [one for one in self._layer.modules() if isinstance(one, Linear)]
+        linears = [one for one in self._layer.modules() if isinstance(one, SplitLayer)]
         hooks = [linear.register_forward_pre_hook(count) for linear in linears]
         try:
             result = self._eager(*args, **kwargs)
@@ -158,13 +145,13 @@ class _CompiledLayer:
         self._once = [one for one in linears if uses[one] == 1 and one not in partial]
         return result
 
-    def _choose_linears(self, once: list[Linear]) -> list[Linear]:
+    def _choose_linears(self, once: list[SplitLayer]) -> list[SplitLayer]:
         """Return those that are trainable, if no layer without taps uses their parameters."""
         tapped = {one for one in once if is_trained(one)}
         others = {
             parameter
             for one in self._layer.modules()
-            if isinstance(one, Linear) and one not in tapped
+            if isinstance(one, SplitLayer) and one not in tapped
             for parameter in one.parameters(recurse=False)
         }
         return [one for one in once if one in tapped and others.isdisjoint(one.parameters(recurse=False))]
@@ -222,7 +209,7 @@ def _run_tapped(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    linears: list[Linear],
+    linears: list[SplitLayer],
     given: list[Taps],
 ) -> Any:
     """Compiled: a layer whose linear layers return the inputs of W."""
@@ -250,7 +237,7 @@ def _run_tapped(
     return _run(with_taps, layer, choice, args, kwargs)
 
 
-def _clear_taps(linears: list[Linear]) -> None:
+def _clear_taps(linears: list[SplitLayer]) -> None:
     for linear in linears:
         linear._tapped = None
 
@@ -259,7 +246,7 @@ class _Taps(torch.autograd.Function):
     """Makes two taps for each linear layer, and queues the tensors returned as their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, linears: list[Linear]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, linears: list[SplitLayer]) -> tuple[Tensor, ...]:
         """hidden: only there so that the taps need gradients; its shape gives the number of tokens."""
         ctx.linears = linears
         ctx.set_materialize_grads(False)
@@ -267,7 +254,7 @@ class _Taps(torch.autograd.Function):
         taps: list[Tensor] = []
         for linear in linears:
             weight = linear.weight
-            outside, inside = weight.shape if isinstance(linear, SplitLinear) else reversed(weight.shape)
+            outside, inside = reversed(weight.shape) if linear.transposed else weight.shape
             taps += (weight.new_empty(1).expand(tokens, width) for width in (inside, outside))
         return tuple(taps)
 
@@ -276,6 +263,5 @@ class _Taps(torch.autograd.Function):
         for index in reversed(range(len(ctx.linears))):  # in the order of autograd
             linear, hidden, gradient = ctx.linears[index], gradients[2 * index], gradients[2 * index + 1]
             if hidden is not None and gradient is not None:
-                entry = linear_entry(linear, hidden.detach(), gradient.detach(), isinstance(linear, SplitConv1D))
-                linear._weight_gradients.add(entry)
+                linear._weight_gradients.add(linear_entry(linear, hidden.detach(), gradient.detach()))
         return None, None

@@ -109,9 +109,9 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
     every = torch.arange(count, device=order.device)
     groups = (expert_of_row, torch.searchsorted(expert_of_row, every, right=True, out_int32=True))
 
-    rows = _linear(experts, first, hidden[order // choices], groups)
+    rows = _GroupedLinear.apply(hidden[order // choices], (experts, first), groups)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _linear(experts, "down_proj", rows, groups)
+    rows = _GroupedLinear.apply(rows, (experts, "down_proj"), groups)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
     by_token = rows[place].view(tokens, choices, -1)
@@ -120,10 +120,6 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
 
 Groups = tuple[Tensor, Tensor]
 """Expert of each row, sorted: [rows] int64; end of each expert's rows: [experts] int32."""
-
-
-def _linear(experts: Any, name: str, rows: Tensor, groups: Groups) -> Tensor:
-    return _GroupedLinear.apply(rows, (experts, name), groups)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -20,21 +20,14 @@ class RandomState:
 
     @classmethod
     def of(cls, torch_device: torch.device) -> RandomState:
-        """Return the current state."""
         gpu = torch.cuda.get_rng_state(torch_device) if torch_device.type == "cuda" else None
         return cls(torch.get_rng_state(), gpu, torch_device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw numbers inside from this state; outside nothing changes."""
-        before = RandomState.of(self.torch_device)
-        self._set()
-        try:
+        with torch.random.fork_rng([] if self.gpu is None else [self.torch_device]):
+            torch.set_rng_state(self.host)
+            if self.gpu is not None:
+                torch.cuda.set_rng_state(self.gpu, self.torch_device)
             yield
-        finally:
-            before._set()
-
-    def _set(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu, self.torch_device)

@@ -97,7 +97,6 @@ class WeightGradients:
                     accumulate(parameter, summed)
 
     def clear(self) -> None:
-        """Forget the remains of a failed step."""
         self._entries.clear()
         self.under_way = None
 
@@ -108,19 +107,15 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
     `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
     """
-    replacing: dict[int, Callable[[Tensor], Tensor | None]] | None = parameter._backward_hooks
-    if replacing:
-        for replace in list(replacing.values()):
-            replaced = replace(gradient)
-            gradient = gradient if replaced is None else replaced
+    for replace in list((parameter._backward_hooks or {}).values()):
+        replaced = replace(gradient)
+        gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    if hooks:
-        for hook in list(hooks.values()):
-            hook(parameter)
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
@@ -163,39 +158,37 @@ def report_unsplit(names: Iterable[str]) -> None:
         logger.warning("not part of the split backward, their weight gradients are computed in I: %s", listed)
 
 
-class SplitLinear(nn.Linear):
-    """`nn.Linear` whose weight gradient can wait. Made by `split_layers` only."""
+class SplitLayer(nn.Module):
+    """A linear layer whose weight gradient can wait. Made by `split_layers` only."""
 
+    weight: Any
+    bias: Any
+    transposed: bool
+    """Whether the weight is [in, out], and not [out, in]."""
     _weight_gradients: WeightGradients
     _tapped: Taps | None = None
     """Set by `compilation.py` while it calls the layer of the model that contains this one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self._tapped is not None:
-            return _TappedLinear.apply(input, False, *self._tapped)
-        if not torch.compiler.is_compiling() and _is_split(self, input):
-            return _Linear.apply(input, self, False)
-        return functional.linear(input, self.weight, self.bias)
-
-
-class SplitConv1D(Conv1D):
-    """transformers' `Conv1D` (GPT-2: a linear layer with the weight transposed) whose weight gradient can wait."""
-
-    _weight_gradients: WeightGradients
-    _tapped: Taps | None = None
-
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
-            return _TappedLinear.apply(x, True, *self._tapped)
-        if not torch.compiler.is_compiling() and _is_split(self, x):
-            return _Linear.apply(x, self, True)
+            return _TappedLinear.apply(x, self.transposed, *self._tapped)
+        if not torch.compiler.is_compiling() and self._weight_gradients.takes(x) and is_trained(self):
+            return _Linear.apply(x, self)
         return super().forward(x)
+
+
+class SplitLinear(SplitLayer, nn.Linear):
+    transposed = False
+
+
+class SplitConv1D(SplitLayer, Conv1D):
+    """`Conv1D` is transformers' (GPT-2)."""
+
+    transposed = True
 
 
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Weight and bias, detached; the taps for the input and for the gradient of the output."""
-
-Linear = SplitLinear | SplitConv1D
 
 _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
 
@@ -210,13 +203,8 @@ def _is_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_split(layer: Linear, hidden: Tensor) -> bool:
-    """Return whether this use of a layer goes through the queue. If the weight is frozen, the bias's gradient is cheap
-    to compute at once."""
-    return layer._weight_gradients.takes(hidden) and is_trained(layer)
-
-
-def is_trained(layer: Linear) -> bool:
+def is_trained(layer: SplitLayer) -> bool:
+    """Return whether the weight has a gradient. If not, that of the bias is cheap to compute at once."""
     weight = layer._parameters["weight"]  # module attributes are slow
     return weight is not None and weight.requires_grad
 
@@ -225,26 +213,25 @@ class _Linear(torch.autograd.Function):
     """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layer: Linear, transposed: bool) -> Tensor:
-        parameters = layer._parameters  # module attributes are slow
-        weight, bias = parameters["weight"], parameters["bias"]
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer) -> Tensor:
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]  # module attributes are slow
         assert weight is not None
         ctx.save_for_backward(hidden)
-        ctx.of = layer, transposed, transposed or bias is None or _in_rows(hidden)
+        ctx.of = layer, layer.transposed or bias is None or _in_rows(hidden)
         if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
-            return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
-        output = functional.linear(hidden, weight.t() if transposed else weight, bias)
+            return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if layer.transposed else 0]))
+        output = functional.linear(hidden, weight.t() if layer.transposed else weight, bias)
         # Some models change it in place, which autograd forbids for a view returned by a function.
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (hidden,) = ctx.saved_tensors
-        layer, transposed, in_rows = ctx.of
+        layer, in_rows = ctx.of
         # The gradient has no graph; the input has one, which would stay alive until W.
-        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, transposed, in_rows))
+        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, in_rows))
         weight = layer._parameters["weight"]
-        return input_gradient(gradient, weight.t() if transposed else weight), None, None
+        return input_gradient(gradient, weight.t() if layer.transposed else weight), None
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -279,13 +266,12 @@ def _in_rows(hidden: Tensor) -> bool:
     return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
 
 
-def linear_entry(layer: Linear, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True) -> Entry:
+def linear_entry(layer: SplitLayer, hidden: Tensor, gradient: Tensor, in_rows: bool = True) -> Entry:
     """Return the entry for one use of a linear layer.
 
     Args:
         hidden: its input [..., in], detached.
         gradient: of its output [..., out], without a graph.
-        transposed: whether the weight is [in, out], as in `Conv1D`, and not [out, in].
         in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
     """
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
@@ -293,7 +279,7 @@ def linear_entry(layer: Linear, hidden: Tensor, gradient: Tensor, transposed: bo
 
     def of_weight() -> Tensor:
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-        return columns.t() @ rows if transposed else rows.t() @ columns
+        return columns.t() @ rows if layer.transposed else rows.t() @ columns
 
     if bias is None or not bias.requires_grad:
         return Entry((weight,), lambda: (of_weight(),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.model import Description
-from evenpipe.schedule.words import count
+from evenpipe.schedule.words import count, table
 
 from .estimate import TERMS, Estimate
 from .paper import FEASIBLE, PaperEstimate
@@ -114,13 +114,5 @@ def _size(size: float) -> str:
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Align figures to the right, and the last column, which may be words, to the left."""
-    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
-    last = len(head) - 1
-    words = head[last][:1].isalpha() and not rows[0][last][:1].isdigit()
-    return [
-        "  ".join(
-            word.ljust(width) if column == 0 or (column == last and words) else word.rjust(width)
-            for column, (word, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (head, *rows)
-    ]
+    words = head[-1][:1].isalpha() and not rows[0][-1][:1].isdigit()
+    return table((head, *rows), left=(0, len(head) - 1) if words else (0,))

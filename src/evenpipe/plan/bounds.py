@@ -26,14 +26,9 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
-from .configuration import LEAST, Configuration, costs_of
+from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
-from .evaluation import (
-    end_seconds,
-    layers_of_devices,
-    least_work,
-    parameters_per_device,
-)
+from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device
 from .problem import Problem, layer_times
 from .programs import InFlight
 
@@ -74,12 +69,10 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> B
 
 def work_bound(problem: Problem, configuration: Configuration) -> Bound:
     """Return the bound of one configuration: the work of its busiest device, including recomputation."""
-    placement = configuration.shape.placement
-    costs = costs_of(problem, configuration, placement)
     again, lacking, device = _memory_floor(problem, configuration)
-    busy = least_work(costs, placement, configuration.recipe.vocabulary)
+    busy = least_work(problem, configuration)
     work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
-    return Bound(work + end_seconds(problem, configuration, placement), lacking, device)
+    return Bound(work + end_seconds(problem, configuration), lacking, device)
 
 
 def order_bound(problem: Problem, configuration: Configuration) -> float:
@@ -87,7 +80,7 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
     is shorter."""
     shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
-    costs = costs_of(problem, configuration, shape.placement)
+    costs = costs_of(problem, configuration)
     bound = best_bound(
         shape.placement,
         configuration.recipe.microbatches,
@@ -97,7 +90,7 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
         memory_limit=[held + barriers * stages for held in _in_flight(problem, configuration).stages],
         proved=True,
     )
-    return bound.value + end_seconds(problem, configuration, shape.placement)
+    return bound.value + end_seconds(problem, configuration)
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
@@ -128,7 +121,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     recipe, shape = configuration.recipe, configuration.shape
     setting, devices = problem.setting(recipe), recipe.devices
     barriers = BARRIERS[recipe.vocabulary]
-    parameters = parameters_per_device(problem, recipe, shape.placement)
+    parameters = parameters_per_device(problem, configuration)
     share = configuration.host_share
     always, gradients = state_floor(problem, recipe, 1.0 if share is None else share)
     flight = _in_flight(problem, configuration)
@@ -141,7 +134,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
-    for device, layers in enumerate(layers_of_devices(configuration, shape.placement)):
+    for device, layers in enumerate(layers_of_devices(configuration)):
         stages = shape.placement.stages_of(device)
         # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
@@ -150,20 +143,17 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         room -= parameters[device] * always + logits[device]
         moments, most = flight.moments[device], len(layers) * recipe.microbatches
         per_layer = gradients * parameters[device] / max(1, len(layers))
-        none, selective, full = (
+        none, selective, full = held = [
             max(
                 min(waiting + more, most) * kept + queued * saved[0] + begun * per_layer
                 for waiting, queued, begun in moments
             )
             for kept in saved
-        )
-        if only != LEAST:
-            held = {"none": none, "selective": selective, "full": full}[only]
-            if held > room + tolerance:
-                return again, math.ceil(held - room), device
-        elif full > room + tolerance:
-            return again, math.ceil(full - room), device
-        elif none > room:
+        ]
+        least = full if only == LEAST else held[POLICIES.index(only)]
+        if least > room + tolerance:
+            return again, math.ceil(least - room), device
+        if only == LEAST and none > room:
             cheap = sum(times[layer].again_selective for layer in layers)
             dear = sum(times[layer].recomputed for layer in layers)
             if selective <= room:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from evenpipe.schedule import words
 from evenpipe.schedule.words import count
 
 from .cases import WHOLE, Case
@@ -173,14 +174,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
     may have two lines."""
     above = [name.rpartition("\n")[0] for name in head]
     lines = [*([above] if any(above) else []), [name.rpartition("\n")[2] for name in head], *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return [
-        "  ".join(
-            word.ljust(width) if column < left or not head[column] else word.rjust(width)
-            for column, (word, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    return words.table(lines, {column for column, name in enumerate(head) if column < left or not name})
 
 
 def _number(value: float) -> str:

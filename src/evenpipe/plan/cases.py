@@ -7,7 +7,7 @@ and without sharded vocabulary layers are compared, the latter do the vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +54,6 @@ class Case:
         return counts.pop() if len(counts) == 1 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         return {
             "schedule": self.name,
             "vocabulary": self.mode,
@@ -102,7 +101,9 @@ def plan_cases(
             costs = replace(costs, links={REPLICAS: Link(bandwidth=1.0)}, sharding=EQUAL_SHARDING)
     given = dict(options or {})
     taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
-    _refuse_unused(given, taken.values(), names)
+    for option in given:
+        if not any(option in options for options in taken.values()):
+            raise InputError(f"{option} is given, but none of {', '.join(names)} has this option")
     stages = None
     cases = []
     for name in names:
@@ -112,7 +113,9 @@ def plan_cases(
                 base = generate(name, devices, microbatches, **taken[name])
             own_costs = costs
             if base is not None:
-                _refuse_other_size(name, base, devices, microbatches)
+                if (base.devices, base.microbatches) != (devices, microbatches):
+                    size = f"{count(base.devices, 'device')} and {count(base.microbatches, 'microbatch')}"
+                    raise InputError(f"schedule '{name}' is for {size}, not {devices} and {microbatches}")
                 if slices is not None and name in files and base.slices != slices:
                     raise InputError(f"schedule '{name}' has sequences of {count(base.slices, 'slice')}, not {slices}")
                 stages = base.placement.stages if stages is None else stages
@@ -175,19 +178,3 @@ def _options(name: str, given: Mapping[str, Any], *, alone: bool) -> dict[str, A
     if name.endswith(".csv"):
         return {}
     return dict(given) if alone else {option: value for option, value in given.items() if option in options_of(name)}
-
-
-def _refuse_unused(given: Mapping[str, Any], taken: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
-    used = {option for options in taken for option in options}
-    for option in given:
-        if option not in used:
-            raise InputError(f"{option} is given, but none of {', '.join(names)} has this option")
-
-
-def _refuse_other_size(name: str, schedule: Order | Program, devices: int, microbatches: int) -> None:
-    if (schedule.devices, schedule.microbatches) != (devices, microbatches):
-        raise InputError(
-            f"schedule '{name}' is for {count(schedule.devices, 'device')} and "
-            f"{count(schedule.microbatches, 'microbatch')}, "
-            f"not {devices} and {microbatches}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.planning import BARRIERS
@@ -15,6 +16,8 @@ from .programs import Shape, short_steps
 LEAST = "least"
 """Instead of a checkpointing policy: on every device only as much recomputation as its memory requires. Instead of a
 choice for copies to the host: "free" if not everything fits on the devices, else "scheduled"."""
+
+POLICIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +54,11 @@ class Configuration:
         return self.decided(offload=replace(self.recipe.offload, activations=activations, **others))
 
     @property
+    def placement(self) -> Placement:
+        return self.shape.placement
+
+    @property
     def schedule(self) -> str:
-        """Return the name of the schedule."""
         name = self.recipe.schedule
         assert isinstance(name, str)
         return name
@@ -72,7 +78,6 @@ class Configuration:
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Return the number of layers of each stage."""
         split = self.recipe.layers_per_stage
         assert split is not None
         return split
@@ -87,8 +92,7 @@ class Configuration:
     def name(self) -> str:
         """Return the configuration in one line."""
         parallelism, batch = self.recipe.parallelism, self.recipe.batch
-        axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
-        parts = ["·".join(axes) or "one GPU"]
+        parts = [name_of_axes(parallelism)]
         if parallelism.zero:
             parts.append(f"zero-{parallelism.zero}")
         parts.append(self.schedule_name)
@@ -119,7 +123,13 @@ class Configuration:
         return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned)
 
 
-def costs_of(problem: Problem, configuration: Configuration, placement: Placement) -> Costs:
+def name_of_axes(parallelism: Parallelism) -> str:
+    """Return the sizes of the axes in short."""
+    axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+    return "·".join(axes) or "one GPU"
+
+
+def costs_of(problem: Problem, one: Configuration) -> Costs:
     """Return the seconds of passes, transfers and copies; open recomputation takes none."""
-    costs, copies = pass_costs(problem, configuration.recipe, placement), configuration.copy_seconds
+    costs, copies = pass_costs(problem, one.recipe, one.placement), one.copy_seconds
     return replace(costs, O=copies, L=copies) if copies else costs

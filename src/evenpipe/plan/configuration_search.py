@@ -24,14 +24,14 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from evenpipe.costs.analytic import whole_head_time
 from evenpipe.recipe.recipe import Recipe
 
-from .bounds import layout_bound, order_bound, work_bound
+from .bounds import Bound, layout_bound, order_bound, work_bound
 from .configuration import Configuration
 from .evaluation import Evaluation, evaluate
 from .evaluation_cache import EvaluationCache
@@ -52,16 +52,12 @@ Progress = Callable[[int, int, float], None]
 """Called with evaluations done, configurations waiting, and the time of the best plan so far (infinite without)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A configuration, or a whole layout, whose device `device` lacks `lacking` bytes at least; found without a full
-    evaluation. seconds: lower bound on its step."""
+class Rejected(NamedTuple):
+    """A configuration, or a whole layout, that certainly does not fit; found without a full evaluation."""
 
     layout: Recipe
     configuration: Configuration | None
-    seconds: float
-    lacking: int
-    device: int
+    bound: Bound
 
 
 @dataclass(slots=True)
@@ -73,8 +69,6 @@ class Found:
     plans: list[Evaluation] = field(default_factory=list)
     failed: list[Evaluation] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    late: list[Evaluation] = field(default_factory=list)
-    """Plans that fit, but are too slow."""
     evaluated: int = 0
     bounded: int = 0
     """Number of configurations excluded by a bound alone."""
@@ -82,7 +76,6 @@ class Found:
 
     @property
     def best(self) -> Evaluation | None:
-        """Return the fastest plan."""
         return self.plans[0] if self.plans else None
 
     def best_of(self, vocabulary: str) -> Evaluation | None:
@@ -104,7 +97,7 @@ def search_configurations(
 
     workers: processes, by default one per core; 1 evaluates in this process. Raises InputError as `layouts`.
     """
-    run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache.none())
+    run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache())
     with _pool(problem, workers) as evaluate_all:
         run.to_the_end(evaluate_all, progress)
     run.found.plans.sort(key=lambda plan: (plan.seconds, plan.configuration.name))
@@ -130,16 +123,12 @@ class _Search:
         most_on_host = max(1.0 if share is None else share for share in space.host_shares)
         for layout in layouts(problem, space):
             self.found.layouts += 1
-            bound = layout_bound(problem, layout, most_on_host)
-            if bound.lacking:
-                self.found.rejected.append(Rejected(layout, None, bound.seconds, bound.lacking, bound.device))
-            else:
-                self._push(bound.seconds, layout)
+            self._push_or_reject(layout_bound(problem, layout, most_on_host), layout)
 
     def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
         """Search until no better plan is possible."""
         while batch := self._next():
-            limits = [self._limit_of(one) for one in batch]
+            limits = [self._limit(_mode(one)) for one in batch]
             for one, evaluation in zip(batch, self.cache.evaluated(batch, limits, evaluate_all), strict=True):
                 self._take(evaluation)
                 if evaluation.fits:
@@ -147,6 +136,12 @@ class _Search:
                     self.losses[key] = min(loss, self.losses.get(key, loss))
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
+
+    def _push_or_reject(self, bound: Bound, layout: Recipe, configuration: Configuration | None = None) -> None:
+        if bound.lacking:
+            self.found.rejected.append(Rejected(layout, configuration, bound))
+        else:
+            self._push(bound.seconds, configuration or layout)
 
     def _push(self, bound: float, node: Recipe | Configuration) -> None:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
@@ -156,11 +151,11 @@ class _Search:
         batch: list[Configuration] = []
         while self.heap and len(batch) < TOGETHER:
             seconds, _, node = heapq.heappop(self.heap)
-            if seconds >= self._horizon():
+            if seconds >= self._limit(*self.space.vocabularies):
                 self.heap.clear()
             elif isinstance(node, Recipe):
                 self._open(node)
-            elif seconds * self._loss(node) >= self._limit_of(node) or self._skip(node):
+            elif seconds * self._loss(node) >= self._limit(_mode(node)) or self._skip(node):
                 continue
             elif node in self.sharp:
                 self.bounds[node] = seconds
@@ -170,39 +165,25 @@ class _Search:
                 self._push(max(seconds, order_bound(self.problem, node)), node)
         return batch
 
-    def _limit(self) -> float:
-        """Return the time that a plan must beat."""
-        return WORTH * self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf
-
-    def _horizon(self) -> float:
-        """Return the time that a plan must beat, whatever its vocabulary mode."""
-        modes = self.space.vocabularies if self.each else ()
-        return max([self._limit(), *(WORTH * self.best_of.get(mode, math.inf) for mode in modes)])
+    def _limit(self, *modes: str | None) -> float:
+        """Return the time that a plan must beat that has one of these vocabulary modes; None: on a single device."""
+        limits = [self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf]
+        if self.each:
+            limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
+        return WORTH * max(limits)
 
     def _loss(self, one: Configuration) -> float:
         """Return the empirical factor on the bound."""
         return 1 + LOSS_SHARE * (self.losses.get(_family(one), 1.0) - 1)
 
-    def _limit_of(self, one: Configuration) -> float:
-        """Return the same for one configuration, which may be the first of its vocabulary mode."""
-        mode = _mode(one)
-        if not self.each or mode is None:
-            return self._limit()
-        return max(self._limit(), WORTH * self.best_of.get(mode, math.inf))
-
     def _open(self, layout: Recipe) -> None:
         """Compute bounds of all configurations of a layout."""
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
-            bound = work_bound(self.problem, one)
             self.found.bounded += 1
-            if bound.lacking:
-                self.found.rejected.append(Rejected(layout, one, bound.seconds, bound.lacking, bound.device))
-            else:
-                self._push(bound.seconds, one)
+            self._push_or_reject(work_bound(self.problem, one), layout, one)
 
     def _skip(self, one: Configuration) -> bool:
-        size = self.too_large.get(_all_but_size(one))
-        return size is not None and one.recipe.batch.microbatch_size >= size
+        return one.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(one), math.inf)
 
     def _take(self, evaluation: Evaluation) -> None:
         found, one = self.found, evaluation.configuration
@@ -214,7 +195,6 @@ class _Search:
                 self.too_large[key] = min(size, self.too_large.get(key, size))
             return
         if evaluation.late:
-            found.late.append(evaluation)
             return
         found.plans.append(evaluation)
         self.times.append(evaluation.seconds)

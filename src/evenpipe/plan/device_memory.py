@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.framework import FRAMEWORKS
@@ -34,10 +33,6 @@ class DeviceUse:
     def fits(self) -> bool:
         """Whether it certainly fits, according to calibration."""
         return self.spare >= 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
-        return asdict(self)
 
 
 def device_uses(problem: Problem, configuration: Configuration, program: Program) -> tuple[DeviceUse, ...]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenpipe.costs.analytic import step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Costs, Placement, Program
+from evenpipe.schedule import Costs, Program
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
@@ -71,7 +71,6 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits on every device."""
         return not self.fault and all(device.fits for device in self.devices)
 
     @property
@@ -94,7 +93,6 @@ class Evaluation:
         return busy * self.configuration.recipe.microbatches / self.pipeline_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON and for the cache."""
         recipe = self.configuration.recipe
         return {
             "name": self.configuration.name,
@@ -118,8 +116,8 @@ class Evaluation:
             "bubble_rate": self.bubble_rate if self.busy else None,
             "busy": list(self.busy),
             "again": list(self.again),
-            "devices": [device.to_dict() for device in self.devices],
-            "devices_if_nothing_is_computed_again": [device.to_dict() for device in self.kept],
+            "devices": [asdict(device) for device in self.devices],
+            "devices_if_nothing_is_computed_again": [asdict(device) for device in self.kept],
         }
 
 
@@ -140,7 +138,7 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
     """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
     one, uses = resident.configuration, resident.kept or resident.devices
     bytes_each = _moments(problem, one.recipe)
-    parameters = parameters_per_device(problem, one.recipe, one.shape.placement)
+    parameters = parameters_per_device(problem, one)
     lacking = max(-use.spare / (count * bytes_each) for use, count in zip(uses, parameters, strict=True))
     return min(1.0, math.ceil(SHARES * lacking) / SHARES)
 
@@ -148,12 +146,12 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
     """Evaluate with a given share of the optimizer."""
     try:
-        held, kept = _memory(problem, configuration, configuration.steps[0])
+        held = _memory(problem, configuration, configuration.steps[0])
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
     if not held.fits:
-        return Evaluation(configuration=configuration, devices=held.devices, kept=kept)
-    return replace(timed(problem, held.configuration, limit), devices=held.devices, kept=kept)
+        return replace(held, configuration=configuration)
+    return replace(timed(problem, held.configuration, limit), devices=held.devices, kept=held.kept)
 
 
 def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
@@ -161,20 +159,16 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
     layer. `limit` as for `evaluate`."""
     recipe, sizes = configuration.recipe, configuration.steps
     program = problem.programs.of(recipe, sizes[0])[1]
-    placement = program.placement
-    costs = costs_of(problem, configuration, placement)
-    plain = configuration.decided(checkpointing="none")
+    costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
-    mode = recipe.vocabulary
-    without = least_work(costs_of(problem, plain, placement), placement, mode)
+    plain = configuration.decided(checkpointing="none")
+    work = zip(least_work(problem, configuration), least_work(problem, plain), strict=True)
     found = Evaluation(
         configuration=configuration,
         devices=(),
-        end_seconds=end_seconds(problem, configuration, placement),
+        end_seconds=end_seconds(problem, configuration),
         busy=tuple(busy),
-        again=tuple(
-            max(0.0, one - other) for one, other in zip(least_work(costs, placement, mode), without, strict=True)
-        ),
+        again=tuple(max(0.0, one - without) for one, without in work),
         late=True,
     )
     least = max(busy) * recipe.microbatches
@@ -200,24 +194,25 @@ def work_of(program: Program, costs: Costs) -> list[float]:
     return [seconds / order.microbatches for seconds in whole]
 
 
-def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
+def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
+    costs, placement = costs_of(problem, configuration), configuration.placement
     work = [0.0] * placement.devices
     by_kind = costs.stage_times(placement)
     forward, backward, inputs, weights = (by_kind[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     assert forward and backward and inputs and weights
     for stage, device in enumerate(placement.stage_device):
         work[device] += forward[stage] + min(backward[stage], inputs[stage] + weights[stage])
-    if BARRIERS[mode]:
+    if BARRIERS[configuration.recipe.vocabulary]:
         for times in costs.device_times(placement).values():
             work = [done + more for done, more in zip(work, times or (), strict=True)]
     return work
 
 
-def end_seconds(problem: Problem, configuration: Configuration, placement: Placement) -> float:
+def end_seconds(problem: Problem, configuration: Configuration) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
     recipe = configuration.recipe
-    most = max(parameters_per_device(problem, recipe, placement))
+    most = max(parameters_per_device(problem, configuration))
     seconds = step_end_seconds(most, problem.setting(recipe, together=True), zero=recipe.parallelism.zero)
     if not configuration.host_share:
         return seconds
@@ -231,12 +226,13 @@ def _moments(problem: Problem, recipe: Recipe) -> float:
     return state_floor(problem, recipe, 0.0)[0] - state_floor(problem, recipe, 1.0)[0]
 
 
-def parameters_per_device(problem: Problem, recipe: Recipe, placement: Placement) -> list[float]:
+def parameters_per_device(problem: Problem, configuration: Configuration) -> list[float]:
     """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
     a few thousandths."""
-    held = [0.0] * placement.devices
-    for stage, (first, last) in enumerate(bounds_of(recipe.layers_per_stage or ())):
-        held[placement.device_of(stage)] += sum(work.parameters for work in problem.works[first:last])
+    recipe, placement = configuration.recipe, configuration.placement
+    held = [
+        float(sum(problem.works[layer].parameters for layer in layers)) for layers in layers_of_devices(configuration)
+    ]
     matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)
     if BARRIERS[recipe.vocabulary]:
         matrices = 1 if problem.description.tied else 2
@@ -251,27 +247,15 @@ def parameters_per_device(problem: Problem, recipe: Recipe, placement: Placement
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Memory of devices, with its policies and copies."""
-
-    configuration: Configuration
-    devices: tuple[DeviceUse, ...]
-
-    @property
-    def fits(self) -> bool:
-        return all(device.fits for device in self.devices)
-
-
-def _memory(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
-    """Return the memory of a configuration, and the memory without recomputation and copies if that does not fit."""
+def _memory(problem: Problem, one: Configuration, microbatches: int) -> Evaluation:
+    """Return the memory of a configuration, with its policies and copies."""
     if one.offload != LEAST:
         return _recomputing(problem, one, microbatches)
     policies = _given(problem, one) or ("none",) * problem.layers
     scheduled = _held(problem, one.with_offload("scheduled"), policies, microbatches)
     if scheduled.fits:
-        return scheduled, ()
-    return _recomputing(problem, one.with_offload("free"), microbatches)[0], scheduled.devices
+        return scheduled
+    return replace(_recomputing(problem, one.with_offload("free"), microbatches), kept=scheduled.devices)
 
 
 def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
@@ -279,12 +263,13 @@ def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
     return None if "checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
 
 
-def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> _Held:
+def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> Evaluation:
     """Return the memory with these policies."""
     one = one.decided(checkpointing=policies)
     if one.moves:
         one = _with_copies(problem, one, microbatches)
-    return _Held(one, device_uses(problem, one, problem.programs.of(one.recipe, microbatches)[1]))
+    devices = device_uses(problem, one, problem.programs.of(one.recipe, microbatches)[1])
+    return Evaluation(configuration=one, devices=devices)
 
 
 def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
@@ -293,7 +278,7 @@ def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Con
     program = problem.programs.of(one.with_offload("none").recipe, microbatches)[1]
     sizes = copied(problem, one, program)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
-    times = costs_of(problem, one, program.placement).stage_times(program.placement)
+    times = costs_of(problem, one).stage_times(one.placement)
     forward, backward = times[Kind.F], times[Kind.B]
     assert forward is not None and backward is not None
     shares = (
@@ -304,39 +289,42 @@ def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Con
     return replace(one.with_offload(one.offload, copy_time=rounded), copy_seconds=seconds)
 
 
-def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
-    """Return the memory with as little recomputation as needed, if that is open; and the memory without any."""
-    layers = problem.layers
+def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> Evaluation:
+    """Return the memory with as little recomputation as needed, if that is open."""
     given = _given(problem, one)
     if given is not None:
-        return _held(problem, one, given, microbatches), ()
+        return _held(problem, one, given, microbatches)
+    layers = problem.layers
     none = _held(problem, one, ("none",) * layers, microbatches)
     if none.fits:
-        return none, ()
+        return none
     full = _held(problem, one, ("full",) * layers, microbatches)
     if not full.fits:
-        return full, none.devices
+        return replace(full, kept=none.devices)
     selective = _held(problem, one, ("selective",) * layers, microbatches)
-    placement = problem.programs.of(none.configuration.recipe, microbatches)[1].placement
-    held = layers_of_devices(one, placement)
+    held = layers_of_devices(one)
     wanted = {
-        device: _Wanted.of(none.devices[device], selective.devices[device], full.devices[device], len(held[device]))
-        for device in range(placement.devices)
+        device: _Wanted.of(*uses, len(held[device]))
+        for device, uses in enumerate(zip(none.devices, selective.devices, full.devices, strict=True))
         if not none.devices[device].fits
     }
+
+    def found() -> Evaluation:
+        return replace(_held(problem, one, _policies(layers, held, wanted), microbatches), kept=none.devices)
+
     for _ in range(TRIES):
-        found = _held(problem, one, _policies(layers, held, wanted), microbatches)
-        lacking = [device for device, use in enumerate(found.devices) if not use.fits]
-        if not lacking:
-            return found, none.devices
-        for device in lacking:
-            wanted[device] = wanted[device].more(len(held[device])) if device in wanted else _Wanted("full", 1)
-    for policy in ("selective", "full"):
-        policies = _policies(layers, held, {device: _Wanted(policy, len(held[device])) for device in wanted})
-        found = _held(problem, one, policies, microbatches)
-        if found.fits:
-            break
-    return found, none.devices
+        some = found()
+        if some.fits:
+            return some
+        for device, use in enumerate(some.devices):
+            if not use.fits:
+                wanted[device] = wanted[device].more(len(held[device])) if device in wanted else _Wanted("full", 1)
+    wanted = {device: _Wanted("selective", len(held[device])) for device in wanted}
+    some = found()
+    if some.fits:
+        return some
+    wanted = {device: _Wanted("full", len(held[device])) for device in wanted}
+    return found()
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +345,6 @@ class _Wanted:
         return cls("full", _share(selective, full, layers), "selective")
 
     def more(self, layers: int) -> _Wanted:
-        """Add one layer."""
         if self.count < layers:
             return replace(self, count=self.count + 1)
         return self if self.policy == "full" else _Wanted("full", 1, "selective")
@@ -376,9 +363,11 @@ def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wan
     return tuple(policies)
 
 
-def layers_of_devices(configuration: Configuration, placement: Placement) -> list[list[int]]:
+def layers_of_devices(configuration: Configuration) -> list[list[int]]:
     """Return the numbers of the layers of each device, in the order of its stages."""
-    held: list[list[int]] = [[] for _ in range(placement.devices)]
-    for stage, bounds in enumerate(bounds_of(configuration.layers_per_stage)):
-        held[placement.device_of(stage)] += range(*bounds)
+    held: list[list[int]] = [[] for _ in range(configuration.placement.devices)]
+    for device, bounds in zip(
+        configuration.placement.stage_device, bounds_of(configuration.layers_per_stage), strict=True
+    ):
+        held[device] += range(*bounds)
     return held

@@ -30,16 +30,11 @@ _CHOSEN = ("open", "copy_seconds", "host_share")
 
 
 class EvaluationCache:
-    """Evaluations of one problem, by configuration."""
+    """Evaluations of one problem, by configuration; without a path nothing is kept on disk."""
 
-    def __init__(self, path: Path | None, entries: dict[str, Any]) -> None:
-        self._path, self._entries = path, entries
+    def __init__(self, path: Path | None = None, entries: dict[str, Any] | None = None) -> None:
+        self._path, self._entries = path, entries or {}
         self.hits = 0
-
-    @classmethod
-    def none(cls) -> EvaluationCache:
-        """Return a cache that keeps nothing on disk."""
-        return cls(None, {})
 
     @classmethod
     def of(cls, problem: Problem, folder: Path | None = None) -> EvaluationCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
-from evenpipe.schedule.words import count
+from evenpipe.schedule.words import count, table
 from evenpipe.simulate import simulate
 
 from .configuration import Configuration, costs_of
@@ -84,15 +84,16 @@ class Explanation:
 
     def timelines(self) -> dict[str, Timeline]:
         """Return short steps of the usual mode and of vocab-2 in the same schedule, for a picture. Times in seconds."""
-        chosen = [one.configuration for one in self.all if one.configuration.schedule == USUAL[0] and not one.fault]
-        return {
-            f"{one.schedule}, {one.recipe.vocabulary}": drawn_step(self.problem, one)
-            for one in chosen
-            if one.recipe.vocabulary in (USUAL[1], "vocab-2")
-        }
+        found = {}
+        for one in (one.configuration for one in self.all if not one.fault):
+            recipe = one.recipe
+            if one.schedule == USUAL[0] and recipe.vocabulary in (USUAL[1], "vocab-2"):
+                program = self.problem.programs.of(recipe, min(recipe.microbatches, DRAWN * recipe.devices))[1]
+                timeline = simulate(program, costs_of(self.problem, one)).timeline
+                found[f"{one.schedule}, {recipe.vocabulary}"] = timeline
+        return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         problem = self.problem
         return {
             "model": self.name,
@@ -142,14 +143,14 @@ class Explanation:
             yield "  does not fit, even with full recomputation"
         times = one.busy or (0.0,) * len(one.devices)
         most, mean = max(times), sum(times) / len(times)
-        held = _layers_held(one)
+        held = one.configuration.layers_per_stage  # a stage is a device
         for device, (time, use) in enumerate(zip(times, one.devices, strict=True)):
             bar = "#" * round(BAR * time / most) if most else ""
             what = f"{held[device]} layers"
             ends = [text for text, at in (("embedding", 0), ("output", len(times) - 1)) if at == device]
             lacking = "" if use.fits else f", {gib_text(-use.spare)} too much"
             yield (
-                f"  device {device:<3} {' + '.join([what, *ends]):<30} {_milliseconds(time):>9} {bar:<{BAR}}"
+                f"  device {device:<3} {' + '.join([what, *ends]):<30} {f'{1e3 * time:.1f} ms':>9} {bar:<{BAR}}"
                 f" {gib_text(use.peak_bytes):>10}{lacking}"
             )
         if most:
@@ -161,18 +162,11 @@ class Explanation:
             )
 
     def _gains(self) -> Iterator[str]:
-        """Return a table of the alternatives."""
         rows: list[tuple[str, ...]] = [HEADER]
         for one in self.all:
             rows.append((_name(one), one.configuration.recipe.vocabulary, *self._cells(one)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         yield "Alternatives"
-        for row in rows:
-            cells = (
-                cell.ljust(width) if column < 2 or column > 7 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            yield f"  {'  '.join(cells)}".rstrip()
+        yield from (f"  {line}" for line in table(rows, left=(0, 1, 8, 9)))
         best = self.best
         if best is not self.usual and not math.isinf(self.usual.seconds):
             yield (
@@ -202,7 +196,6 @@ class Explanation:
         )
 
     def commands(self) -> tuple[str, ...]:
-        """Return the commands to run next."""
         problem = self.problem
         size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
         plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
@@ -274,26 +267,10 @@ def _configuration(
     return Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
 
 
-def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
-    """Return a short step of a configuration, in seconds."""
-    recipe = configuration.recipe
-    _, program = problem.programs.of(recipe, min(recipe.microbatches, DRAWN * recipe.devices))
-    return simulate(program, costs_of(problem, configuration, program.placement)).timeline
-
-
 def _name(one: Evaluation) -> str:
     """Return the name of a schedule, with its choice for activations."""
     configuration = one.configuration
     return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name
-
-
-def _layers_held(one: Evaluation) -> Sequence[int]:
-    """Return the layers per device of a linear placement, where a stage is a device."""
-    return one.configuration.layers_per_stage
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
 
 
 def _step(seconds: float) -> str:

@@ -30,7 +30,6 @@ class Comparison:
 
     @property
     def measured(self) -> Timeline:
-        """Return the measured step."""
         return self.trace.timeline()
 
     @property
@@ -75,9 +74,9 @@ def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1
     costs: by default those of the trace itself. unit_seconds: of `costs`. Raises InputError if they lack a kind of pass
     of the program.
     """
-    own = costs is None
-    used = costs_of([trace]) if costs is None else costs
-    return Comparison(trace, simulate(trace.program, used), 1.0 if own else unit_seconds)
+    if costs is None:
+        costs, unit_seconds = costs_of([trace]), 1.0
+    return Comparison(trace, simulate(trace.program, costs), unit_seconds)
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:

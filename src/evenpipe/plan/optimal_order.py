@@ -71,12 +71,9 @@ class OrderProblem:
 
     @property
     def size(self) -> int:
-        """Return the number of passes."""
-        shared = len(vocabulary_kinds(self.barriers, False)) * self.placement.devices
-        return self.microbatches * ((3 if self.split_backward else 2) * self.placement.stages + shared)
+        return sum(map(len, self.passes()))
 
     def value(self, timeline: Timeline) -> float:
-        """Return the value to minimise."""
         return timeline.span if self.objective == "span" else timeline.makespan
 
 
@@ -175,7 +172,6 @@ class _Model:
         return Dependencies(self.problem.placement, self.problem.barriers)
 
     def end(self, where: Where) -> Any:
-        """Return when a pass has ended."""
         return self.start[where] + self.takes[where]
 
     def _require(self, costs: Costs) -> None:

@@ -66,22 +66,18 @@ class Problem:
 
     @property
     def programs(self) -> Programs:
-        """The orders and programs of this model."""
         return self.once(Programs, lambda: Programs(self.model_costs))
 
     @property
     def bytes(self) -> ModelBytes:
-        """The bytes of its stages."""
         return self.once(ModelBytes, lambda: ModelBytes(self.description))
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels that run."""
         return PRESETS[self.kernels_name]
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.works)
 
     @property

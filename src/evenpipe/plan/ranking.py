@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from evenpipe.memory.sizes import gib_text
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.schedule.words import count
+from evenpipe.schedule.words import count, table
 
 from .bounds import order_bound
+from .configuration import name_of_axes
 from .configuration_search import Found, Rejected, head_layers
 from .evaluation import Evaluation
 from .problem import Problem
@@ -23,26 +24,16 @@ REJECTED = 8
 FIXES = 3
 """Number of fixes to offer for each."""
 
-DIMENSIONS = (
-    *("dp", "tp", "cp", "pp", "zero", "microbatch size", "schedule", "vocabulary", "layers"),
-    *("offload", "host share"),
-)
-
-
 # --- figures of one plan -------------------------------------------------------------------------------------
 
 
-def model_flops(problem: Problem) -> float:
-    """Return the FLOPs of one step, forward and backward, without recomputation; masked pairs of attention do not
-    count."""
+def utilization(problem: Problem, plan: Evaluation) -> float:
+    """Return model FLOPs over the peak of all GPUs (MFU): forward and backward, without recomputation and masked pairs
+    of attention."""
     tokens = problem.sequence * problem.sequences_per_step
     layers = sum(work.flops + work.attention.flops(work.attention.pairs(problem.sequence)) for work in problem.works)
-    return 3.0 * tokens * (layers + problem.model_costs.head)
-
-
-def utilization(problem: Problem, plan: Evaluation) -> float:
-    """Return model FLOPs over the peak of all GPUs (MFU)."""
-    return model_flops(problem) / plan.seconds / problem.gpus / problem.hardware.peak(problem.dtype)
+    flops = 3.0 * tokens * (layers + problem.model_costs.head)
+    return flops / plan.seconds / problem.gpus / problem.hardware.peak(problem.dtype)
 
 
 def recomputation(plan: Evaluation) -> str:
@@ -90,11 +81,9 @@ class Ranking:
 
     @property
     def plans(self) -> list[Evaluation]:
-        """The plans to show."""
         return self.found.plans[: self.wanted]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         problem, found = self.found.problem, self.found
         return {
             "gpus": problem.gpus,
@@ -120,7 +109,6 @@ class Ranking:
         }
 
     def text(self, *, explain: bool = False) -> str:
-        """Return the table as text."""
         lines = [*self._table()]
         if explain:
             lines += ["", *self._gains(), "", *self._rejections()]
@@ -155,15 +143,10 @@ class Ranking:
                     "" if runnable(plan) else "estimate only",
                 )
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            yield "  ".join(
-                cell.ljust(width) if column in (1, 6, 7) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
+        yield from table(rows, left=(1, 6, 7))
         yield ""
         for place, plan in enumerate(self.plans, 1):
-            yield f"{place:>{widths[0]}}  limits: {binding(problem, plan)}"
+            yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}"
 
     def _gains(self) -> Iterator[str]:
         compared = gains(self.found)
@@ -199,7 +182,6 @@ class Gain:
     words: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         return {
             "vocabulary": self.mode,
             "seconds": self.plan.seconds,
@@ -213,16 +195,11 @@ def gains(found: Found) -> list[Gain]:
     """Return the best plan of every vocabulary mode among those seen, fastest first, each with the reason for its
     time."""
     best = [plan for mode in found.space.vocabularies if (plan := found.best_of(mode)) is not None]
-    best = [plan for plan in best if plan.configuration.recipe.parallelism.pp > 1]
     best.sort(key=lambda plan: plan.seconds)
+    factors = [plan.seconds / best[0].seconds for plan in best]
     return [
-        Gain(
-            plan.configuration.recipe.vocabulary,
-            plan,
-            plan.seconds / best[0].seconds,
-            _why(found.problem, plan, plan.seconds / best[0].seconds),
-        )
-        for plan in best
+        Gain(plan.configuration.recipe.vocabulary, plan, factor, _why(found.problem, plan, factor))
+        for plan, factor in zip(best, factors, strict=True)
     ]
 
 
@@ -239,16 +216,10 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
     else:
         words += f", {_seconds(busy[idlest])} on device {idlest}"
         if not BARRIERS[one.recipe.vocabulary]:
-            words += f": the output layer ({head_words(problem, plan)}) is whole on one device"
+            layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {one.layers_per_stage[-1]} layers"
+            words += f": the output layer ({layers}) is whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
     return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
-
-
-def head_words(problem: Problem, plan: Evaluation) -> str:
-    """Return the output layer's time in layers, and the number of layers of the last stage."""
-
-    layers = head_layers(problem, plan.configuration.recipe)
-    return f"{layers:.1f} layers' time, beside {plan.configuration.layers_per_stage[-1]} layers"
 
 
 # --- configurations that do not fit ----------------------------------------------------------------------------
@@ -265,15 +236,13 @@ class Rejection:
     fixes: tuple[tuple[str, Evaluation], ...]
 
     def text(self) -> str:
-        """Return it in one line."""
         line = f"{self.name}: out of memory by {gib_text(self.lacking)} {self.where}"
         if not self.fixes:
             return line
-        offers = ", ".join(f"{what} {_change(plan.seconds, self.seconds)}" for what, plan in self.fixes)
+        offers = ", ".join(f"{what} {100 * (plan.seconds / self.seconds - 1):+.1f} %" for what, plan in self.fixes)
         return f"{line}; cheapest fixes: {offers}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         return {
             "name": self.name,
             "lacking_bytes": self.lacking,
@@ -286,12 +255,11 @@ class Rejection:
 
 def explained(found: Found) -> list[Rejection]:
     """Return the fastest configurations if memory were no limit, each with the plans that differ least from it."""
-    candidates: list[tuple[float, str, Evaluation]] = []
-    for plan in (*found.failed, *found.plans):
-        if plan.kept or (plan.devices and not plan.fits):
-            plain = plan.configuration.decided(checkpointing="none")
-            seconds = order_bound(found.problem, plain)
-            candidates.append((seconds, plan.configuration.name, plan))
+    candidates = [
+        (order_bound(found.problem, plan.configuration.decided(checkpointing="none")), plan.configuration.name, plan)
+        for plan in (*found.failed, *found.plans)
+        if plan.kept or (plan.devices and not plan.fits)
+    ]
     seen: set[tuple[Any, ...]] = set()
     rejections: list[Rejection] = []
     for seconds, name, plan in sorted(candidates, key=lambda one: one[:2]):
@@ -299,7 +267,10 @@ def explained(found: Found) -> list[Rejection]:
         if family not in seen and len(rejections) < REJECTED:
             seen.add(family)
             rejections.append(_of_plan(found, plan, name, seconds))
-    return rejections + [_of_floor(one) for one in _floors(found.rejected)][: REJECTED - len(rejections)]
+    fastest: dict[Any, Rejected] = {}  # by the sizes of the axes
+    for one in sorted(found.rejected, key=lambda one: one.bound.seconds):
+        fastest.setdefault(one.layout.parallelism, one)
+    return rejections + [_of_floor(one) for one in fastest.values()][: REJECTED - len(rejections)]
 
 
 def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
@@ -331,23 +302,13 @@ def _measures(plan: Evaluation) -> str:
     return " and ".join(words)
 
 
-def _floors(rejected: Iterable[Rejected]) -> list[Rejected]:
-    """Return one for each size of the axes, the fastest."""
-    best: dict[Any, Rejected] = {}
-    for one in sorted(rejected, key=lambda one: one.seconds):
-        best.setdefault(one.layout.parallelism, one)
-    return list(best.values())
-
-
 def _of_floor(one: Rejected) -> Rejection:
     if one.configuration is not None:
-        name, where = one.configuration.name, f"at least on device {one.device}, even with full recomputation"
+        name, where = one.configuration.name, f"at least on device {one.bound.device}, even with full recomputation"
     else:
-        parallelism = one.layout.parallelism
-        axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
-        name = f"{'·'.join(axes) or 'one GPU'} zero-{parallelism.zero}"
+        name = f"{name_of_axes(one.layout.parallelism)} zero-{one.layout.parallelism.zero}"
         where = "at least, for parameters, gradients and optimizer state alone"
-    return Rejection(name, one.lacking, where, one.seconds, ())
+    return Rejection(name, one.bound.lacking, where, one.bound.seconds, ())
 
 
 def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
@@ -369,21 +330,15 @@ def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]
 
 def _choices(plan: Evaluation) -> dict[str, Any]:
     one = plan.configuration
-    parallelism = one.recipe.parallelism
-    values = (
-        parallelism.dp,
-        parallelism.tp,
-        parallelism.cp,
-        parallelism.pp,
-        parallelism.zero,
-        one.recipe.batch.microbatch_size,
-        one.schedule_name,
-        one.recipe.vocabulary,
-        one.layers_per_stage,
-        one.offload,
-        one.host_share,
-    )
-    return dict(zip(DIMENSIONS, values, strict=True))
+    return {
+        **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
+        "microbatch size": one.recipe.batch.microbatch_size,
+        "schedule": one.schedule_name,
+        "vocabulary": one.recipe.vocabulary,
+        "layers": one.layers_per_stage,
+        "offload": one.offload,
+        "host share": one.host_share,
+    }
 
 
 # --- text --------------------------------------------------------------------------------------------------------
@@ -410,7 +365,3 @@ def _seconds(seconds: float) -> str:
         if seconds >= 1e-3
         else f"{1e6 * seconds:.0f} us"
     )
-
-
-def _change(seconds: float, reference: float) -> str:
-    return f"{100 * (seconds / reference - 1):+.1f} %"

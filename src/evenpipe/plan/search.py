@@ -24,7 +24,7 @@ from evenpipe.schedule.timing import time_order
 from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
-from .optimal_order import OrderProblem, Solution, refuse_large, solve
+from .optimal_order import OrderProblem, refuse_large, solve
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in interlaced mode S and T leave no choice."""
@@ -56,7 +56,6 @@ class SearchResult:
         return above(self.value, self.bound)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
         return {
             "objective": self.problem.objective,
             "value": self.value,
@@ -71,7 +70,6 @@ class SearchResult:
         }
 
     def text(self) -> str:
-        """Return the result as text."""
         what = self.problem.objective
         timeline = self.timeline
         step = f"step {timeline.makespan:g}, devices busy {100 * timeline.mean_busy:.1f} % of it on average"
@@ -110,28 +108,33 @@ def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, se
         raise InputError(f"workers must be a whole number of at least 1, not {workers}")
     refuse_large(problem.size)
     named = named_orders(problem)
-    best = named[0] if named else None
-    bound = lower_bound(problem)
-    if best is not None and best.value <= bound * (1 + EXACT):
-        return _result(problem, best.order, best.name, named, (bound, EXACT))
-    solution: Solution = solve(
-        problem, hint=best.order if best else None, bound=bound, seconds=seconds, workers=workers, seed=seed
-    )
-    if solution.impossible:
-        return None
-    if solution.order is None and best is None:
+    order, source, value = (named[0].order, named[0].name, named[0].value) if named else (None, "", math.inf)
+    bound, tolerance = lower_bound(problem), EXACT
+    if value > bound * (1 + EXACT):
+        solution = solve(problem, hint=order, bound=bound, seconds=seconds, workers=workers, seed=seed)
+        if solution.impossible:
+            return None
+        bound, tolerance = solution.bound, EXACT if solution.exact else ROUNDED
+        if solution.order is not None:
+            report = check_order(solution.order)
+            assert report.ok, f"the solver's order is not sound: {report.faults[0]}"
+            found = problem.value(time_order(solution.order, problem.costs))
+            if found < value * (1 - EXACT):
+                order, source, value = solution.order, "search", found
+    if order is None:
         raise InputError(
             f"search found no order within {seconds:g} seconds; give it more time or a higher memory limit"
         )
-    order, source = (best.order, best.name) if best else (None, "")
-    if solution.order is not None:
-        report = check_order(solution.order)
-        assert report.ok, f"the solver's order is not sound: {report.faults[0]}"
-        value = problem.value(time_order(solution.order, problem.costs))
-        if best is None or value < best.value * (1 - EXACT):
-            order, source = solution.order, "search"
-    assert order is not None
-    return _result(problem, order, source, named, (solution.bound, EXACT if solution.exact else ROUNDED))
+    return SearchResult(
+        problem=problem,
+        order=order,
+        timeline=time_order(order, problem.costs),
+        source=source,
+        value=value,
+        bound=min(bound, value),
+        proved=value <= bound * (1 + tolerance),
+        named=tuple(named),
+    )
 
 
 def lower_bound(problem: OrderProblem) -> float:
@@ -147,25 +150,6 @@ def lower_bound(problem: OrderProblem) -> float:
         memory_limit=problem.memory_limit,
         proved=True,
     ).value
-
-
-def _result(
-    problem: OrderProblem, order: Order, source: str, named: list[NamedOrder], bounded: tuple[float, float]
-) -> SearchResult:
-    """`bounded`: the lower bound, and the relative distance to it at which an order counts as best."""
-    bound, tolerance = bounded
-    timeline = time_order(order, problem.costs)
-    value = problem.value(timeline)
-    return SearchResult(
-        problem=problem,
-        order=order,
-        timeline=timeline,
-        source=source,
-        value=value,
-        bound=min(bound, value),
-        proved=value <= bound * (1 + tolerance),
-        named=tuple(named),
-    )
 
 
 def order_problem_of(

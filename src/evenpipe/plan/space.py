@@ -21,13 +21,11 @@ from evenpipe.schedule import MODES, SCHEDULES, Placement, even_split, planning,
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
-from .configuration import LEAST, Configuration
+from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem
 from .programs import Options
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
-
-POLICIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +59,10 @@ class Space:
             ("zero", (0, 1, 2, 3)),
         ):
             given = getattr(self, name)
-            if not given:
-                raise InputError(f"{name}: nothing is given, expected some of {', '.join(map(str, known))}")
-            for value in given:
-                if value not in known:
-                    raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
+            unknown = [f"{value!r} is unknown" for value in given if value not in known]
+            if unknown or not given:
+                fault = unknown[0] if unknown else "nothing is given"
+                raise InputError(f"{name}: {fault}, expected some of {', '.join(map(str, known))}")
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
@@ -96,40 +93,27 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
 def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
     heads = {work.attention.heads for work in problem.works if work.attention.heads}
     node = problem.hardware.devices_per_node
-    for tp in divisors(problem.gpus):
-        if not _allowed(tp, space.tp) or any(count % tp for count in heads) or tp > node:
+    for tp, cp, pp in product(divisors(problem.gpus), repeat=3):
+        dp, rest = divmod(problem.gpus, tp * cp * pp)
+        sizes = {"dp": dp, "tp": tp, "cp": cp, "pp": pp}
+        if rest or any(size not in (getattr(space, axis) or (size,)) for axis, size in sizes.items()):
             continue
-        for cp in divisors(problem.gpus // tp):
-            if not _allowed(cp, space.cp) or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
-                continue
-            for pp in divisors(problem.gpus // (tp * cp)):
-                dp = problem.gpus // (tp * cp * pp)
-                if not _allowed(pp, space.pp) or not _allowed(dp, space.dp) or pp > problem.layers:
-                    continue
-                if problem.sequences_per_step % dp:
-                    continue
-                share = problem.sequences_per_step // dp
-                for zero in space.zero if dp * cp > 1 else (0,):
-                    parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero])
-                    for size in _microbatch_sizes(share, space.microbatch_sizes):
-                        batch = BatchShape(
-                            microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
-                        )
-                        yield Recipe(parallelism=parallelism, batch=batch)
-
-
-def _microbatch_sizes(share: int, allowed: tuple[int, ...] | None) -> Iterator[int]:
-    """Return powers of two, or the given sizes, that divide a replica's part of the batch."""
-    sizes = allowed or tuple(2**power for power in range(share.bit_length()))
-    return (size for size in sizes if share % size == 0)
-
-
-def _allowed(size: int, allowed: tuple[int, ...] | None) -> bool:
-    return allowed is None or size in allowed
+        share, more = divmod(problem.sequences_per_step, dp)
+        if more or pp > problem.layers or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
+            continue
+        if any(count % tp for count in heads):
+            continue
+        for zero in space.zero if dp * cp > 1 else (0,):
+            parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero])
+            for size in space.microbatch_sizes or [2**power for power in range(share.bit_length())]:
+                if share % size == 0:
+                    batch = BatchShape(
+                        microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
+                    )
+                    yield Recipe(parallelism=parallelism, batch=batch)
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, ascending."""
     return tuple(one for one in range(1, number + 1) if number % one == 0)
 
 
@@ -164,8 +148,8 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                         checkpointing="none" if policy == LEAST else policy,
                         offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
                     )
-                    is_open = {"checkpointing": policy == LEAST, "offload": offload == LEAST}
-                    still_open = tuple(name for name, choice in is_open.items() if choice)
+                    choices = {"checkpointing": policy, "offload": offload}
+                    still_open = tuple(name for name, choice in choices.items() if choice == LEAST)
                     yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
 
 

@@ -55,10 +55,12 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
     weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
     and B, and likewise what replicas send. Kinds without a time stay so.
     """
-    head = sum(sum(spread(name, getattr(costs, name) or 0.0, placement.devices, "device") or ()) for name in "SCT")
-    rows, gradients = (
-        sum(spread(name, getattr(costs, name) or 0.0, placement.devices, "device") or ()) for name in "EG"
-    )
+
+    def of_all_devices(name: str, value: Cost | None) -> float:
+        return sum(spread(name, value or 0.0, placement.devices, "device") or ())
+
+    head = sum(of_all_devices(name, getattr(costs, name)) for name in "SCT")
+    rows, gradients = (of_all_devices(name, getattr(costs, name)) for name in "EG")
     extra = {  # of the first stage and of the last
         "F": (rows, head / 3),
         "B": (gradients, 2 * head / 3),
@@ -78,7 +80,6 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
         sizes = spread(name, sharding.get(name, 0.0), placement.stages, "stage") or ()
         longer = list(sizes)
         for stage, part in ((0, "E"), (-1, "S")):
-            shards = spread(name, sharding.pop(f"{name}_{part}", 0.0), placement.devices, "device") or ()
-            longer[stage] += sum(shards)
+            longer[stage] += of_all_devices(name, sharding.pop(f"{name}_{part}", 0.0))
         sharding[name] = tuple(longer)
     return replace(costs, sharding=sharding, **changed)

@@ -8,9 +8,10 @@ for the true times too, and an order that is found is timed again with the true 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from evenpipe.schedule.costs import Cost, Costs
@@ -48,7 +49,9 @@ class WholeCosts:
             costs, **unused, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={}
         )
         # The decimal digits that a person writes, not those of the binary number: 0.4 is 2/5.
-        times = [Fraction(repr(time)) for time in _times(costs) if time > 0]
+        values = [*(getattr(costs, name) for name in KINDS), costs.p2p, tuple(collectives.values())]
+        listed = (value if isinstance(value, tuple) else (value,) for value in values)
+        times = [Fraction(repr(time)) for time in chain.from_iterable(listed) if time]
         if not times:
             return cls(costs, 1.0, True)
         scale = Fraction(math.lcm(*(time.denominator for time in times)))
@@ -64,15 +67,6 @@ class WholeCosts:
         collectives = {name: whole(time) for name, time in collectives.items()}
         scaled = replace(costs, **kinds, p2p=whole(costs.p2p), collectives=collectives)  # type: ignore[arg-type]
         return cls(scaled, float(1 / scale), exact)
-
-
-def _times(costs: Costs) -> Iterator[float]:
-    for name in KINDS:
-        value: Cost | None = getattr(costs, name)
-        if value is not None:
-            yield from value if isinstance(value, tuple) else (value,)
-    yield costs.p2p
-    yield from costs.collectives.values()
 
 
 def _each(value: Cost | None, change: Callable[[float], float]) -> Cost | None:

@@ -12,9 +12,27 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 """The signals that ask a program to stop."""
+
+
+@contextlib.contextmanager
+def signals_handled(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
+) -> Iterator[None]:
+    """Install a handler. No effect outside the main thread, where Python has no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 class Bell:

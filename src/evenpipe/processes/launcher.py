@@ -41,7 +41,8 @@ import cloudpickle
 import torch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.bell import STOPS
+from evenpipe.processes.bell import STOPS, signals_handled
+from evenpipe.processes.environment import default_variable
 from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.signs import Board, Cause, cause_of
 from evenpipe.processes.stopping import Wish
@@ -128,17 +129,23 @@ def launch(
         "start_seconds": start_seconds,
         "torch_device": torch_device,
     }
-    with temporary_folder("evenpipe-launch-") as folder, _signals_as_exceptions() as signals:
+    handler = _Handler()
+    with temporary_folder("evenpipe-launch-") as folder, signals_handled(handler, SIGNALS):
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
         store = FolderStore(folder / "store")
         wish = Wish(store, on_stop)
-        signals.accept = wish.accept
-        children = _children(work, processes, folder, limits)
+        handler.accept = wish.accept
+        method = _start_method(torch_device)
+        parent = _server_pid() if method == "forkserver" else os.getpid()
+        # The type stubs know no common type of contexts that has Process.
+        process: Any = multiprocessing.get_context(method).Process  # type: ignore[attr-defined]
+        environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
+        children = [process(target=_process, args=(work, own, folder, limits, parent)) for own in environments]
         try:
             first = _run(children, Beats(store, processes), silence_seconds)
         finally:
-            with _signals_ignored():
+            with signals_handled(lambda *_: None, SIGNALS):
                 end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
         if first is not None:
             raise _first_cause(folder, processes, first)
@@ -158,7 +165,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
     # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
-    with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
+    with default_variable("OMP_NUM_THREADS", "1"), signals_handled(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
 
@@ -188,29 +195,19 @@ def _end_if_unguarded() -> None:
 # -- the parent -------------------------------------------------------------------------------------------------------
 
 
-def _children(work: bytes, processes: int, folder: Path, limits: dict[str, Any]) -> list[BaseProcess]:
-    """Return the processes, not started."""
-    method = _start_method(limits["torch_device"])
-    context = multiprocessing.get_context(method)
-    parent = _server_pid() if method == "forkserver" else os.getpid()
-    environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
-    # The type stubs know no common type of contexts that has Process.
-    return [
-        context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
-        for environment in environments
-    ]
-
-
 def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) -> Ending | None:
     """Start the processes and return when they have ended, as `supervise`. Raises the errors of `launch`."""
     try:
-        with _threads_of_new_processes(), _main_as_it_is():
+        # torch reads the number of threads when it is imported, which in a fresh process is before our code.
+        with default_variable("OMP_NUM_THREADS", "1"), _main_as_it_is():
             for child in children:
                 child.start()
         return supervise(children, beats, silence_seconds=silence_seconds)
     except _Interrupted as interrupted:
-        if any(child.pid is None for child in children):
-            _kill_server()  # importing, or about to fork a process that we do not know yet
+        if (server := _server_pid()) and any(child.pid is None for child in children):
+            # It imports, or is about to fork a process that we do not know yet.
+            os.kill(server, signal.SIGKILL)
+            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be asked again
         if interrupted.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + interrupted.number) from None
@@ -255,39 +252,15 @@ def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
     }
 
 
-def _kill_server() -> None:
-    if server := _server_pid():
-        os.kill(server, signal.SIGKILL)
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be asked once more
-
-
-@contextlib.contextmanager
-def _threads_of_new_processes() -> Iterator[None]:
-    """torch reads the number of threads when it is imported, which in a fresh process is before our code."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-
-
 class _Interrupted(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[_Handler]:
-    """Within, the first of SIGNALS that is not accepted raises _Interrupted."""
-    handler = _Handler()
-    with _signal_handlers(handler, SIGNALS):
-        yield handler
-
-
 class _Handler:
+    """The first signal that is not accepted raises _Interrupted."""
+
     def __init__(self) -> None:
         self.accept: Callable[[int], bool] = lambda number: False
         self._raised = False
@@ -296,26 +269,6 @@ class _Handler:
         if not self._raised and not self.accept(number):
             self._raised = True  # another one would interrupt the handling of this one
             raise _Interrupted(number)
-
-
-def _signals_ignored() -> contextlib.AbstractContextManager[None]:
-    return _signal_handlers(lambda *_: None, SIGNALS)
-
-
-@contextlib.contextmanager
-def _signal_handlers(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
-) -> Iterator[None]:
-    """Install signal handlers. No effect outside the main thread, where Python has no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -412,14 +365,14 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
             os._exit(EXIT_CODE)
-    threading.Thread(target=_end_with_the_caller, name="evenpipe-parent", daemon=True).start()
-
-
-def _end_with_the_caller() -> None:
     caller = multiprocessing.parent_process()
     assert caller is not None
-    caller.join()
-    os._exit(EXIT_CODE)
+
+    def end_with_the_caller() -> None:
+        caller.join()
+        os._exit(EXIT_CODE)
+
+    threading.Thread(target=end_with_the_caller, name="evenpipe-parent", daemon=True).start()
 
 
 def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None = None) -> None:

@@ -84,7 +84,10 @@ class Peers:
             for peer in waiting.peers:
                 beat = self.beat(peer)[1]
                 # In a collective all wait for the same; only a process that does something else matters.
-                if beat is None or _same(beat.waiting, waiting):
+                if beat is None:
+                    continue
+                other = beat.waiting
+                if other and (other.what, other.communicator) == (waiting.what, waiting.communicator):
                     continue
                 if beat.done or beat.waiting is None:
                     state = "has finished" if beat.done else "does not wait"
@@ -95,7 +98,3 @@ class Peers:
                 elif not circle:
                     origin, circle = peer, f"{text}, a circle back to process {peer}"
         return Cause("stuck", origin, circle or begin)
-
-
-def _same(one: Waiting | None, other: Waiting) -> bool:
-    return one is not None and (one.what, one.communicator) == (other.what, other.communicator)

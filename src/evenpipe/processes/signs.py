@@ -57,13 +57,9 @@ class Cause:
     def load(text: str, world_size: int) -> Cause:
         """Read the result of `dump`. Anything else becomes a cause that says so."""
         try:
-            fields = _fields(text, "kind", "origin", "text", "witness")
-            return Cause(
-                _one_of(fields["kind"], KINDS),
-                _number(fields["origin"], LAUNCHER, world_size - 1),
-                words(_text(fields["text"], None)),
-                _number(fields["witness"], 0, world_size - 1),
-            )
+            kind, origin, said, witness = _values(_parsed(text), "kind", "origin", "text", "witness")
+            origin, witness = _number(origin, LAUNCHER, world_size - 1), _number(witness, 0, world_size - 1)
+            return Cause(_one_of(kind, KINDS), origin, words(_text(said, None)), witness)
         except ValueError:
             return Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
 
@@ -100,42 +96,41 @@ class Beat:
     def load(text: str, world_size: int) -> Beat | None:
         """Read the result of `dump`; None for anything else."""
         try:
-            fields = _fields(text, "count", "machine", "pid", "started", "waiting", "done")
-            waiting = fields["waiting"]
+            count, machine, pid, started, waiting, done = _values(
+                _parsed(text), "count", "machine", "pid", "started", "waiting", "done"
+            )
             return Beat(
-                _number(fields["count"], 0, 1 << 62),
-                _text(fields["machine"]),
-                _number(fields["pid"], 1, 1 << 31),
-                _text(fields["started"]),
+                _number(count, 0, 1 << 62),
+                _text(machine),
+                _number(pid, 1, 1 << 31),
+                _text(started),
                 None if waiting is None else _waiting(waiting, world_size),
-                _one_of(fields["done"], (False, True)),
+                _one_of(done, (False, True)),
             )
         except ValueError:
             return None
 
 
 def _waiting(fields: Any, world_size: int) -> Waiting:
-    if not isinstance(fields, dict) or set(fields) != {"what", "needed_by", "communicator", "peers"}:
-        raise ValueError
-    peers = fields["peers"]
+    what, needed_by, communicator, peers = _values(fields, "what", "needed_by", "communicator", "peers")
     if not isinstance(peers, list) or len(peers) > world_size:
         raise ValueError
-    return Waiting(
-        _text(fields["what"]),
-        _text(fields["needed_by"]),
-        _text(fields["communicator"]),
-        tuple(_number(peer, 0, world_size - 1) for peer in peers),
-    )
+    numbers = tuple(_number(peer, 0, world_size - 1) for peer in peers)
+    return Waiting(_text(what), _text(needed_by), _text(communicator), numbers)
 
 
-def _fields(text: str, *names: str) -> dict[str, Any]:
+def _parsed(text: str) -> Any:
     try:
-        fields = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError from None
+
+
+def _values(fields: Any, *names: str) -> list[Any]:
+    """Return the values of a table with exactly these names."""
     if not isinstance(fields, dict) or set(fields) != set(names):
         raise ValueError
-    return fields
+    return [fields[name] for name in names]
 
 
 def _number(value: Any, least: int, most: int) -> int:

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from torch.distributed import PrefixStore, TCPStore
@@ -53,39 +53,11 @@ class StoreSilentError(StoreError):
         self.seconds = seconds
 
 
-class Store(Protocol):
-    """Texts by name. Every method returns at once or within a limit, and raises StoreError if the store is gone."""
-
-    def write(self, name: str, text: str) -> None:
-        """Replace the text under `name` by `text`."""
-
-    def read(self, name: str) -> str | None:
-        """Return the text under `name`; None if there never was one."""
-
-    def has(self, names: Iterable[str]) -> bool:
-        """Return whether there is a text under each of these names."""
-
-    def append(self, name: str, text: str) -> None:
-        """Append `text` to the text under `name`."""
-
-    def settle(self, name: str, text: str) -> str:
-        """Write `text` unless there is a text under `name`; return the text there now. The first one stays."""
-
-    def secret(self) -> bytes | None:
-        """Return a secret that only processes of this run know; None if the store is open to others."""
-
-    def another(self) -> Store:
-        """Return a client of the same store for another thread: each handles one request at a time."""
-
-    def close(self) -> None:
-        """End the client's thread, until the next request."""
-
-    def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Requests within may take this long: for moments in which every process asks the store."""
-
-
 class FolderStore:
-    """A file for each name, in a folder of this machine. A file appears with its whole text or not at all."""
+    """A file for each name, in a folder of this machine. A file appears with its whole text or not at all.
+
+    Every method returns at once, those of `NetworkStore` within a limit, and raises StoreError if the store is gone.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, for this user alone, if it does not exist."""
@@ -93,10 +65,12 @@ class FolderStore:
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def write(self, name: str, text: str) -> None:
+        """Replace the text under `name` by `text`."""
         with self._errors():
             self._part(text).rename(self._file(name))
 
     def read(self, name: str) -> str | None:
+        """Return the text under `name`; None if there never was one."""
         with self._errors():
             try:
                 with self._file(name).open("rb") as file:
@@ -106,9 +80,11 @@ class FolderStore:
                 return None
 
     def has(self, names: Iterable[str]) -> bool:
+        """Return whether there is a text under each of these names."""
         return all(self._file(name).exists() for name in names)
 
     def append(self, name: str, text: str) -> None:
+        """Append `text` to the text under `name`."""
         with self._errors():
             descriptor = os.open(self._file(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
@@ -117,6 +93,7 @@ class FolderStore:
                 os.close(descriptor)
 
     def settle(self, name: str, text: str) -> str:
+        """Write `text` unless there is a text under `name`; return the text there now. The first one stays."""
         with self._errors():
             part = self._part(text)
             with contextlib.suppress(FileExistsError):
@@ -125,16 +102,19 @@ class FolderStore:
         return self.read(name) or text
 
     def secret(self) -> bytes | None:
+        """Return a secret that only processes of this run know; None if the store is open to others."""
         return self.settle("secret", secrets.token_hex(32)).encode()
 
     def another(self) -> FolderStore:
+        """Return a client of the same store for another thread: each handles one request at a time."""
         return self
 
     def close(self) -> None:
-        pass
+        """End the client's thread, until the next request."""
 
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # no request waits
+        """Requests within may take this long: for moments in which every process asks the store."""
+        return contextlib.nullcontext()
 
     def _file(self, name: str) -> Path:
         return self._folder / quote(name, safe="")
@@ -154,7 +134,8 @@ class FolderStore:
 
 
 class NetworkStore:
-    """A store of torch's. Each request runs on a separate thread, and is abandoned after a limit.
+    """A store of torch's, with the methods of `FolderStore`. Each request runs on a separate thread, and is abandoned
+    after a limit.
 
     An answer after the limit is dropped; the next request waits for it first.
     """
@@ -251,6 +232,9 @@ class NetworkStore:
             waited, last = waited + min(now - last, 2 * SLICE_SECONDS), now
             if waited >= self.limit_seconds:
                 raise StoreSilentError(_address(self._store), waited)
+
+
+Store = FolderStore | NetworkStore
 
 
 def _address(store: Any) -> str:

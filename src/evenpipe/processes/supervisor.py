@@ -83,7 +83,9 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
         if first is None and failed:
             # Of several at once, a killed or crashed one says more than those that ended because of it.
             rank = min(failed, key=lambda rank: (ended[rank].exitcode or 0) > 0)
-            first = _ending(rank, ended[rank], found)
+            pid, exit_code = ended[rank].pid, ended[rank].exitcode
+            assert pid is not None and exit_code is not None
+            first = Ending(rank, pid, exit_code, found if found is not None and found.origin == rank else None)
             terminate, kill = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + TERMINATION_SECONDS
         for rank, process in alive.items():
             assert process.pid is not None
@@ -120,8 +122,3 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
     if process.exitcode is None and process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def _ending(rank: int, process: BaseProcess, found: Cause | None) -> Ending:
-    assert process.pid is not None and process.exitcode is not None
-    return Ending(rank, process.pid, process.exitcode, found if found is not None and found.origin == rank else None)

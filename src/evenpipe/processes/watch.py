@@ -74,6 +74,8 @@ TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """gloo's messages when a peer has died or a wait took too long."""
 
+LAUNCHER_DIED = Cause("dead", LAUNCHER, "the launcher of this process has died: killed, out of memory or crashed")
+
 
 class Watch:
     """One per process. The main thread calls `awaiting` and `arrived` around every wait, `explain` when it fails."""
@@ -100,6 +102,7 @@ class Watch:
         board: shows the launcher what this process waits for.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
+        self.others = tuple(other for other in range(world_size) if other != rank)
         self.cause: Cause | None = None
         self.timeout_seconds = timeout_seconds
         self._store = store
@@ -196,6 +199,10 @@ class Watch:
         """
         limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
         self._awaited.begin(Waiting(what, needed_by, communicator, peers), limit_seconds)
+        self.raise_cause()
+
+    def raise_cause(self) -> None:
+        """Raise RunError if the run is known to have failed. For a wait that this process can interrupt itself."""
         if self._cause_known.is_set():
             raise self._error()
 
@@ -340,12 +347,13 @@ class Watch:
                             self.asked_to_stop, farewell = number, float("inf")
                             self._say(number, False)
                         elif found is None:
-                            found = self._ended_by(number)
+                            how = f"was ended by signal {number} ({signal.Signals(number).name})"
+                            found = Cause("dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) {how}")
                     if found is not None:
                         self._settle(found, store)
                     continue
                 if self._is_orphan():
-                    self._settle(_launcher_died(), store)
+                    self._settle(LAUNCHER_DIED, store)
                 if neighbour == self.rank:
                     continue
                 value, beat = peers.beat(neighbour)
@@ -423,20 +431,13 @@ class Watch:
             return RunError(str(self.cause))
         return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
 
-    def _ended_by(self, number: int) -> Cause:
-        """Return the cause for a signal without any other cause."""
-        name = signal.Signals(number).name
-        return Cause(
-            "dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) was ended by signal {number} ({name})"
-        )
-
     def _is_orphan(self) -> bool:
         return self._owner is not None and self._owner.is_orphan()
 
     def _lost(self, error: StoreError) -> Cause:
         """Return the cause if the store is gone, or has not answered for too long."""
         if self._is_orphan():
-            return _launcher_died()
+            return LAUNCHER_DIED
         if isinstance(error, StoreSilentError):
             text = f"the launcher cannot be reached: {error.address} has not answered for {self.silence_seconds:g} s"
             return Cause("silent", LAUNCHER, f"{text} (its machine is down, or the network to it)")
@@ -444,7 +445,3 @@ class Watch:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         text = f"and with it the store of the run ({lines[0] if lines else error!r})"
         return Cause("dead", LAUNCHER if agent else 0, f"{'the launcher' if agent else 'process 0'} has died, {text}")
-
-
-def _launcher_died() -> Cause:
-    return Cause("dead", LAUNCHER, "the launcher of this process has died: killed, out of memory or crashed")

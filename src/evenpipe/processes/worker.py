@@ -4,24 +4,18 @@ This is the same under torchrun and under `launch`. Outside of both, a process i
 does nothing.
 
 `launch`, the commands and `initialise_worker` take a process over for evenpipe until its end (`owner`). A `Pipeline` in
-a process of somebody else's own only borrows a worker while it is open: signals and hooks stay as they are, nothing is
-killed, and the watch's thread ends with the last pipeline.
-
-Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback, which no
-other machine reaches. Those of torchrun meet in its store, on a port that is open to everyone who reaches its machine.
+a process of somebody else's own only borrows a worker while it is open. Where processes meet: `store`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing.util
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,13 +28,12 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.processes.bell import signals_handled
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
 from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 from evenpipe.processes.watch import Watch
-
-logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
 """Default limit of a wait among live processes. Long, because one may save a checkpoint while the others wait; dead and
@@ -81,6 +74,7 @@ class Worker:
     borrowers: int = 0
     """Open pipelines of a process that is not owned."""
     at_exit: multiprocessing.util.Finalize | None = None
+    _meetings: int = 0
 
     def mark(self, name: str) -> None:
         """Leave a mark for `wait_for_mark` of the others. Raises StoreError if the store is gone."""
@@ -97,12 +91,34 @@ class Worker:
             RunError: the run has failed.
             StoreError: the store is gone.
         """
-        found = self.store is None
+        self._wait_for([name], what, needed_by, (0,), float("inf"))
+
+    def wait_for_all(self, what: str, limit_seconds: float) -> None:
+        """Return when all processes have called this as often; a process that evenpipe runs need not wait.
+
+        Before groups are made: there nothing can interrupt the wait for a process that has failed and lives on. Raises
+        as `wait_for_mark`.
+        """
+        self._meetings += 1
+        marks = [f"{what} {self._meetings}/{rank}" for rank in range(self.world_size)]
+        self.mark(marks[self.rank])
+        if not self.owned:
+            self._wait_for(marks, what, "", self.watch.others, limit_seconds)
+
+    def _wait_for(
+        self, names: Sequence[str], what: str, needed_by: str, peers: tuple[int, ...], limit_seconds: float
+    ) -> None:
+        if self.store is None:
+            return
+        self.watch.awaiting(what, needed_by, "store", peers, limit_seconds)
+        found, pause = False, 0.01
         while not found:
-            self.watch.awaiting(what, needed_by, "store", (0,))
-            time.sleep(POLL_SECONDS)
             with contextlib.suppress(StoreSilentError):  # the watch knows how long it may be silent
-                found = self.store is None or self.store.has([name])
+                found = self.store.has(names)
+            if not found:
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
+                self.watch.raise_cause()
         self.watch.arrived()
 
 
@@ -258,8 +274,7 @@ def start_worker(
         if fault is not None:
             raise fault
         if not dist.is_initialized():
-            others = tuple(other for other in range(world_size) if other != rank)
-            with watch.during("the first connections", "default", others):
+            with watch.during("the first connections", "default", watch.others):
                 nccl = device.type == "cuda" and _each_its_own(identity, groups, rank, world_size)
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -272,6 +287,8 @@ def start_worker(
             watch.check_members(distributed_c10d._get_default_group(), "default", range(world_size))
     except BaseException as error:
         watch.report_exception(error)
+        if not owned:
+            watch.finish()
         raise
     _this = Worker(rank, world_size, device, timeout_seconds, watch, store, owned)
     return _this
@@ -304,7 +321,9 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
     try:
         store.write(keys[rank], own.dump())
         peers = Peers(store, own, rank, world_size, key="here")
-        with _sigterm_noticed() if owned else contextlib.nullcontext(list[int]()) as terminated:
+        terminated: list[int] = []
+        noticed = (signal.SIGTERM,) if owned and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else ()
+        with signals_handled(lambda number, _: terminated.append(number), noticed):
             while not store.has(keys):
                 fault = None
                 if (death := peers.first_death(peers.here())) is not None:
@@ -325,23 +344,6 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
         raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
     if terminated:
         os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch handles it
-
-
-@contextlib.contextmanager
-def _sigterm_noticed() -> Iterator[list[int]]:
-    """SIGTERM appends to the list, unless the program handles that signal itself."""
-    numbers: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield numbers
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
-    try:
-        yield numbers
-    finally:
-        if before is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, before)
 
 
 def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:

@@ -177,6 +177,7 @@ class Pipeline(SpreadModel):
                     return_freed_memory()
             if self._sharded:
                 check_shardable(self.description)
+            worker.wait_for_all("a description of the model", timeout_seconds)
             self._groups = Groups(
                 self._grid,
                 self.layout.communicators,
@@ -193,6 +194,12 @@ class Pipeline(SpreadModel):
             self._let_go_of_the_model()
         except InputError:  # the same on every process
             self.close()
+            raise
+        except BaseException as error:
+            if not worker.owned:  # otherwise the process ends with it
+                if worker.borrowers == 1:  # this must not end other pipelines
+                    worker.watch.report_exception(error)
+                self.close()
             raise
 
     @classmethod

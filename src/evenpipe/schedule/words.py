@@ -1,8 +1,8 @@
-"""Format numbers, lists and quotations for messages."""
+"""Format numbers, lists, quotations and tables for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from evenpipe.given import plain
 
@@ -20,6 +20,18 @@ def join(words: Sequence[str], most: int = 8) -> str:
     """Return a list in words, "a, b and c"; beyond `most` entries the rest is counted."""
     shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows of words in aligned columns: those in `left` to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            word.ljust(width) if column in left else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def quoted(text: str) -> str:

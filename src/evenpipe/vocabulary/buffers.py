@@ -52,17 +52,16 @@ class Buffers:
     def _distance(columns: int, like: Tensor) -> int:
         return aligned(columns) if like.is_cuda else columns
 
-    def give(self, tensor: Tensor | None) -> None:
-        """Take back a buffer from `take` that is no longer read."""
-        if tensor is not None and tensor.device.type == "cpu":
-            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._free.append(tensor.as_strided((elements,), (1,), 0))
+    def give(self, *tensors: Tensor | None) -> None:
+        """Take back buffers from `take` that are no longer read."""
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type == "cpu":
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self._free.append(tensor.as_strided((elements,), (1,), 0))
 
     @property
     def free(self) -> list[Tensor]:
-        """Return the unused buffers."""
         return list(self._free)
 
     def clear(self) -> None:
-        """Release the unused memory."""
         self._free.clear()

@@ -61,7 +61,8 @@ class Combined:
 def combine_plainly(
     statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
 ) -> Combined:
-    """`combine` in operations of torch: in fp64, on numbers per token and shard only."""
+    """As `evenpipe.vocabulary.combine`, which has checked the shapes, in operations of torch: in fp64, on numbers per
+    token and shard only."""
     table = statistics.double()
     maxima = table[..., MAXIMUM]
     maximum = maxima.amax(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary.copies import to_device
-from evenpipe.vocabulary.shards import Shard
+from evenpipe.vocabulary.shards import Shard, outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Routes:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the microbatch."""
         return self.token_ids.shape[0]
 
     def span(self, part: int) -> slice:
@@ -67,11 +66,9 @@ def route(
     """
     ids = token_ids.reshape(-1)
     vocabulary = shards[0].vocabulary
-    if ids.numel():
-        low, high = (int(value) for value in torch.aminmax(ids))
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
-            raise InputError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
+    wrong = outside(ids, vocabulary)
+    if wrong is not None:
+        raise InputError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
     device = ids.device if torch_device is None else torch.device(torch_device)
     order: Tensor | None = None
     counts = [ids.numel()]

@@ -6,9 +6,9 @@ The passes of a shard (output.py) with the whole vocabulary as the shard, withou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ TOKENS_AT_LEAST = 1024
 """Least tokens per part: each part adds to the gradient of the weight, which is read and written as a whole."""
 
 
+class FurtherOptions(TypedDict, total=False):
+    """Those fields of `LossOptions` that torch's function does not have."""
+
+    z_loss: float
+    soft_cap: float | None
+    logit_scale: float
+    kernels: KernelsName
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_cross_entropy(
     input: Tensor,
@@ -39,11 +48,8 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    logit_scale: float = 1.0,
     token_weights: Tensor | None = None,
-    kernels: KernelsName = "auto",
+    **further: Unpack[FurtherOptions],
 ) -> Tensor:
     """Return `cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
 
@@ -65,30 +71,25 @@ def linear_cross_entropy(
         weight: [vocabulary], factor on the loss of tokens with this label. Not with label smoothing.
         reduction: "none": losses [...], in the dtype of `input`; "sum": sum of factor times loss; "mean": that divided
             by the sum of factors, NaN if no token counts, as in torch.
-        label_smoothing: see `LossOptions`.
-        z_loss: see `LossOptions`.
-        soft_cap: see `LossOptions`.
-        logit_scale: see `LossOptions`.
-        kernels: see `LossOptions`.
         token_weights: [...], factor on the loss of each token. A constant: no gradient flows to it.
+        label_smoothing, z_loss, soft_cap, logit_scale, kernels: see `LossOptions`.
 
     Raises InputError for arguments that do not fit together, for an option out of range, and for invalid labels on the
-    host; on a GPU such a label stops the device, as in torch.
+    host; on a GPU such a label stops the device, as in torch. Raises TypeError for an unknown argument.
     """
-    options = LossOptions(
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        soft_cap=soft_cap,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-        kernels=kernels,
-    )
+    for name in further.keys() - FurtherOptions.__annotations__:
+        raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")
+    options = LossOptions(label_smoothing=label_smoothing, ignore_index=ignore_index, **further)
     device_type = input.device.type
     autocast = torch.is_autocast_enabled(device_type)
     if autocast:
         dtype = torch.get_autocast_dtype(device_type)
         input, linear_weight = (one if one.dtype == torch.float64 else one.to(dtype) for one in (input, linear_weight))
-    _check(input, linear_weight, target, linear_bias, weight, reduction, options, token_weights)
+    if reduction not in get_args(Reduction):
+        raise InputError(f'reduction must be "none", "mean" or "sum", not {reduction!r}.')
+    if weight is not None and label_smoothing:
+        raise InputError("weight (factors of classes) does not go with label_smoothing; use token_weights.")
+    _check(input, linear_weight, target, linear_bias, weight, token_weights)
     if linear_weight.stride(1) != 1:
         linear_weight = linear_weight.contiguous()
     hidden, labels = input.flatten(0, -2), target.flatten()
@@ -112,7 +113,8 @@ def _loss(  # noqa: PLR0917 - the arguments of the function
     """Return the loss of [tokens, hidden_size], in the accumulator dtype."""
     if reduction == "mean":
         factors = factors / factors.sum()
-    size = _tokens_at_once(hidden, weight)
+    size = KEPT_BYTES // (weight.shape[0] * stored_dtype(hidden.dtype).itemsize) // TOKENS_AT_LEAST * TOKENS_AT_LEAST
+    size = max(TOKENS_AT_LEAST, size)
     keeps_all = size >= hidden.shape[0]
     differentiable = (hidden, weight, bias)
     losses: Tensor
@@ -139,8 +141,6 @@ def _check(  # noqa: PLR0917 - the arguments of the function
     labels: Tensor,
     bias: Tensor | None,
     class_weights: Tensor | None,
-    reduction: str,
-    options: LossOptions,
     token_weights: Tensor | None,
 ) -> None:
     if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
@@ -161,20 +161,9 @@ def _check(  # noqa: PLR0917 - the arguments of the function
             raise InputError(f"{name} must be {list(shape)}, not {list(given.shape)}.")
     if labels.dtype != torch.int64:
         raise InputError(f"target must hold labels in torch.int64, not {labels.dtype}.")
-    if reduction not in get_args(Reduction):
-        raise InputError(f'reduction must be "none", "mean" or "sum", not {reduction!r}.')
-    if class_weights is not None and options.label_smoothing:
-        raise InputError("weight (factors of classes) does not go with label_smoothing; use token_weights.")
     for name, given in (("weight", class_weights), ("token_weights", token_weights)):
         if given is not None and given.requires_grad:
             raise InputError(f"{name} is a constant here; detach it.")
-
-
-def _tokens_at_once(hidden: Tensor, weight: Tensor) -> int:
-    """Return all tokens, or as many as have KEPT_BYTES of exponentials."""
-    per_token = weight.shape[0] * stored_dtype(hidden.dtype).itemsize
-    size = max(TOKENS_AT_LEAST, KEPT_BYTES // per_token // TOKENS_AT_LEAST * TOKENS_AT_LEAST)
-    return min(size, hidden.shape[0])
 
 
 def _factors(
@@ -241,6 +230,11 @@ def _without_graph(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Ten
     return wrapped
 
 
+def _in_dtypes_of(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    pairs = zip(inputs, gradients, strict=True)
+    return [None if one is None or found is None else found.to(one.dtype) for one, found in pairs]
+
+
 class _InParts(torch.autograd.Function):
     """Losses of all tokens; the gradients are computed in the backward, when the factors on them are known."""
 
@@ -274,14 +268,7 @@ class _InParts(torch.autograd.Function):
         of_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) if to_weight else None
         of_bias = torch.zeros_like(bias, dtype=statistics.dtype) if to_bias else None
         of_hidden = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=True)
-        return (
-            None if of_hidden is None else of_hidden.to(hidden.dtype),
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        return *_in_dtypes_of((hidden, weight, bias), (of_hidden, of_weight, of_bias)), None, None, None
 
 
 class _AtOnce(torch.autograd.Function):
@@ -314,11 +301,7 @@ class _AtOnce(torch.autograd.Function):
             found = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=start == 0)
             if of_hidden is not None and found is not None:
                 of_hidden[part] = found
-        ctx.gradients = [
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
-        ]
+        ctx.gradients = _in_dtypes_of((hidden, weight, bias), (of_hidden, of_weight, of_bias))
         return loss
 
     @staticmethod

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from evenpipe.vocabulary.buffers import Buffers
 from evenpipe.vocabulary.combination import MAXIMUM, Combined
-from evenpipe.vocabulary.kernels import Rooms, choose
+from evenpipe.vocabulary.kernels import choose
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.products import (
     accumulator_dtype,
@@ -35,7 +35,7 @@ from evenpipe.vocabulary.products import (
     weight_product,
 )
 from evenpipe.vocabulary.shards import Shard
-from evenpipe.vocabulary.state import OutputState, Products
+from evenpipe.vocabulary.state import OutputState, Products, Rooms
 from evenpipe.vocabulary.targets import find_targets, targets_on_device
 
 BLOCK_LOGITS = 8 * 1024 * 1024
@@ -132,45 +132,34 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
     assert hidden is not None
     tokens, rows = hidden.shape[0], weight.shape[0]
     of_logits, stored = logits_dtype(hidden), stored_dtype(hidden.dtype)
-
-    def block_room(dtype: torch.dtype) -> Tensor:
-        return buffers.take(block, rows, hidden, dtype)
-
     keep = gradients and options.keep == "probabilities"
+    height, room = (tokens, state.targets.tokens) if keep else (block, 0)
+    exponentials = buffers.take(height, rows, hidden, stored, room=room)
+    # Exponentials overwrite the logits if the dtypes are equal.
+    logits = None if of_logits == stored else buffers.take(block, rows, hidden, of_logits)
     with_derivative = gradients and options.needs_derivative
-    if keep:
-        state.exponentials = buffers.take(tokens, rows, hidden, stored, room=state.targets.tokens)
-        if with_derivative:
-            state.derivative = buffers.take(tokens, rows, hidden, stored, room=state.targets.tokens)
+    derivative = buffers.take(height, rows, hidden, stored, room=room) if with_derivative else None
     if gradients and state.one_barrier:
         state.products = Products.empty(hidden, statistics.dtype, options)
-
-    # Exponentials overwrite the logits if the dtypes are equal.
-    stored_room = None if keep else block_room(stored)
-    logits_room = None if of_logits == stored else block_room(of_logits)
-    derivative_room = block_room(stored) if with_derivative and not keep else None
     bias = None if state.bias is None else state.bias[:rows]
 
     for start in range(0, tokens, block):
         span = slice(start, min(tokens, start + block))
-
-        def in_block(kept: Tensor | None, room: Tensor | None, span: slice = span) -> Tensor | None:
-            return kept[span] if kept is not None else None if room is None else room[: span.stop - span.start]
-
-        exponentials = in_block(state.exponentials, stored_room)
-        assert exponentials is not None
-        derivative = in_block(state.derivative, derivative_room)
-        logits = exponentials if logits_room is None else logits_room[: span.stop - span.start]
-        logits_product(hidden[span], weight, logits)
-        rooms = Rooms(logits, exponentials, derivative, bias)
+        in_block = slice(0, span.stop - start)
+        place = span if keep else in_block
+        e, d = exponentials[place], None if derivative is None else derivative[place]
+        rooms = Rooms(e if logits is None else logits[in_block], e, d, bias)
+        logits_product(hidden[span], weight, rooms.logits)
         state.kernels.exponentials(rooms, start, statistics[span], state, gradients=gradients)
         if not keep and state.products is not None:
-            state.products.multiply(exponentials, derivative, weight, span, add=False)
-    if state.exponentials is not None and state.products is not None:  # one product of all tokens, to fill a GPU
-        state.products.multiply(state.exponentials, state.derivative, weight, add=False)
-    buffers.give(stored_room)
-    buffers.give(logits_room)
-    buffers.give(derivative_room)
+            state.products.multiply(e, d, weight, span, add=False)
+    buffers.give(logits)
+    if not keep:
+        buffers.give(exponentials, derivative)
+        return
+    state.exponentials, state.derivative = exponentials, derivative
+    if state.products is not None:  # one product of all tokens, to fill a GPU
+        state.products.multiply(exponentials, derivative, weight, add=False)
 
 
 @torch.no_grad()
@@ -284,29 +273,17 @@ def backward_shard(
                 add(exponentials, columns)
                 if derivative is not None:
                     add(derivative, columns, of_derivative=True)
-    state.buffers.give(state.exponentials)
-    state.buffers.give(state.derivative)
+    state.buffers.give(state.exponentials, state.derivative)
     state.exponentials = state.derivative = None
 
     if state.options.adds_constant:
-        _add_constant(state, combined, hidden, weight_gradient, bias_gradient)
+        scaled, uniform = state.kernels.scaled_hidden(state, combined, hidden, dtype, of_derivative=True)
+        if weight_gradient is not None:
+            weight_gradient.add_(scaled.sum(0))
+        if bias_gradient is not None:
+            bias_gradient.add_(uniform.sum())
     state.kernels.add_label_rows(state, combined, hidden, weight_gradient, bias_gradient)
     return None if products is None else state.kernels.hidden_gradient(state, combined, weight, products)
-
-
-def _add_constant(
-    state: OutputState,
-    combined: Combined,
-    hidden: Tensor,
-    weight_gradient: Tensor | None,
-    bias_gradient: Tensor | None,
-) -> None:
-    """Add the contribution of label smoothing to the gradient of every row."""
-    scaled, uniform = state.kernels.scaled_hidden(state, combined, hidden, combined.losses.dtype, of_derivative=True)
-    if weight_gradient is not None:
-        weight_gradient.add_(scaled.sum(0))
-    if bias_gradient is not None:
-        bias_gradient.add_(uniform.sum())
 
 
 def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, *dtypes: torch.dtype) -> None:
@@ -326,22 +303,18 @@ def _exponentials(
     buffers, tokens = state.buffers, hidden.shape[0]
     of_logits, stored = logits_dtype(hidden), stored_dtype(hidden.dtype)
     size = min(rows, max(256, BLOCK_LOGITS // tokens // 256 * 256))
-    stored_room = buffers.take(tokens, size, hidden, stored)
-    logits_room = None if of_logits == stored else buffers.take(tokens, size, hidden, of_logits)
-    derivative_room = buffers.take(tokens, size, hidden, stored) if state.options.needs_derivative else None
+    exponentials = buffers.take(tokens, size, hidden, stored)
+    logits = None if of_logits == stored else buffers.take(tokens, size, hidden, of_logits)
+    derivative = buffers.take(tokens, size, hidden, stored) if state.options.needs_derivative else None
     for columns in vocabulary_slices(rows, size):
         width = columns.stop - columns.start
-        exponentials = _narrow(stored_room, width)
-        logits = exponentials if logits_room is None else _narrow(logits_room, width)
-        derivative = None if derivative_room is None else _narrow(derivative_room, width)
-        logits_product(hidden, weight[columns], logits)
+        e, d = _narrow(exponentials, width), None if derivative is None else _narrow(derivative, width)
         bias = None if state.bias is None else state.bias[columns]
-        rooms = Rooms(logits, exponentials, derivative, bias)
+        rooms = Rooms(e if logits is None else _narrow(logits, width), e, d, bias)
+        logits_product(hidden, weight[columns], rooms.logits)
         state.kernels.exponentials_again(rooms, columns.start, maximum, state)
-        yield columns, exponentials, derivative
-    buffers.give(stored_room)
-    buffers.give(logits_room)
-    buffers.give(derivative_room)
+        yield columns, e, d
+    buffers.give(exponentials, logits, derivative)
 
 
 def _narrow(room: Tensor, columns: int) -> Tensor:

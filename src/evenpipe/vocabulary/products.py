@@ -71,45 +71,17 @@ def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
             out[:, part] = torch.mm(hidden, weight[part].to(out.dtype).t())
 
 
-def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bool) -> None:
-    """Compute out = E W, or out += E W; `out` is [tokens, hidden_size] in the accumulator dtype."""
-    if exponentials.dtype == weight.dtype == out.dtype:
-        torch.addmm(out, exponentials, weight, beta=int(add), out=out)
-    elif _writes_accumulator(weight):
-        if add:
-            torch.addmm(out, exponentials, weight, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(exponentials, weight, out_dtype=out.dtype, out=out)
-    elif _multiplies_natively(weight):
-        _put(torch.mm(exponentials, weight), out, add=add)
+def _multiplies_into(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> bool:
+    """Compute out = left right, or out += left right, if torch can do so at once and fast; else return False."""
+    if left.dtype == right.dtype == out.dtype and not _widens(out):
+        torch.addmm(out, left, right, beta=int(add), out=out)
+    elif not _writes_accumulator(right):
+        return False
+    elif add:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     else:
-        for part in vocabulary_slices(weight.shape[0]):
-            wide, wide_weight = exponentials[:, part].to(out.dtype), weight[part].to(out.dtype)
-            torch.addmm(out, wide, wide_weight, beta=int(add or part.start > 0), out=out)
-
-
-def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool = True) -> None:
-    """Compute out += E^T (r X), or out = E^T (r X): one sum over all tokens.
-
-    `out` is [rows, hidden_size] in the accumulator dtype or in that of E: then sums are rounded to it once.
-    """
-    wide = accumulator_dtype(out.dtype)
-    if exponentials.dtype == scaled_hidden.dtype == out.dtype and not _widens(out):
-        torch.addmm(out, exponentials.t(), scaled_hidden, beta=int(add), out=out)
-    elif _writes_accumulator(scaled_hidden):
-        if add:
-            torch.addmm(out, exponentials.t(), scaled_hidden, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(exponentials.t(), scaled_hidden, out_dtype=out.dtype, out=out)
-    else:
-        widens = _widens(scaled_hidden)
-        scaled_hidden = scaled_hidden.to(wide) if widens else scaled_hidden
-        for part in vocabulary_slices(out.shape[0]):
-            factor = exponentials[:, part].to(wide) if widens else exponentials[:, part]
-            if factor.dtype == out.dtype:
-                torch.addmm(out[part], factor.t(), scaled_hidden, beta=int(add), out=out[part])
-            else:
-                _put(torch.mm(factor.t(), scaled_hidden), out[part], add=add)
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    return True
 
 
 def _put(product: Tensor, out: Tensor, *, add: bool) -> None:
@@ -117,6 +89,35 @@ def _put(product: Tensor, out: Tensor, *, add: bool) -> None:
         out.add_(product)
     else:
         out.copy_(product)
+
+
+def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bool) -> None:
+    """Compute out = E W, or out += E W; `out` is [tokens, hidden_size] in the accumulator dtype."""
+    if _multiplies_into(exponentials, weight, out, add=add):
+        return
+    if _multiplies_natively(weight):
+        _put(torch.mm(exponentials, weight), out, add=add)
+        return
+    for part in vocabulary_slices(weight.shape[0]):
+        wide, wide_weight = exponentials[:, part].to(out.dtype), weight[part].to(out.dtype)
+        torch.addmm(out, wide, wide_weight, beta=int(add or part.start > 0), out=out)
+
+
+def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool = True) -> None:
+    """Compute out += E^T (r X), or out = E^T (r X): one sum over all tokens.
+
+    `out` is [rows, hidden_size] in the accumulator dtype or in that of E: then sums are rounded to it once.
+    """
+    if _multiplies_into(exponentials.t(), scaled_hidden, out, add=add):
+        return
+    if widens := _widens(scaled_hidden):
+        scaled_hidden = scaled_hidden.to(accumulator_dtype(out.dtype))
+    for part in vocabulary_slices(out.shape[0]):
+        factor = exponentials[:, part].to(scaled_hidden.dtype) if widens else exponentials[:, part]
+        if factor.dtype == out.dtype:
+            torch.addmm(out[part], factor.t(), scaled_hidden, beta=int(add), out=out[part])
+        else:
+            _put(torch.mm(factor.t(), scaled_hidden), out[part], add=add)
 
 
 def column_product(exponentials: Tensor, coefficients: Tensor, out: Tensor) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -32,6 +35,14 @@ class Shard:
     def tokens(self) -> int:
         """Number of rows in the shard that belong to a token."""
         return max(0, min(self.stop, self.vocabulary) - self.start)
+
+
+def outside(ids: Tensor, vocabulary: int) -> int | None:
+    """Return the least or the largest id if it belongs to no token; None if all ids do."""
+    if not ids.numel():
+        return None
+    low, high = (int(value) for value in torch.aminmax(ids))
+    return low if low < 0 else high if high >= vocabulary else None
 
 
 def split(vocabulary: int, parts: int, *, padded_rows: int | None = None) -> list[Shard]:

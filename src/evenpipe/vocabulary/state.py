@@ -15,7 +15,21 @@ from evenpipe.vocabulary.shards import Shard
 from evenpipe.vocabulary.targets import Targets
 
 if TYPE_CHECKING:
-    from evenpipe.vocabulary.kernels import Kernels
+    from evenpipe.vocabulary.kernels.plain import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Memory for the exponentials of some tokens and columns: all [tokens, columns]."""
+
+    logits: Tensor
+    """The product X W^T, which is overwritten."""
+    exponentials: Tensor
+    """May be the same memory as `logits`. With a soft-cap the exponentials are stored times its derivative D."""
+    derivative: Tensor | None
+    """Memory for D, if it is needed separately."""
+    bias: Tensor | None
+    """[columns]."""
 
 
 @dataclass(frozen=True, slots=True)

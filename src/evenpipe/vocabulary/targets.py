@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary.copies import to_device_together
-from evenpipe.vocabulary.shards import Shard
+from evenpipe.vocabulary.shards import Shard, outside
 
 ELSEWHERE, IGNORED = -1, -2
 """Replace a column: the target belongs to another shard; the token has no label."""
@@ -93,13 +93,11 @@ def find_targets(
     if not bool(is_valid.all()):
         valid = is_valid.nonzero().squeeze(1)
         labels = labels[valid]
-    if labels.numel():
-        low, high = (int(value) for value in torch.aminmax(labels))
-        if low < 0 or high >= shard.vocabulary:
-            raise InputError(
-                f"Label {low if low < 0 else high} is neither a token (0 to {shard.vocabulary - 1})"
-                f" nor ignore_index ({ignore_index})."
-            )
+    wrong = outside(labels, shard.vocabulary)
+    if wrong is not None:
+        raise InputError(
+            f"Label {wrong} is neither a token (0 to {shard.vocabulary - 1}) nor ignore_index ({ignore_index})."
+        )
     is_owned = (labels >= shard.start) & (labels < shard.stop)
     rows = is_owned.nonzero().squeeze(1)
     columns = labels[rows] - shard.start

@@ -8,14 +8,14 @@ masking a block.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from evenpipe.vocabulary.combination import COUNT, MAXIMUM, SUM, TARGET, TOTAL, WEIGHTED, Combined, combine_plainly
-from evenpipe.vocabulary.kernels import Rooms
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.state import OutputState, Products
+from evenpipe.vocabulary.state import OutputState, Products, Rooms
 from evenpipe.vocabulary.targets import Owned
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -28,52 +28,44 @@ def cached_rows(rows: int, columns: int) -> int:
     return max(1, min(rows, CACHED_LOGITS // max(1, columns)))
 
 
-class PlainKernels:
-    """See `evenpipe.vocabulary.kernels.Kernels`."""
+class Kernels:
+    """Letters as in output.py. Tokens are valid ones; tensors with [tokens] in `Combined` count all."""
 
     by_column = False
+    """Whether it needs targets by column (see `Targets`)."""
 
     def tokens_at_once(self, tokens: int, columns: int, like: Tensor) -> int:
-        """All on a GPU, where every operation is a separate launch."""
+        """Return how many of a block's tokens `exponentials` processes at a time: all on a GPU, where every operation
+        is a separate launch."""
         return cached_rows(tokens, columns) if like.device.type == "cpu" else tokens
 
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """Part by part of the block."""
-        tokens = rooms.logits.shape[0]
-        with _Work(rooms, state, statistics.dtype, gradients=gradients) as work:
-            for start in range(0, tokens, work.size):
-                part = slice(start, min(tokens, start + work.size))
-                values, slope = work.logits_of(part)
-                owned = state.targets.owned_between(first + part.start, first + part.stop)
-                _exponentiate_(values, owned, state.options, statistics[part])
-                if gradients:
-                    work.store(values, slope, part)
+        """Convert a block of logits, of tokens from `first` on, to statistics [tokens, k] and, for gradients,
+        exponentials."""
+        for part, values in _parts_of_logits(rooms, state, statistics.dtype, gradients=gradients):
+            owned = state.targets.owned_between(first + part.start, first + part.stop)
+            _exponentiate_(values, owned, state.options, statistics[part])
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
-        """Part by part, with zeros at the targets at the end."""
-        tokens, columns = rooms.exponentials.shape
-        with _Work(rooms, state, maximum.dtype, gradients=True) as work:
-            for start in range(0, tokens, work.size):
-                part = slice(start, min(tokens, start + work.size))
-                values, slope = work.logits_of(part)
-                _exp_(values.sub_(maximum[part, None]))
-                work.store(values, slope, part)
-        owned = state.targets.owned
+        """Convert logits of all tokens and the shard's columns from `first_column` on to the same exponentials again.
+
+        maximum: [tokens], of the whole shard.
+        """
+        for part, values in _parts_of_logits(rooms, state, maximum.dtype, gradients=True):
+            _exp_(values.sub_(maximum[part, None]))
+        owned, columns = state.targets.owned, rooms.exponentials.shape[1]
         shifted = owned.columns - first_column
         here = (shifted >= 0) & (shifted < columns)
         at_target = (owned.rows, shifted.clamp_(0, columns - 1))
         rooms.exponentials[at_target] = torch.where(here, 0.0, rooms.exponentials[at_target])
 
-    def combine(
-        self, statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
-    ) -> Combined:
-        """In fp64, only on numbers per token and shard."""
-        return combine_plainly(statistics, token_weights, labels, options, vocabulary)
+    combine = staticmethod(combine_plainly)
 
     def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
-        """In place in A."""
+        """Compute dX = r A + u (D W) + c W[target], [all tokens, hidden_size], zero at ignored ones; may overwrite
+        A."""
         product = products.exponentials
         product.mul_(_others(state, combined)[:, None])
         if combined.uniform is not None:
@@ -90,7 +82,7 @@ class PlainKernels:
     def scaled_hidden(
         self, state: OutputState, combined: Combined, hidden: Tensor, dtype: torch.dtype, *, of_derivative: bool
     ) -> tuple[Tensor, Tensor]:
-        """Multiplied in the accumulator dtype."""
+        """Return r X (or u X) in the dtype of exponentials, and r (or u), [tokens]."""
         if of_derivative:
             assert combined.uniform is not None
             coefficients = state.targets.select(combined.uniform)
@@ -106,7 +98,7 @@ class PlainKernels:
         weight_gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> None:
-        """By index; on a CPU in the order of tokens."""
+        """Add c X to the rows of the targets in the gradient of the weight, and c to that of the bias."""
         owned = state.targets.owned
         target = state.targets.select(combined.target)[owned.rows]
         if weight_gradient is not None:
@@ -128,50 +120,40 @@ def _others(state: OutputState, combined: Combined) -> Tensor:
     return state.targets.select(combined.others) * torch.exp(state.maximum - maximum)
 
 
-class _Work:
-    """Memory for a part of a block: logits in the accumulator dtype, and the derivative of the soft-cap."""
+def _parts_of_logits(
+    rooms: Rooms, state: OutputState, dtype: torch.dtype, *, gradients: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield parts of the tokens, and their logits with bias, scale and soft-cap, in the accumulator dtype.
 
-    def __init__(self, rooms: Rooms, state: OutputState, dtype: torch.dtype, *, gradients: bool) -> None:
-        like, buffers = rooms.logits, state.buffers
-        tokens, columns = like.shape
-        self.size = state.kernels.tokens_at_once(tokens, columns, like)
-        self._rooms, self._options, self._buffers = rooms, state.options, buffers
-        with_slope = gradients and state.options.soft_cap is not None
-        self._values = None if like.dtype == dtype else buffers.take(self.size, columns, like, dtype)
-        self._slope = buffers.take(self.size, columns, like, dtype) if with_slope else None
-        self._shift = None if rooms.bias is None else rooms.bias.to(dtype)
-
-    def __enter__(self) -> _Work:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._buffers.give(self._values)
-        self._buffers.give(self._slope)
-
-    def logits_of(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Return logits of some tokens with bias, scale and soft-cap; and the derivative of the soft-cap."""
-        values = self._rooms.logits[part]
-        size = values.shape[0]
-        if self._values is not None:
-            values = self._values[:size].copy_(values)
-        if self._shift is not None:
-            values.add_(self._shift)
-        if self._options.logit_scale != 1.0:
-            values.mul_(self._options.logit_scale)
-        slope = None if self._slope is None else self._slope[:size]
-        if self._options.soft_cap is not None:
-            _soft_cap_(values, self._options.soft_cap, slope)
-        return values, slope
-
-    def store(self, values: Tensor, slope: Tensor | None, part: slice) -> None:
-        """Store them in their place, in the dtype of kept exponentials."""
-        exponentials = self._rooms.exponentials[part]
+    With `gradients`, the caller converts these to exponentials, which are then stored in their place, as is the
+    derivative of the soft-cap.
+    """
+    options, buffers, (tokens, columns) = state.options, state.buffers, rooms.logits.shape
+    size = state.kernels.tokens_at_once(tokens, columns, rooms.logits)
+    widened = None if rooms.logits.dtype == dtype else buffers.take(size, columns, rooms.logits, dtype)
+    with_slope = gradients and options.soft_cap is not None
+    slopes = buffers.take(size, columns, rooms.logits, dtype) if with_slope else None
+    bias = None if rooms.bias is None else rooms.bias.to(dtype)
+    for start in range(0, tokens, size):
+        part = slice(start, min(tokens, start + size))
+        values, exponentials = rooms.logits[part], rooms.exponentials[part]
+        if widened is not None:
+            values = widened[: len(values)].copy_(values)
+        if bias is not None:
+            values.add_(bias)
+        if options.logit_scale != 1.0:
+            values.mul_(options.logit_scale)
+        slope = None if slopes is None else slopes[: len(values)]
+        if options.soft_cap is not None:
+            _soft_cap_(values, options.soft_cap, slope)
+        yield part, values
         if slope is not None:
             values.mul_(slope)
-            if self._rooms.derivative is not None:
-                self._rooms.derivative[part] = slope
-        if values.data_ptr() != exponentials.data_ptr():
+            if rooms.derivative is not None:
+                rooms.derivative[part] = slope
+        if gradients and values.data_ptr() != exponentials.data_ptr():
             exponentials.copy_(values)
+    buffers.give(widened, slopes)
 
 
 def _soft_cap_(logits: Tensor, soft_cap: float, derivative: Tensor | None) -> None:

@@ -49,12 +49,14 @@ def exponentials_of_rows(
     target_columns,
     bias,
     columns,
+    first_column,
     width,
     logits_stride,
     exponentials_stride,
     derivative_stride,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
+    AGAIN: tl.constexpr,
     NUMBERS: tl.constexpr,
     SMOOTHS: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -65,7 +67,9 @@ def exponentials_of_rows(
 ):
     """Convert logits of a token to exp(z - maximum of the others), 0 at the target, and to its statistics.
 
-    CAP: 0 means no soft-cap. NUMBERS: statistics per token. SIZE: columns at a time. width: columns that every buffer
+    AGAIN: only to the same exponentials, for the columns of the shard from `first_column` on; then `statistics` holds
+    only the maximum of each token over the whole shard. CAP: 0 means no soft-cap. NUMBERS: statistics per token.
+    SIZE: columns at a time. width: columns that every buffer
     has memory for, at least `columns`. The content beyond `columns` is undefined, and is only touched because whole
     vectors are faster to read and write.
     """
@@ -76,18 +80,21 @@ def exponentials_of_rows(
     target = tl.load(target_columns + row)
     counts = target != IGNORED
 
-    highest = tl.full([SIZE], float("-inf"), TYPE)
-    at_target = tl.zeros([SIZE], TYPE)
-    for start in range(0, columns, SIZE):
-        offsets = start + tl.arange(0, SIZE)
-        inside, there = offsets < columns, offsets < width
-        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
-        if CAP != 0:
-            z, _slope = _soft_cap(z, CAP)
-        at_target += tl.where(offsets == target, z, 0.0)
-        highest = tl.maximum(highest, tl.where(inside & counts & (offsets != target), z, float("-inf")))
-    maximum = tl.max(highest, 0)
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    if AGAIN:
+        shift = tl.load(statistics)
+    else:
+        highest = tl.full([SIZE], float("-inf"), TYPE)
+        at_target = tl.zeros([SIZE], TYPE)
+        for start in range(0, columns, SIZE):
+            offsets = start + tl.arange(0, SIZE)
+            inside, there = offsets < columns, offsets < width
+            z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
+            if CAP != 0:
+                z, _slope = _soft_cap(z, CAP)
+            at_target += tl.where(offsets == target, z, 0.0)
+            highest = tl.maximum(highest, tl.where(inside & counts & (offsets != target), z, float("-inf")))
+        maximum = tl.max(highest, 0)
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum)
 
     total = tl.zeros([SIZE], TYPE)
     distances = tl.zeros([SIZE], TYPE)
@@ -99,7 +106,7 @@ def exponentials_of_rows(
         slope = tl.full([SIZE], 1.0, TYPE)
         if CAP != 0:
             z, slope = _soft_cap(z, CAP)
-        other = inside & counts & (offsets != target)
+        other = inside & counts & (offsets + first_column != target)
         e = tl.exp(tl.where(other, z - shift, float("-inf")))
         total += e
         if ENTROPY:
@@ -115,60 +122,16 @@ def exponentials_of_rows(
             to = derivative + row * derivative_stride + offsets
             tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=there)
 
-    tl.store(statistics + MAXIMUM, maximum)
-    tl.store(statistics + SUM, tl.sum(total, 0))
-    tl.store(statistics + TARGET, tl.where(counts, tl.sum(at_target, 0), 0.0))
-    if ENTROPY:
-        tl.store(statistics + NUMBERS + WEIGHTED, tl.sum(weighted, 0))
-    if SMOOTHS:
-        tl.store(statistics + TOTAL, tl.sum(distances, 0))
-        others = columns - tl.where(target >= 0, 1, 0)
-        tl.store(statistics + COUNT, tl.where(counts, others, 0).to(TYPE))
-
-
-@triton.jit
-def exponentials_again(
-    logits,
-    exponentials,
-    derivative,
-    maxima,
-    target_columns,
-    bias,
-    columns,
-    first_column,
-    width,
-    logits_stride,
-    exponentials_stride,
-    derivative_stride,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    STORES_DERIVATIVE: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Compute the exponentials of a token again, for the columns of the shard from `first_column` on."""
-    row = tl.program_id(0).to(tl.int64)
-    TYPE = maxima.dtype.element_ty
-    logits += row * logits_stride
-    target = tl.load(target_columns + row)
-    counts = target != IGNORED
-    maximum = tl.load(maxima + row)
-    for start in range(0, columns, SIZE):
-        offsets = start + tl.arange(0, SIZE)
-        inside, there = offsets < columns, offsets < width
-        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
-        slope = tl.full([SIZE], 1.0, TYPE)
-        if CAP != 0:
-            z, slope = _soft_cap(z, CAP)
-        other = inside & counts & (offsets + first_column != target)
-        e = tl.exp(tl.where(other, z - maximum, float("-inf")))
-        if CAP != 0:
-            e *= slope
-        to = exponentials + row * exponentials_stride + offsets
-        tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=there)
-        if STORES_DERIVATIVE:
-            to = derivative + row * derivative_stride + offsets
-            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=there)
+    if not AGAIN:
+        tl.store(statistics + MAXIMUM, maximum)
+        tl.store(statistics + SUM, tl.sum(total, 0))
+        tl.store(statistics + TARGET, tl.where(counts, tl.sum(at_target, 0), 0.0))
+        if ENTROPY:
+            tl.store(statistics + NUMBERS + WEIGHTED, tl.sum(weighted, 0))
+        if SMOOTHS:
+            tl.store(statistics + TOTAL, tl.sum(distances, 0))
+            others = columns - tl.where(target >= 0, 1, 0)
+            tl.store(statistics + COUNT, tl.where(counts, others, 0).to(TYPE))
 
 
 @triton.jit

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from evenpipe.vocabulary.combination import Combined
 from evenpipe.vocabulary.copies import to_device
-from evenpipe.vocabulary.kernels import Rooms, rows
+from evenpipe.vocabulary.kernels import rows
+from evenpipe.vocabulary.kernels.plain import Kernels
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.state import OutputState, Products
+from evenpipe.vocabulary.state import OutputState, Products, Rooms
 
 COLUMNS_AT_ONCE = 4096
 """Columns of a row of logits at a time, with 16 warps: 8 numbers per thread, so that a Hopper multiprocessor has
@@ -33,6 +34,36 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **c
             kernel[grid](*arguments, num_warps=warps, **compiled)
 
 
+def _launch_over_logits(
+    rooms: Rooms, options: LossOptions, of_tokens: tuple[Tensor | None, ...], first_column: int = 0, **compiled: Any
+) -> None:
+    """Launch a program for each row of logits."""
+    tokens, columns = rooms.logits.shape
+    given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
+    _launch(
+        rows.exponentials_of_rows,
+        (tokens,),
+        rooms.logits,
+        rooms.exponentials,
+        rooms.derivative,
+        *of_tokens,
+        rooms.bias,
+        columns,
+        first_column,
+        min(room.stride(0) for room in given),  # columns that all of them have memory for
+        rooms.logits.stride(0),
+        rooms.exponentials.stride(0),
+        0 if rooms.derivative is None else rooms.derivative.stride(0),
+        warps=16,
+        SCALE=options.logit_scale,
+        CAP=options.soft_cap or 0.0,
+        HAS_BIAS=rooms.bias is not None,
+        STORES_DERIVATIVE=rooms.derivative is not None,
+        SIZE=_size(columns, COLUMNS_AT_ONCE),
+        **compiled,
+    )
+
+
 def _launch_over_hidden(
     kernel: Any, rows: int, hidden_size: int, *arguments: Any, at_once: int | None = None, **compiled: Any
 ) -> None:
@@ -45,8 +76,8 @@ def _size(numbers: int, at_once: int) -> int:
     return min(at_once, 1 << max(0, numbers - 1).bit_length())
 
 
-class TritonKernels:
-    """See `evenpipe.vocabulary.kernels.Kernels`."""
+class TritonKernels(Kernels):
+    """One launch for each."""
 
     by_column = True
 
@@ -57,22 +88,14 @@ class TritonKernels:
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """One launch, which reads the logits twice: the second time from the cache if a block fits."""
+        """The logits are read twice: the second time from the cache if a block fits."""
         column = state.targets.column
         assert column is not None
-        tokens, columns = rooms.logits.shape
-        _launch(
-            rows.exponentials_of_rows,
-            (tokens,),
-            rooms.logits,
-            rooms.exponentials,
-            rooms.derivative,
-            statistics,
-            column[first : first + tokens],
-            rooms.bias,
-            columns,
-            *_places(rooms),
-            **_of_logits(state.options, rooms, columns),
+        _launch_over_logits(
+            rooms,
+            state.options,
+            (statistics, column[first : first + len(rooms.logits)]),
+            AGAIN=False,
             NUMBERS=state.options.statistics,
             SMOOTHS=state.options.label_smoothing != 0,
             ENTROPY=state.options.entropy,
@@ -80,27 +103,13 @@ class TritonKernels:
         )
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
-        """One launch."""
-        tokens, columns = rooms.logits.shape
-        _launch(
-            rows.exponentials_again,
-            (tokens,),
-            rooms.logits,
-            rooms.exponentials,
-            rooms.derivative,
-            maximum,
-            state.targets.column,
-            rooms.bias,
-            columns,
-            first_column,
-            *_places(rooms),
-            **_of_logits(state.options, rooms, columns),
-        )
+        again = {"AGAIN": True, "NUMBERS": 1, "SMOOTHS": False, "ENTROPY": False, "STORES": True}
+        _launch_over_logits(rooms, state.options, (maximum, state.targets.column), first_column, **again)
 
+    @staticmethod
     def combine(
-        self, statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
+        statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
     ) -> Combined:
-        """One launch, in fp64."""
         shards, tokens, numbers = statistics.shape
         smooths = options.label_smoothing != 0
         results = statistics.new_empty(6 + smooths + options.entropy, tokens)  # in the order of Combined
@@ -130,7 +139,7 @@ class TritonKernels:
         return Combined(losses, log_probabilities, log_sum_exp, maximum, others, target, uniform, entropies)
 
     def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
-        """One launch; in place in A, unless tokens were removed."""
+        """In place in A, unless tokens were removed."""
         product = products.exponentials
         tokens, hidden_size = product.shape
         valid = state.targets.valid
@@ -163,7 +172,6 @@ class TritonKernels:
     def scaled_hidden(
         self, state: OutputState, combined: Combined, hidden: Tensor, dtype: torch.dtype, *, of_derivative: bool
     ) -> tuple[Tensor, Tensor]:
-        """One launch."""
         tokens, hidden_size = hidden.shape
         valid = state.targets.valid
         scaled = hidden.new_empty(tokens, hidden_size, dtype=dtype)
@@ -195,7 +203,7 @@ class TritonKernels:
         weight_gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> None:
-        """One launch; always in the same order for the tokens of one target."""
+        """Always in the same order for the tokens of one target."""
         if weight_gradient is None and bias_gradient is None:
             return
         owned, hidden_size = state.targets.owned, hidden.shape[1]
@@ -221,22 +229,3 @@ class TritonKernels:
             ENTRIES=LABELS_AT_ONCE,
             at_once=max(1, HIDDEN_AT_ONCE // 4),
         )
-
-
-def _places(rooms: Rooms) -> tuple[int, int, int, int]:
-    """Return the columns that all buffers have memory for, and their row strides."""
-    given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
-    derivative = 0 if rooms.derivative is None else rooms.derivative.stride(0)
-    return min(room.stride(0) for room in given), rooms.logits.stride(0), rooms.exponentials.stride(0), derivative
-
-
-def _of_logits(options: LossOptions, rooms: Rooms, columns: int) -> dict[str, Any]:
-    """Return the compile-time constants of both kernels that compute exponentials."""
-    return {
-        "warps": 16,
-        "SCALE": options.logit_scale,
-        "CAP": options.soft_cap or 0.0,
-        "HAS_BIAS": rooms.bias is not None,
-        "STORES_DERIVATIVE": rooms.derivative is not None,
-        "SIZE": _size(columns, COLUMNS_AT_ONCE),
-    }
