@@ -24,6 +24,7 @@ def test_nothing_of_the_process_has_changed(processes: int) -> None:
     assert run("alone" if processes == 1 else "spawned").splitlines() == ["changed: []"] * processes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("who", ["1", "01"])
 @pytest.mark.parametrize("name", ["describe", "Builder"])  # before and after groups are made
 def test_a_failure_while_a_pipeline_is_made_leaves_the_process_as_it_was(name: str, who: str) -> None:
