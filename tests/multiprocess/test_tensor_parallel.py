@@ -21,6 +21,7 @@ from small_families import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from evenpipe import Pipeline, newest_checkpoint
+from evenpipe.errors import InputError
 from evenpipe.model import describe
 
 TOKENS, STEPS, CLIP = 8, 3, 0.5
@@ -300,3 +301,146 @@ def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
         assert (log["S gather"], log["S table"], log["C scatter"]) == (MICROBATCHES,) * 3
     assert (first["F sum"], first[f"{backward} sum"]) == (MICROBATCHES, MICROBATCHES)
     assert "F sum" not in last and f"{backward} sum" not in last
+
+
+# --- what else a run may ask for ------------------------------------------------------------------------------------
+
+ROUTER = 0.5  # coefficient of the routers' loss: far above what transformers takes, so that a wrong one is seen
+
+
+def exact(family: str, dtype: torch.dtype, **settings):
+    """A model with noise, and the same numbers in every process."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def steps_without_zero_grad(schedule: str) -> tuple[float, str]:
+    """Two batches whose gradients add up, with some parameters frozen; and equal bits on the ranks."""
+    model = exact("qwen3", torch.float64)
+    frozen = ("model.layers.1.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    data = reference.batches(61, 4, TOKENS, 2)
+    pipeline = Pipeline(
+        model, schedule=schedule, microbatches=2, tensor_parallel=2, parameter_dtype=torch.float64, self_check=False
+    )
+    for ids, labels in data:
+        pipeline.step(ids, labels)
+        reference.loss_of(model, ids, labels).backward()
+    found = pipeline.full_gradients()
+    shared = [one.tensor.grad for one in pipeline._held.shared if one.tensor.grad is not None]
+    table = pipeline.gather_numbers([sum(number * float(one.sum()) for number, one in enumerate(shared, 1))])
+    pipeline.close()
+    ranks = 2
+    for device in range(len(table) // ranks):
+        assert table[ranks * device] == table[ranks * device + 1]
+    if not found:
+        return 0.0, ""
+    wanted = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return reference.worst(found, wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_of_several_steps_add_up(schedule: str) -> None:
+    error, name = run_processes(steps_without_zero_grad, 4, schedule)[0]
+    assert error < 1e-10, name
+
+
+def router_loss(replicas: int) -> tuple[float, float, str]:
+    model = exact("mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=ROUTER)
+    ((ids, labels),) = reference.batches(61, 4, TOKENS, 1)
+    labels = ids.clone()  # every microbatch counts alike
+    pipeline = Pipeline(
+        model,
+        schedule="1f1b",
+        microbatches=4 // replicas,
+        tensor_parallel=2,
+        replicas=replicas,
+        parameter_dtype=torch.float64,
+        self_check=False,
+    )
+    own = slice(pipeline.replica * 4 // replicas, (pipeline.replica + 1) * 4 // replicas)
+    result = pipeline.step(ids[own], labels[own])
+    found, value = pipeline.full_gradients(), result.router_loss
+    pipeline.close()
+    if not found:
+        return 0.0, 0.0, ""
+    losses = []
+    for one in ids.split(1):
+        output = model(input_ids=one, use_cache=False)
+        losses.append(torch.stack([reference.loss_of(model, one, one), ROUTER * output.aux_loss]))
+    mean = torch.stack(losses).mean(0)
+    mean.sum().backward()
+    wanted = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return abs(value / float(mean[1]) - 1), *reference.worst(found, wanted)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_rank_has_its_share_of_the_routers_gradient(replicas: int) -> None:
+    value_error, error, name = run_processes(router_loss, 4, replicas)[0]
+    assert value_error < 1e-6 and error < 1e-6, name
+
+
+def in_another_precision(compute_dtype: torch.dtype, compiled: bool, ranks: int) -> list[dict]:
+    """Gradients of eight batches, and their losses."""
+    model = exact("llama", torch.float32)
+    pipeline = Pipeline(
+        model,
+        schedule="zb-h1",
+        microbatches=2,
+        tensor_parallel=ranks,
+        compute_dtype=compute_dtype,
+        compile_layers=compiled,
+        self_check=False,
+    )
+    found = []
+    for ids, _ in reference.batches(61, 2, TOKENS, 8 if compute_dtype == torch.bfloat16 else 2):
+        pipeline.zero_grad()
+        loss = pipeline.step(ids).loss
+        found.append({"loss": loss, "gradients": pipeline.full_gradients()})
+    pipeline.close()
+    return found
+
+
+def test_bf16_is_as_exact_as_in_one_process() -> None:
+    errors = reference.Bf16Errors(exact("llama", torch.float32))
+    found = run_processes(in_another_precision, 4, torch.bfloat16, False, 2)[0]
+    for one, (ids, _) in zip(found, reference.batches(61, 2, TOKENS, 8), strict=True):
+        errors.add(one["gradients"], one["loss"], ids)
+    errors.check("tensor ranks")
+
+
+def test_compiled_layers_give_the_same_gradients() -> None:
+    model = exact("llama", torch.float32)
+    found = run_processes(in_another_precision, 2, torch.float32, True, 2)[0]
+    for one, (ids, _) in zip(found, reference.batches(61, 2, TOKENS, 2), strict=True):
+        model.zero_grad()
+        reference.loss_of(model, ids, ids).backward()
+        error, name = reference.worst(one["gradients"], {key: value.grad for key, value in model.named_parameters()})
+        assert error < 1e-5, name
+
+
+def bad_input() -> None:
+    pipeline = Pipeline(exact("llama", torch.float32), microbatches=1, tensor_parallel=2, self_check=False)
+    with pytest.raises(
+        InputError, match=r"7 tokens per sequence, expected a multiple of the 2 tensor ranks|refused by"
+    ):
+        pipeline.step(torch.ones(1, 7, dtype=torch.int64))
+    assert pipeline.step(torch.ones(1, 8, dtype=torch.int64)).loss > 0
+    pipeline.close()
+    layers = [torch.nn.Linear(8, 8)]
+    with pytest.raises(InputError, match="tensor_parallel: plain modules do not say how they could be cut"):
+        Pipeline.from_modules(
+            torch.nn.Embedding(9, 8), layers, None, torch.nn.Linear(8, 9), microbatches=1, tensor_parallel=2
+        )
+
+
+def test_bad_input_is_refused() -> None:
+    run_processes(bad_input, 2)

@@ -1,4 +1,7 @@
-"""Makes a block that holds a rank's parameters compute on its rows: its counts, and its exchange with other ranks."""
+"""Makes a block that holds a rank's parameters compute on its rows: its counts, and its exchange with other ranks.
+
+The exchange stands in hooks, which torch.compile leaves out: it compiles what is between them.
+"""
 
 from __future__ import annotations
 
@@ -124,6 +127,7 @@ class _Input:
     keeps: bool = False
     """They save all rows."""
 
+    @torch.compiler.disable
     def gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,12 +153,15 @@ class _Input:
             whole = Gather.apply(rows, self.exchange)
         return whole
 
+    @torch.compiler.disable
     def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for gathered in {vars(layer).get("_source") for layer in self.layers} - {None}:
-            gathered.close()
+        for gathered in {vars(layer).get("_source") for layer in self.layers}:
+            if gathered is not None:
+                gathered.close()
         set_source(self.layers, None)
 
 
+@torch.compiler.disable
 def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if isinstance(output, (tuple, list)):
         return type(output)((way.apply(output[0], exchange), *output[1:]))
