@@ -104,17 +104,14 @@ def text_of(rgb: tuple[float, ...]) -> str:
 
 def luminance(colour: str) -> float:
     """Return the relative luminance, 0 to 1 (WCAG 2.2)."""
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in _unit(colour)]
+    unit = [value / 255 for value in channels(colour)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in unit]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def ink_on(colour: str) -> str:
     """Return black or white, whichever is easier to read on `colour`."""
     return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # luminance at which both have the same contrast
-
-
-def _unit(colour: str) -> list[float]:
-    return [value / 255 for value in channels(colour)]
 
 
 def for_dark(colour: str) -> str:

@@ -79,7 +79,7 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
             (kind, [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours])
             for kind, colours in looks.entries
         ],
-        "resources": looks.resources,
+        "resources": list(looks.resources),
         "panels": encoded,
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -96,7 +96,7 @@ class Panel:
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Return, per device, the stages of its passes, ascending."""
         return tuple(
-            tuple(sorted({part.stage for event in row for part in _parts(event) if part.stage is not None}))
+            tuple(sorted({part.stage for event in row for part in parts(event) if part.stage is not None}))
             for row in self.rows
         )
 
@@ -104,7 +104,7 @@ class Panel:
     def kinds(self) -> tuple[Kind, ...]:
         """Return kinds of pass that take compute time, in the order of legends."""
         timed = [event for row in self.rows for event in row if event.end > event.start]
-        found = {part.kind for event in timed for part in _parts(event)}
+        found = {part.kind for event in timed for part in parts(event)}
         return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
     def colours(self, event: Event) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class Panel:
             return [(time, value) for time, value in memory[device]] if device < len(memory) else []
         steps: Curve = []
         for event in self.rows[device]:
-            for part in _parts(event):
+            for part in parts(event):
                 added = IN_FLIGHT.get(part.kind, 0)
                 if added:
                     steps.append((event.start if added > 0 else event.end, float(added)))
@@ -207,5 +207,6 @@ def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:
     return tuple(sorted(row, key=lambda event: event.start))
 
 
-def _parts(event: Event) -> tuple[Pass, ...]:
+def parts(event: Event) -> tuple[Pass, ...]:
+    """Return the passes that ran in an event; none for a transfer."""
     return parts_of(event.item) if isinstance(event.item, Pass) else ()
