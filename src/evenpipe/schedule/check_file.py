@@ -99,11 +99,8 @@ def check_file(
     """
     schedule = read_schedule(path, edges)
     limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
-    if isinstance(schedule, Program):
-        order, report = schedule.order, check_program(schedule, limits)
-    else:
-        order, report = schedule, check_order(schedule, limits)
-    peak_bytes = None
+    order, peak_bytes = schedule.order, None
+    report = check_program(schedule, limits) if isinstance(schedule, Program) else check_order(schedule, limits)
     if costs is not None:
         times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
         if report.ok:

@@ -75,6 +75,7 @@ class Simulation:
         }
 
 
+@collecting_nothing()
 def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     """Simulate one step in the full model.
 
@@ -82,13 +83,8 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     Raises InputError if it cannot complete (with every fault), and if `costs` lack a needed kind.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
-    with collecting_nothing():
-        return _simulate(program, costs)
-
-
-def _simulate(program: Program, costs: Costs) -> Simulation:
     costs.check_devices(program.placement)
-    work = Work.of(program, costs)
+    work = Work(program, costs)
     loop = Loop(work, costs.overlap_slowdown, costs.engine, costs.contention)
     if not loop.run():
         check_program(program).raise_if_faulty()

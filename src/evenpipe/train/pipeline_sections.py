@@ -128,8 +128,9 @@ class PipelineConfig(Section):
         self._check_names()
 
     def _check_names(self) -> None:
+        from evenpipe.schedule.generators import SCHEDULES
         from evenpipe.schedule.planning import MODES
-        from evenpipe.schedule.registry import SCHEDULES, options_of
+        from evenpipe.schedule.registry import options_of
 
         if self.from_file:
             self.require("schedule", Path(self.schedule).is_file(), "an existing file, or a name of a schedule")

@@ -19,26 +19,7 @@ from heapq import heappop, heappush
 from .v_shape import Move, Rows, StepTimes, device_of_step
 
 
-def list_moves(
-    base: Rows,
-    limits: Sequence[int],
-    times: StepTimes,
-    *,
-    patience: float = 1.0,
-    spare: Sequence[float] | None = None,
-    strict: bool = True,
-) -> Rows:
-    """Return rows with the moves of `base`, in an order for `times`.
-
-    limits: stage activations per device, at least what `base` needs. patience: a W starts in a wait of at least this
-    share of its own time; 0 starts it in any wait. spare: how long each device may be idle in shorter waits before it
-    starts W's in them too; None is forever. strict: I's keep their place among the forwards; otherwise a device takes
-    the first ready move of `base`.
-    """
-    return _Plan(base, limits, times, patience=patience, spare=spare, strict=strict).run()
-
-
-class _Plan:
+class Listing:
     """One run of the event loop, with its state per device."""
 
     def __init__(
@@ -51,6 +32,10 @@ class _Plan:
         spare: Sequence[float] | None,
         strict: bool,
     ) -> None:
+        """limits: stage activations per device, at least what `base` needs. patience: a W starts in a wait of at least
+        this share of its own time; 0 starts it in any wait. spare: how long each device may be idle in shorter waits
+        before it starts W's in them too; None is forever. strict: I's keep their place among the forwards; otherwise a
+        device takes the first ready move of `base`."""
         devices = len(base)
         self.forwards, self.chain = 2 * devices, 4 * devices  # steps below are F, or F and I
         self.queued = self.chain if strict else self.forwards  # steps below keep their order
@@ -71,7 +56,7 @@ class _Plan:
         self.events = [(0.0, device) for device in range(devices)]
 
     def run(self) -> Rows:
-        """Run until no move is left."""
+        """Return rows with the moves of `base`, in an order for `times`."""
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:

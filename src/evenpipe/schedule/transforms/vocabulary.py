@@ -42,7 +42,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.schedule.timing import EventTimes, timed
 
 from .list_scheduling import Timed, list_schedule
 
@@ -187,18 +187,11 @@ class VirtualTimes:
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
         """Return the virtual times of `order` by the rules above."""
-        if order.barriers:
-            raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
-        graph = Graph.of(order)
-        if any(item.kind in SHARDING_KINDS for item in graph.items):
-            raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-        times = run(order, graph, durations(order, graph, costs))
-        interval = interval_of(order, graph, times)
-        if interval <= 0:
-            raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-        unit = INTERVAL / interval
+        refuse_unfit(order)
+        graph, times, unit = virtual_times(order, costs)
         passes: list[Pass] = []
-        forwards, backwards, weights = (_empty_rows(order.devices) for _ in range(3))
+        groups: list[list[list[int]]] = [[[] for _ in order.rows] for _ in range(3)]
+        forwards, backwards, weights = groups
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
         delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
         companions: list[tuple[int, Pass]] = []
@@ -241,10 +234,6 @@ class VirtualTimes:
         return replace(order, rows=tuple(rows), barriers=self.barriers)
 
 
-def _empty_rows(devices: int) -> list[list[int]]:
-    return [[] for _ in range(devices)]
-
-
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
     """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     unit = part.microbatch, part.slice
@@ -260,6 +249,23 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
             yield end + INTERVAL // 2, Pass(Kind.C, None, *unit)
     if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
         yield start + INTERVAL, Pass(Kind.G, None, *unit)
+
+
+def refuse_unfit(order: Order) -> None:
+    """Raise InputError for an order to which no vocabulary passes can be added."""
+    if order.barriers:
+        raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
+    if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
+        raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
+
+
+def virtual_times(order: Order, costs: Costs) -> tuple[Graph, EventTimes, float]:
+    """Return when everything in the base order runs, and the virtual time per unit of time."""
+    graph, times = timed(order, costs)
+    interval = interval_of(order, graph, times)
+    if interval <= 0:
+        raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
+    return graph, times, INTERVAL / interval
 
 
 def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
