@@ -90,8 +90,7 @@ class Canvas:
         )
 
     def _dark(self) -> Iterator[str]:
-        """Return style rules for boxes, text and lines of this picture only, because a notebook has others in the same
-        document."""
+        """Return style rules for this picture only: a notebook has others in the same document."""
         for colour in self._colours:
             raised = _IN_THE_DARK.get(colour) or for_dark(colour)
             if raised != colour:

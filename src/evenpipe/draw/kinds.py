@@ -77,8 +77,7 @@ def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...
 
 
 def _shade(colour: str, place: int, shades: int) -> str:
-    """Return one of several shades of `colour`: light for the first stage of a device, at place 0, dark for the
-    last."""
+    """Return one of several shades of `colour`: light at place 0, for the first stage of a device, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3

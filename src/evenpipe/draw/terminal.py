@@ -111,8 +111,7 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _bands_wanted(self) -> int:
-        """Return how many bands give a pass of the shortest kind of a stage room for its letter and microbatch; 1 if
-        that is too many."""
+        """Return how many bands give the shortest kind of a stage room for letter and microbatch; 1 if too many."""
         lasting: dict[Kind | TransferKind, list[float]] = {}
         longest = 0
         for event in (event for panel in self.panels for row in panel.rows for event in row):
@@ -254,8 +253,7 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """Return the colours of a pass; odd units are a little darker, so that neighbours of one kind are
-    distinct."""
+    """Return the colours of a pass; odd units are a little darker, to tell neighbours of one kind apart."""
     colours = panel.colours(piece.event)
     odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours

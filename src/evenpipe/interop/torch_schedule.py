@@ -31,8 +31,7 @@ Rows = Mapping[int, Sequence[Any]]
 
 
 def is_torch_schedule(value: Any) -> bool:
-    """Return whether this is a schedule of torch, an instance or a class. Imports nothing: if one exists, its module is
-    loaded."""
+    """Return whether this is a schedule of torch, or a class of them. Imports nothing: if so, its module is loaded."""
     module = sys.modules.get(MODULE)
     if module is None:
         return False

@@ -57,8 +57,7 @@ class FileReport:
         }
 
     def text(self) -> str:
-        """Return the report as text: up to `SHOWN` faults, each with the rows around it, or a description of the
-        schedule."""
+        """Return the report as text: up to `SHOWN` faults, with the rows around them, or a description of the order."""
         if not self.sound:
             lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
             more = len(self.faults) - SHOWN

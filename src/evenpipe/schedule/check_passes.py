@@ -35,8 +35,7 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
 
 
 def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
-    """Return faults of items that do not belong in a row. The others go into `positions`: kind and stage -> unit ->
-    position."""
+    """Return faults of items that do not belong in a row. Others go into `positions`: what -> unit -> position."""
     for position, item in enumerate(order.rows[device]):
         for part in parts_of(item) if item else ():
             what = wrong_pass(order, device, part)

@@ -191,8 +191,7 @@ class Costs:
         return times | dict.fromkeys((Kind.O, Kind.D, Kind.L), (0.0,) * placement.stages)
 
     def needed_times(self, placement: Placement, kinds: Collection[Kind], why: str) -> tuple[tuple[float, ...], ...]:
-        """Return the times per stage of these kinds. Raises InputError, with `why` in its message, if one is
-        missing."""
+        """Return the times per stage of these kinds. Raises InputError, which ends with `why`, if one is missing."""
         times = self.stage_times(placement)
         for kind in kinds:
             if times[kind] is None:
@@ -291,8 +290,7 @@ class Costs:
         return general if own is None else own.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
-        """Return the duration of a transfer, from the end of its last producer; for a named communicator, on that
-        one."""
+        """Return the duration of a transfer, on its communicator if it is named, from the end of its last producer."""
         link = self.link(kind, communicator)
         if link is not None:
             return link.time
@@ -301,8 +299,7 @@ class Costs:
 
 
 def is_per_stage(name: str) -> bool:
-    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage; else it has one per
-    device."""
+    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage, not one per device."""
     return name != RECEIVE and SHAPES[Kind(name)][0]
 
 
@@ -321,8 +318,7 @@ class PassTimes:
         self._times = costs.stage_times(placement) | costs.device_times(placement)
 
     def of(self, item: Pass, device: int) -> float:
-        """Return the duration of `item` on `device`; for passes that run as one, their sum. Raises InputError if it has
-        no time."""
+        """Return the duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
         kind = item.kind
         if kind not in self._times:
             return sum(self.of(part, device) for part in item.parts)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from .program import Program
 
 End = tuple[TransferKind, int | None, int | None]
-"""How one member of a transfer calls it: its kind, its stage, and the stage at the other end of a hop if there are
-several."""
+"""How one member of a transfer calls it: kind, stage, and the stage at the other end of a hop if there are several."""
 
 What = tuple[Kind, int | None]
 """Kind and stage of a pass whose device and unit are known."""
@@ -60,8 +59,7 @@ class Route:
         return cls(number, flow.kind, flow.members, flow.root, name, flow.producers, flow.consumers, ends)
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
-        """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
-        other."""
+        """Return the transfer of one unit as `device` issues it: one end of a hop is SEND_F, the other RECV_F."""
         kind, stage, peer = self.end(device)
         return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer)
 
@@ -79,8 +77,7 @@ class Rule:
     if_present: tuple[What, ...] = ()
     """The same, for passes that the order may lack."""
     in_sequence: tuple[tuple[Kind, int | None, int], ...] = ()
-    """Passes of the same device that must have run, of the slice so many further on in the same sequence, if there is
-    one."""
+    """Passes of the same device that must have run, of the slice so many further on in the sequence, if it is there."""
     uses: tuple[Route, ...] = ()
     """Routes whose transfer the device must have issued, because this pass consumes the data."""
     waits: tuple[Route, ...] = ()

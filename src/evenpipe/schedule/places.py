@@ -17,8 +17,7 @@ ABSENT = -1
 """Entry for a unit without a number."""
 
 ROOM = 8
-"""Most list entries per item of a row. In a file that needs more, most entries would be empty, so everything in it is
-odd."""
+"""Most list entries per item of a row. A file that needs more has mostly empty ones: there, everything is odd."""
 
 Name = tuple[Kind, int | None, int | None, int]
 """Kind, stage, microbatch and slice of a pass."""
@@ -49,8 +48,7 @@ class Places:
 
     @classmethod
     def of(cls, row: Sequence[Item | None], units: int, first: int = 0, slices: int = 1) -> Places:
-        """Return the places of a row whose positions are numbered from `first`; idle slots have numbers and no
-        place."""
+        """Return the places of a row whose positions, also of idle slots, are numbered from `first`."""
         places = cls(slices)
         at, transfers, room = places.at, places.transfers, ROOM * len(row) + 1024
 

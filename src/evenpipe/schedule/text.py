@@ -23,8 +23,7 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
-    """Return the cells of a file; raises InputError naming row and column (both from 1) of a cell that is not a
-    word."""
+    """Return the cells of a file. Raises InputError naming row and column, both from 1, of a cell that is no word."""
     lines = text.removeprefix("\ufeff").splitlines()
     if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")

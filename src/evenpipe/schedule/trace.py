@@ -187,8 +187,7 @@ class Trace:
         return tuple(rows)
 
     def gaps(self, device: int) -> Iterator[Gap]:
-        """Return the gap before each pass of a device. Waits within a pass (of several that run as one) are in no
-        gap."""
+        """Return the gap before each pass of a device. Waits inside a pass, of several run as one, are in none."""
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)

@@ -56,8 +56,7 @@ class Loop:
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
-        """Run until no device can move; return whether every device reached the end of its row and every transfer was
-        made."""
+        """Run until no device can move; return whether all reached the end of their rows and made every transfer."""
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due

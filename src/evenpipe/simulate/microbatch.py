@@ -109,8 +109,7 @@ class Microbatch:
         return [sum(self.takes[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:
-        """Return, per node, the longest path to its start from the start of one of `sources`; UNREACHED without a
-        path."""
+        """Return, per node, the longest path to its start from that of one of `sources`; UNREACHED without a path."""
         longest = [UNREACHED] * len(self.takes)
         for node in sources:
             longest[node] = 0.0

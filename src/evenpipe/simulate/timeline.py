@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
-from evenpipe.schedule import Cause, Event, Program, Timeline, Transfer
+from evenpipe.schedule import Cause, Costs, Event, Program, Timeline, Transfer
 
 from .loop import DEVICE, START, Loop
-from .memory import Curve
-from .work import Work
+from .memory import memory_curves
+from .work import COPIES, Work
 
 NOTHING = Cause(START)
 
 
-def timeline_of(
-    program: Program,
-    work: Work,
-    loop: Loop,
-    *,
-    stage_bytes: tuple[float, ...] | None,
-    memory: tuple[Curve, ...] | None,
-    on_device: tuple[Curve, ...] | None,
-) -> Timeline:
+def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
     """Return passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
     behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
@@ -42,6 +35,10 @@ def timeline_of(
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))
+    memory = memory_curves(program, costs, work, loop)
+    copies = any(work.items[n].kind in COPIES for n in work.beside)
+    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
+    stage_bytes = costs.stage_bytes(program.placement)
     return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device, program.placement)
 
 

@@ -37,8 +37,7 @@ def device_of_step(devices: int, step: int) -> int:
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
-    """Return the steps of one device that others wait for: F, F, I, I, in the order in which a microbatch takes
-    them."""
+    """Return the steps of one device that others wait for, F, F, I, I, in the order of a microbatch."""
     return device, 2 * devices - 1 - device, 2 * devices + device, 4 * devices - 1 - device
 
 

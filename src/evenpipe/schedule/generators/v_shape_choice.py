@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
-from .v_shape_list import Listing
+from .v_shape_list import Rescheduling
 
 LAID_OUT_ANEW = 16
 """Number of candidates, the shortest unchanged ones, that are also rescheduled."""
@@ -18,30 +17,6 @@ FINALISTS = 4
 
 Base = Callable[[int], Rows]
 """A V-schedule of any number of microbatches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rescheduling:
-    """How a base is rescheduled; patience and strict are those of `Listing`.
-
-    With `share`, each device may spend that share of the difference between its span and the longest span; in further
-    rounds, that share of the remaining difference.
-    """
-
-    patience: float = 1.0
-    strict: bool = True
-    share: float | None = None
-    rounds: int = 1
-
-    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
-        """Return the rescheduled moves of `base`."""
-        rows, spare = base, None
-        for _ in range(self.rounds):
-            if self.share is not None:
-                spans, _ = spans_and_makespan(rows, times)
-                spare = [self.share * (max(spans) - span) for span in spans]
-            rows = Listing(base, limits, times, patience=self.patience, spare=spare, strict=self.strict).run()
-        return rows
 
 
 LAYOUTS = (

@@ -105,8 +105,7 @@ def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
 
 
 def _order(placement: Placement, microbatches: int, groups: _Groups, ahead_of: Callable[[int], int]) -> Order:
-    """Return the order in which each device runs so many forwards ahead, then one forward and one backward in
-    turn."""
+    """Return the order whose devices run so many forwards ahead, then one forward and one backward in turn."""
     rows = []
     for device in range(placement.devices):
         stages = placement.stages_of(device)

@@ -102,8 +102,7 @@ class _Links:
 
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
-        """Return the links of an order in which every pass appears once and nothing is offloaded or recomputed; None
-        for others."""
+        """Return the links of an order that has every pass once, without offload or recomputation; else None."""
         if not graph.transfers.units or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
@@ -139,8 +138,7 @@ class _Links:
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Return numbers by unit of every kind and stage of a row, B and I as one; None if one is missing or
-    repeated."""
+    """Return numbers by unit of every kind and stage of a row, B and I as one; None if a pass is not there once."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
         if kind in _UNPLANNED:

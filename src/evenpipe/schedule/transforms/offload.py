@@ -223,8 +223,7 @@ class _Plan:
                 self._force(device, limit * (1 + ROUNDING))
 
     def _lower(self) -> None:
-        """Move the activations that lower the most bytes of devices above their limits, as long as nothing is
-        delayed."""
+        """Move activations that lower the most bytes of devices above their limits, as long as nothing is delayed."""
         above = [
             (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
         ]
@@ -304,8 +303,7 @@ class _Plan:
         return bool(late)
 
     def _late(self, early: Sequence[bool]) -> dict[_Stay, None]:
-        """Return the late copies if these devices run their forwards as early as they can, and the others as late as
-        planned."""
+        """Return the late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_Stay, Kind], int] = {}
         for device, moved in enumerate(self.moved):

@@ -50,8 +50,7 @@ MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 """Passes that follow from the backward of the last stage, or prepare for such passes."""
 
 INTERVAL = 2**20
-"""Virtual times are whole numbers, with this many per interval: rounding does not break ties, and half an interval is
-exact."""
+"""Virtual times are whole numbers, with this many per interval: no tie is broken by rounding, and a half is exact."""
 
 Ranks = Mapping[Kind, int]
 """Of passes with the same virtual time, the lower rank comes first. Passes of the base order have rank 1."""
@@ -150,8 +149,7 @@ def apart_at_the_loss(order: Order) -> Order:
 
 
 def peak_limits(order: Order, barriers: int) -> list[int]:
-    """Return, per device, the stage activations it may hold: those of `order`, plus one per barrier and stage of the
-    device."""
+    """Return the stage activations each device may hold: those of `order`, and one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
     return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
 
