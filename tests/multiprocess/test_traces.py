@@ -178,7 +178,7 @@ def test_nothing_arrives_before_it_was_sent(traces: list[Trace]) -> None:
                 if entry.item.kind not in HOP_KINDS:
                     continue
                 (_, producer), (_, consumer) = (
-                    get(entry.item, number)[0] for get in (dependencies.producers, dependencies.consumers)
+                    get(dependencies, entry.item, number)[0] for get in (unit_needs.producers, unit_needs.consumers)
                 )
                 made = ends.get(producer, ends.get(Pass(Kind.I, producer.stage, producer.microbatch)))
                 used = [e for d in trace.devices for e in d.passes if consumer.microbatch == e.item.microbatch]
