@@ -57,8 +57,9 @@ def _turns(devices: int, microbatches: int, hop: int) -> Iterator[tuple[int, Kin
     """Return device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier one, by `hop`
     per later device, and W of one earlier still."""
     last = hop * (devices - 1)
+    lags = [((Kind.F, 0), (Kind.I, last - hop * device), (Kind.W, last)) for device in range(devices)]
     for turn in range(microbatches + last):
-        for device in range(devices):
-            for kind, lag in ((Kind.F, 0), (Kind.I, last - hop * device), (Kind.W, last)):
+        for device, kinds in enumerate(lags):
+            for kind, lag in kinds:
                 if lag <= turn < microbatches + lag:
                     yield device, kind, turn - lag

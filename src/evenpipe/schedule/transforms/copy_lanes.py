@@ -126,7 +126,8 @@ def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
     def begin(number: int, now: float) -> None:
         heappush(events, (now + copies[number].takes, number, True))
 
-    streams = CopyStreams(engine, lambda number: (copies[number].device, copies[number].direction), waits, begin)
+    places = [(copy.device, copy.direction) for copy in copies]
+    streams = CopyStreams(engine, places.__getitem__, waits, begin)
     while events:
         now, number, over = heappop(events)
         if not over:

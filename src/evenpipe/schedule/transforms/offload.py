@@ -292,8 +292,9 @@ class _Plan:
         scenarios = [[False for _ in devices], [True for _ in devices]]
         for one in devices if self.engine.shared else ():
             scenarios += [[device == one for device in devices], [device != one for device in devices]]
+        turns = [_turns(moved) for moved in self.moved]
         for early in scenarios:
-            late |= self._late(early)
+            late |= self._late(early, turns)
         for stay in late:
             trip = self.moved[stay.device].pop(stay)
             self.stays[stay.device].remove(stay)
@@ -302,13 +303,13 @@ class _Plan:
             self.lanes.release(stay.device, BACK, trip.back, self.takes[Kind.L][stay.stage])
         return bool(late)
 
-    def _late(self, early: Sequence[bool]) -> dict[_Stay, None]:
+    def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_Stay, None]:
         """Return the late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_Stay, Kind], int] = {}
         for device, moved in enumerate(self.moved):
             clock = 0.0
-            for place, kind, stay in _turns(moved):
+            for place, kind, stay in turns[device]:
                 if place:
                     clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][place - 1])
                 if kind is Kind.D:
@@ -371,7 +372,11 @@ class _Plan:
         return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
 
 
-def _turns(moved: Mapping[_Stay, _Trip]) -> list[tuple[int, Kind, _Stay]]:
+_Turn = tuple[int, Kind, _Stay]
+"""Position of an O, D or L."""
+
+
+def _turns(moved: Mapping[_Stay, _Trip]) -> list[_Turn]:
     """Return O, D and L of a device in the order of its row, each with its position. At one position memory is freed
     first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
     turns = []
