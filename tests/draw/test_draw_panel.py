@@ -9,9 +9,8 @@ from drawn_timelines import EMPTY, timeline, two_devices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.draw.axis import round_step, ticks
 from evenpipe.draw.columns import cut, mean_colour
-from evenpipe.draw.figures import Scale, bytes_text, figures, number_text
+from evenpipe.draw.figures import Scale, bytes_text, figures, number_text, round_step, ticks
 from evenpipe.draw.panel import Panel, lanes, panels_of
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, Event, Kind, Pass, plan_order, time_order

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import runnable_order
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule.registry import SCHEDULES
+from evenpipe.schedule import SCHEDULES
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 

@@ -13,8 +13,9 @@ from random_orders import random_order
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Order, generate
+from evenpipe.schedule.generators import SCHEDULES
 from evenpipe.schedule.planning import MODES
-from evenpipe.schedule.registry import SCHEDULES, options_of
+from evenpipe.schedule.registry import options_of
 
 MODULES = "modules"
 """In place of a family: plain modules."""

@@ -10,8 +10,8 @@ from fuzz_case import MODULES, Case, draw
 from fuzz_run import run, shape
 from run_fuzz import SIDES, figures_of, table
 
+from evenpipe.schedule import SCHEDULES
 from evenpipe.schedule.planning import MODES
-from evenpipe.schedule.registry import SCHEDULES
 
 SEED = 0
 pytestmark = pytest.mark.usefixtures("own_fork_server")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import unit_needs
 from harness import run_processes
 from test_gradients import described
 
@@ -144,7 +145,7 @@ def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
             needed = {
                 (entry.item, transfer)
                 for entry in device.passes
-                for transfer in dependencies.waits_for(entry.item, number)
+                for transfer in unit_needs.waits_for(dependencies, entry.item, number)
             }
             assert needed <= waited, case
             sent = {wait.transfer for wait in device.waits if wait.needed_by is None}
@@ -177,7 +178,7 @@ def test_nothing_arrives_before_it_was_sent(traces: list[Trace]) -> None:
                 if entry.item.kind not in HOP_KINDS:
                     continue
                 (_, producer), (_, consumer) = (
-                    get(entry.item, number)[0] for get in (dependencies.producers, dependencies.consumers)
+                    get(dependencies, entry.item, number)[0] for get in (unit_needs.producers, unit_needs.consumers)
                 )
                 made = ends.get(producer, ends.get(Pass(Kind.I, producer.stage, producer.microbatch)))
                 used = [e for d in trace.devices for e in d.passes if consumer.microbatch == e.item.microbatch]

@@ -8,9 +8,8 @@ import torch
 from evenpipe.communication.clock import Conversion, Reading
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.trace import gather_trace
-from evenpipe.schedule import Pass, generate
+from evenpipe.schedule import Pass, add_communication, generate
 from evenpipe.schedule.trace import Allocations
-from evenpipe.schedule.transforms import add_communication
 
 GPU = torch.device("cuda", 1)
 

@@ -150,7 +150,7 @@ def random_program(
             if not missing[one]:
                 ready.append(one)
     assert not any(missing.values())
-    return Program(placement, microbatches, tuple(map(tuple, rows)), barriers, forward_only, sharing)
+    return Program(placement, microbatches, tuple(map(tuple, rows)), barriers, forward_only, sharing=sharing)
 
 
 def random_passes(

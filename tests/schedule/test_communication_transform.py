@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import unit_needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_oracle import completes, end_times, random_costs, random_order, same_transfer
@@ -132,7 +133,7 @@ def test_a_transfer_stands_at_one_instant_on_all_its_members(**case: object) -> 
                 continue
             producers = [
                 (there, producer if (there, producer) in ends else Pass.parse(str(producer).replace("B", "I")))
-                for there, producer in dependencies.producers(item, device)
+                for there, producer in unit_needs.producers(dependencies, item, device)
             ]
             instant = max(ends[producer] for producer in producers)
             assert all(ends[device, other] <= instant for other in row[:position] if isinstance(other, Pass))
@@ -163,7 +164,10 @@ def test_transfers_of_a_program_are_those_that_passes_wait_for_and_feed() -> Non
         wanted = {
             transfer
             for item in order.passes(device)
-            for transfer in (*dependencies.waits_for(item, device), *dependencies.feeds(item, device))
+            for transfer in (
+                *unit_needs.waits_for(dependencies, item, device),
+                *unit_needs.feeds(dependencies, item, device),
+            )
         }
         assert {item for item in program.rows[device] if isinstance(item, Transfer)} >= wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import unit_needs
 from schedule_oracle import needs, random_order
 
 from evenpipe.schedule import (
@@ -59,9 +60,9 @@ BARRIERS = {"none": 0, "vocab-2": 1, "vocab-1": 2, "evaluation": 1, "evaluation 
 def test_table(*, mode: str, device: int, item: str, waits: str, feeds: str, after: str) -> None:
     dependencies = Dependencies(Placement.linear(3), BARRIERS[mode], forward_only="evaluation" in mode)
     found = Pass.parse(item)
-    assert " ".join(map(str, dependencies.waits_for(found, device))) == waits
-    assert " ".join(map(str, dependencies.feeds(found, device))) == feeds
-    assert " ".join(map(str, dependencies.after(found, device))) == after
+    assert " ".join(map(str, unit_needs.waits_for(dependencies, found, device))) == waits
+    assert " ".join(map(str, unit_needs.feeds(dependencies, found, device))) == feeds
+    assert " ".join(map(str, unit_needs.after(dependencies, found, device))) == after
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,8 @@ def test_a_device_sends_its_own_share_before_it_is_used_up(
 def test_passes_run_as_one_need_and_give_what_their_parts_do() -> None:
     dependencies = Dependencies(Placement.linear(3))
     both = Pass.parse("(1F1;1B0)OVERLAP_F_B")
-    assert list(map(str, dependencies.waits_for(both, 1))) == ["1RECV_F1", "1RECV_B0"]
-    assert list(map(str, dependencies.feeds(both, 1))) == ["1SEND_F1", "1SEND_B0"]
+    assert list(map(str, unit_needs.waits_for(dependencies, both, 1))) == ["1RECV_F1", "1RECV_B0"]
+    assert list(map(str, unit_needs.feeds(dependencies, both, 1))) == ["1SEND_F1", "1SEND_B0"]
 
 
 def test_transfers_say_who_takes_part() -> None:
@@ -111,37 +112,39 @@ def test_transfers_say_who_takes_part() -> None:
 
 def test_the_two_ends_of_a_hop() -> None:
     dependencies = Dependencies(Placement.linear(3))
-    (sent,) = dependencies.feeds(Pass.parse("1F4"), 1)
-    (received,) = dependencies.waits_for(Pass.parse("2F4"), 2)
+    (sent,) = unit_needs.feeds(dependencies, Pass.parse("1F4"), 1)
+    (received,) = unit_needs.waits_for(dependencies, Pass.parse("2F4"), 2)
     assert (str(sent), str(received)) == ("1SEND_F4", "2RECV_F4")
     assert sent.members == received.members == (1, 2)
     assert dependencies.route_of(sent, 1) is dependencies.route_of(received, 2)
-    assert dependencies.producers(received, 2) == ((1, Pass.parse("1F4")),)
-    assert dependencies.consumers(sent, 1) == ((2, Pass.parse("2F4")),)
+    assert unit_needs.producers(dependencies, received, 2) == ((1, Pass.parse("1F4")),)
+    assert unit_needs.consumers(dependencies, sent, 1) == ((2, Pass.parse("2F4")),)
     assert dependencies.route_of(sent, 2) is None
 
 
 def test_collectives_have_producers_and_consumers_on_every_device() -> None:
     dependencies = Dependencies(Placement.linear(3), 1)
-    (statistics,) = dependencies.feeds(Pass.parse("S1"), 0)
-    assert dependencies.producers(statistics, 0) == tuple((device, Pass.parse("S1")) for device in range(3))
-    assert dependencies.consumers(statistics, 0) == tuple((device, Pass.parse("C1")) for device in range(3))
+    (statistics,) = unit_needs.feeds(dependencies, Pass.parse("S1"), 0)
+    assert unit_needs.producers(dependencies, statistics, 0) == tuple((device, Pass.parse("S1")) for device in range(3))
+    assert unit_needs.consumers(dependencies, statistics, 0) == tuple((device, Pass.parse("C1")) for device in range(3))
 
 
 def test_one_device_needs_no_transfers() -> None:
     dependencies = Dependencies(Placement.linear(1), 1)
     assert dependencies.routes == ()
     expected = {"0F0": "E0", "S0": "0F0", "C0": "S0", "T0": "C0", "0B0": "0F0 C0", "G0": "0B0"}
-    assert {word: " ".join(map(str, dependencies.after(Pass.parse(word), 0))) for word in expected} == expected
+    assert {
+        word: " ".join(map(str, unit_needs.after(dependencies, Pass.parse(word), 0))) for word in expected
+    } == expected
 
 
 def test_stages_on_one_device_need_no_hop() -> None:
     dependencies = Dependencies(Placement.v_shape(2), 1)
-    assert dependencies.waits_for(Pass.parse("2F0"), 1) == ()
-    assert dependencies.after(Pass.parse("2F0"), 1) == (Pass.parse("1F0"),)
-    assert list(map(str, dependencies.waits_for(Pass.parse("3F0"), 0))) == ["3RECV_F0"]
-    assert [str(item) for item in dependencies.after(Pass.parse("S0"), 0)] == ["3F0"]
-    assert list(map(str, dependencies.waits_for(Pass.parse("S0"), 1))) == ["X0"]
+    assert unit_needs.waits_for(dependencies, Pass.parse("2F0"), 1) == ()
+    assert unit_needs.after(dependencies, Pass.parse("2F0"), 1) == (Pass.parse("1F0"),)
+    assert list(map(str, unit_needs.waits_for(dependencies, Pass.parse("3F0"), 0))) == ["3RECV_F0"]
+    assert [str(item) for item in unit_needs.after(dependencies, Pass.parse("S0"), 0)] == ["3F0"]
+    assert list(map(str, unit_needs.waits_for(dependencies, Pass.parse("S0"), 1))) == ["X0"]
 
 
 def orders() -> list[Order]:
@@ -165,9 +168,9 @@ def test_agree_with_the_rules_written_out(order: Order) -> None:
         return (device, item) if (device, item) in everything else (device, split)
 
     for (device, item), expected in needs(order).items():
-        found = {present(device, earlier) for earlier in dependencies.after(item, device)}
-        for transfer in dependencies.waits_for(item, device):
-            found |= {present(*producer) for producer in dependencies.producers(transfer, device)}
+        found = {present(device, earlier) for earlier in unit_needs.after(dependencies, item, device)}
+        for transfer in unit_needs.waits_for(dependencies, item, device):
+            found |= {present(*producer) for producer in unit_needs.producers(dependencies, transfer, device)}
         assert found == set(expected)
 
 
@@ -177,6 +180,11 @@ def test_feeding_and_waiting_are_two_views_of_one_thing(order: Order) -> None:
     fed, awaited = set(), set()
     for device in range(order.devices):
         for item in order.passes(device):
-            fed |= {(dependencies.route_of(t, device), t.microbatch) for t in dependencies.feeds(item, device)}
-            awaited |= {(dependencies.route_of(t, device), t.microbatch) for t in dependencies.waits_for(item, device)}
+            fed |= {
+                (dependencies.route_of(t, device), t.microbatch) for t in unit_needs.feeds(dependencies, item, device)
+            }
+            awaited |= {
+                (dependencies.route_of(t, device), t.microbatch)
+                for t in unit_needs.waits_for(dependencies, item, device)
+            }
     assert fed == awaited == {(route, i) for route in dependencies.routes for i in range(order.microbatches)}

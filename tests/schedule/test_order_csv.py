@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import MODES, Order, Placement, Program, evaluation_program, generate, plan_program
-from evenpipe.schedule.transforms import forward_only
+from evenpipe.schedule import MODES, Order, Placement, Program, evaluation_program, forward_only, generate, plan_program
 
 
 @pytest.mark.parametrize("mode", MODES)

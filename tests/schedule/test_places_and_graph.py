@@ -85,8 +85,8 @@ def test_numbers_of_an_order() -> None:
     feeds = [[t + graph.offset[n] for t in graph.feeds[graph.site[n]]] for n in range(8)]
     assert waits == [[], [], [10], [11], [8], [], [9], []]
     assert feeds == [[8], [9], [], [], [], [10], [], [11]]
-    assert [graph.carried(n)[1] for n in range(8, 12)] == [0, 1, 0, 1]
-    assert [graph.carried(n)[0].kind for n in range(8, 12)] == ["SEND_F", "SEND_F", "SEND_B", "SEND_B"]
+    assert [graph.transfers.carried(n)[1] for n in range(8, 12)] == [0, 1, 0, 1]
+    assert [graph.transfers.carried(n)[0].kind for n in range(8, 12)] == ["SEND_F", "SEND_F", "SEND_B", "SEND_B"]
 
 
 def test_slices_have_transfers_of_their_own() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+import unit_needs
 from schedule_oracle import random_order
 
 from evenpipe.schedule import (
@@ -59,8 +60,8 @@ def earlier(program: Program) -> dict[tuple[int, int], set[tuple[int, int]]]:
             result = {at} | (of((device, position - 1)) if position else set())
             item = program.rows[device][position]
             if isinstance(item, Pass):
-                for transfer in dependencies.waits_for(item, device):
-                    for producer, _ in dependencies.producers(transfer, device):
+                for transfer in unit_needs.waits_for(dependencies, item, device):
+                    for producer, _ in unit_needs.producers(dependencies, transfer, device):
                         route = dependencies.route_of(transfer, device)
                         theirs = route.transfer(producer, transfer.microbatch)
                         result |= of(place[producer, str(theirs)])
@@ -94,7 +95,7 @@ def check(program: Program) -> None:
         for position, sent in releases(program, device).items():
             for transfer in sent:
                 assert isinstance(transfer, Transfer) and transfer in row[:position]
-                for other, consumer in dependencies.consumers(transfer, device):
+                for other, consumer in unit_needs.consumers(dependencies, transfer, device):
                     place = position_of(program, other, consumer)
                     assert other == device or (other, place) in before[device, position]
 

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import unit_needs
 from schedule_oracle import DIAMOND, GRAPHS, UNEVEN, completes, end_times, order_is_sound, random_costs, random_order
 from traced_steps import measured
 
@@ -108,8 +109,8 @@ def test_branches_run_side_by_side() -> None:
 def test_a_backward_needs_the_gradients_of_every_branch() -> None:
     order = diamond()
     dependencies = Dependencies.of(order)
-    assert list(map(str, dependencies.waits_for(Pass.parse("0B1"), 0))) == ["0RECV_B1<1", "0RECV_B1<2"]
-    assert list(map(str, dependencies.waits_for(Pass.parse("3F0"), 3))) == ["3RECV_F0<1", "3RECV_F0<2"]
+    assert list(map(str, unit_needs.waits_for(dependencies, Pass.parse("0B1"), 0))) == ["0RECV_B1<1", "0RECV_B1<2"]
+    assert list(map(str, unit_needs.waits_for(dependencies, Pass.parse("3F0"), 3))) == ["3RECV_F0<1", "3RECV_F0<2"]
     without = add_communication(order).to_csv().replace(",2SEND_B1", "")
     assert "2SEND_B1 is missing" in [
         fault.what for fault in check_program(Program.from_csv(without, edges=DIAMOND)).faults

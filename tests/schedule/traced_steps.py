@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, generate
+import unit_needs
+
+from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, add_communication, generate
 from evenpipe.schedule.passes import unit_of
 from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
-from evenpipe.schedule.transforms import add_communication
 from evenpipe.simulate import simulate
 
 COPIES = (Kind.O, Kind.L)
@@ -82,7 +83,7 @@ def measured(program: Program, costs: Costs) -> Trace:
                 passes.append(PassTime(item, clock, clock, 0.0))
                 continue
             waited = clock
-            for transfer in dependencies.waits_for(item, device):
+            for transfer in unit_needs.waits_for(dependencies, item, device):
                 route = dependencies.route_of(transfer, device)
                 assert route is not None
                 until = max(waited, ends[route.number, unit_of(transfer, program.slices)])

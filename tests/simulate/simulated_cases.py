@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import unit_needs
+
 from evenpipe.errors import InputError
 from evenpipe.schedule import MODES, SCHEDULES, Costs, Dependencies, Kind, Order, Pass, Placement, generate, plan_order
 
@@ -74,9 +76,9 @@ def random_order(placement: Placement, microbatches: int, split: bool, barriers:
 
     needs = {}
     for device, item in left:
-        before = [present(device, earlier) for earlier in dependencies.after(item, device)]
-        for transfer in dependencies.waits_for(item, device):
-            before += [present(*made) for made in dependencies.producers(transfer, device)]
+        before = [present(device, earlier) for earlier in unit_needs.after(dependencies, item, device)]
+        for transfer in unit_needs.waits_for(dependencies, item, device):
+            before += [present(*made) for made in unit_needs.producers(dependencies, transfer, device)]
         needs[device, item] = set(before)
     rows: list[list[Pass]] = [[] for _ in range(placement.devices)]
     while left:

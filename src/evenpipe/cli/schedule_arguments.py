@@ -35,7 +35,8 @@ LARGEST = 10_000_000
 
 def schedules_help() -> str:
     """Return help text with one line per schedule."""
-    from evenpipe.schedule.registry import SCHEDULES, describe
+    from evenpipe.schedule.generators import SCHEDULES
+    from evenpipe.schedule.registry import describe
 
     lines = [f"  {name:12s}{describe(name)}" for name in SCHEDULES]
     return "\n".join(["schedules:", *lines])

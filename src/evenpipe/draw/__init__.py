@@ -4,8 +4,6 @@ All four share one drawing model (`panel`, `kinds`, `figures`), and simulated an
 same code.
 """
 
-from __future__ import annotations
-
 from .bars import Bars, bars_svg, bars_text
 from .files import EXTENSIONS, check_file, draw
 from .page import page

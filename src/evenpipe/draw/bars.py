@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
-from .axis import round_step
-from .canvas import FAINT, TEXT, Canvas, n, text_width
-from .figures import bytes_text
+from .canvas import FAINT, LEGEND_LINE, TEXT, Canvas, n, text_width
+from .figures import bytes_text, round_step
 
 COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
 """Colours of terms, in order. Neighbours differ in lightness."""
 LETTERS = "#=+*o%x:@"
 """Of terms, in the terminal."""
-_HEIGHT, _GAP, _LEFT, _HEADING, _LEGEND = 18.0, 4.0, 74.0, 34.0, 22.0
+_HEIGHT, _GAP, _LEFT, _HEADING = 18.0, 4.0, 74.0, 34.0
 _MOST_BARS = 64
 
 
@@ -65,41 +64,21 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
             top += _HEIGHT + _GAP
     if limit is not None:
         canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", TEXT)
-    top = _axis(canvas, top, most, scale, width - right)
-    top = _legend(canvas, top, terms, width, limit)
+    unit = 1024.0 ** max(0, int(len(f"{int(most)}") - 1) // 3)
+    step = round_step(most / unit / max(1.0, (width - right - _LEFT) / 90)) * unit
+    sizes = [number * step for number in range(int(most / step + 1e-9) + 1)]
+    marks = ((_LEFT + size * scale, bytes_text(size)) for size in sizes)
+    canvas.axis(marks, _LEFT, width - right, top + 2)
+    entries = list(zip(COLOURS, terms, strict=False))
+    if limit is not None:
+        entries.append((TEXT, f"line: {bytes_text(limit)} of a device"))
+    top = canvas.legend(entries, _LEFT, width - 10, top + 32) + LEGEND_LINE + 2
     summary = "; ".join(f"{group.name}: {_figures(group)}" for group in groups)
     return canvas.document(width, top, name=title or "Memory of every device", summary=summary)
 
 
 def _figures(group: Bars) -> str:
     return ", ".join(f"device {device} {bytes_text(total)}" for device, total in enumerate(group.totals))
-
-
-def _axis(canvas: Canvas, top: float, most: float, scale: float, end: float) -> float:
-    top += 2
-    unit = 1024.0 ** max(0, int(len(f"{int(most)}") - 1) // 3)
-    step = round_step(most / unit / max(1.0, (end - _LEFT) / 90)) * unit
-    for number in range(int(most / step + 1e-9) + 1):
-        x = _LEFT + number * step * scale
-        canvas.text(x, top + 18, bytes_text(number * step), 11, fill=FAINT, anchor="middle" if number else "start")
-        canvas.path(f"M{n(x)} {n(top)}v5", FAINT)
-    canvas.path(f"M{n(_LEFT)} {n(top)}H{n(end)}", FAINT)
-    return top + 30
-
-
-def _legend(canvas: Canvas, top: float, terms: Sequence[str], width: float, limit: float | None) -> float:
-    entries = list(zip(COLOURS, terms, strict=False))
-    if limit is not None:
-        entries.append((TEXT, f"line: {bytes_text(limit)} of a device"))
-    x = _LEFT
-    for colour, text in entries:
-        size = 20 + text_width(text, 12)
-        if x + size > width - 10 and x > _LEFT:
-            x, top = _LEFT, top + _LEGEND
-        canvas.rect(x, top, 13, 13, colour)
-        canvas.text(x + 19, top + 10.5, text, 12)
-        x += size + 18
-    return top + _LEGEND + 2
 
 
 def bars_text(groups: Sequence[Bars], *, width: int = 100, limit: float | None = None) -> str:

@@ -5,7 +5,7 @@ A style sheet, which other programs ignore, draws the same shapes on a dark back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from evenpipe.given import plain
@@ -14,6 +14,9 @@ from .kinds import IDLE, for_dark
 
 TEXT, FAINT = "#1c2026", "#5c6570"
 """Colours of normal and of faint text."""
+
+LEGEND_LINE = 22
+"""Height of a line of a legend."""
 
 _GROUND = "#ffffff"
 _IN_THE_DARK = {_GROUND: "#14171c", TEXT: "#e6e9ee", FAINT: "#a0a8b4", IDLE: "#2a2f37"}
@@ -52,6 +55,25 @@ class Canvas:
             f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{fill}"{more}>{escape(plain(text))}</text>'
         )
 
+    def axis(self, marks: Iterable[tuple[float, str]], left: float, right: float, y: float) -> None:
+        """Add a line with marks, each at an x and with a text below."""
+        for x, text in marks:
+            self.text(x, y + 18, text, 11, fill=FAINT, anchor="middle" if x > left else "start")
+            self.path(f"M{n(x)} {n(y)}v5", FAINT)
+        self.path(f"M{n(left)} {n(y)}H{n(right)}", FAINT)
+
+    def legend(self, entries: Iterable[tuple[str, str]], left: float, right: float, top: float) -> float:
+        """Add colours and their texts in lines; return the top of the last one."""
+        x = left
+        for colour, text in entries:
+            size = 20 + text_width(text, 12)
+            if x + size > right and x > left:
+                x, top = left, top + LEGEND_LINE
+            self.rect(x, top, 13, 13, colour)
+            self.text(x + 19, top + 10.5, text, 12)
+            x += size + 18
+        return top
+
     def document(self, width: float, height: float, *, name: str, summary: str) -> str:
         """Return the document, on white, or dark for readers who prefer it. name, summary: for screen readers."""
         return "\n".join(
@@ -68,8 +90,7 @@ class Canvas:
         )
 
     def _dark(self) -> Iterator[str]:
-        """Return style rules for boxes, text and lines of this picture only, because a notebook has others in the same
-        document."""
+        """Return style rules for this picture only: a notebook has others in the same document."""
         for colour in self._colours:
             raised = _IN_THE_DARK.get(colour) or for_dark(colour)
             if raised != colour:

@@ -36,24 +36,16 @@ class Looks:
     """The kinds and colours in use, numbered by first use: one table for all panels of a page."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[int, tuple[str, ...]]] = []
-        self.resources = list(RESOURCES)
-        self._numbers: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.entries: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.resources = {name: number for number, name in enumerate(RESOURCES)}
 
     def of(self, panel: Panel, event: Event) -> int:
         """Return the number of kind and colours of an event."""
-        entry = (number_of(event.item.kind), panel.colours(event))
-        number = self._numbers.get(entry)
-        if number is None:
-            number = self._numbers[entry] = len(self.entries)
-            self.entries.append(entry)
-        return number
+        return self.entries.setdefault((number_of(event.item.kind), panel.colours(event)), len(self.entries))
 
     def resource(self, name: str) -> int:
         """Return the number of the resource that an event waited for."""
-        if name not in self.resources:
-            self.resources.append(name)
-        return self.resources.index(name)
+        return self.resources.setdefault(name, len(self.resources))
 
 
 def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
@@ -129,7 +121,11 @@ def _table(
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
     items = [event.item for event in events]
-    texts = {number: str(item) for number, item in enumerate(items) if item.kind is Kind.OVERLAP_F_B or _is_named(item)}
+    texts = {
+        number: str(item)
+        for number, item in enumerate(items)
+        if item.kind is Kind.OVERLAP_F_B or (isinstance(item, Transfer) and item.peer is not None)
+    }
     causes, resources, unknown = _causes(events, looks)
     table = [
         _differences(starts),
@@ -142,11 +138,6 @@ def _table(
         resources,
     ]
     return table, texts, unknown
-
-
-def _is_named(item: Item) -> bool:
-    """Return whether a hop names the stage at its other end."""
-    return isinstance(item, Transfer) and item.peer is not None
 
 
 def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], dict[int, str]]:

@@ -1,4 +1,4 @@
-"""Figures of a timeline as text: times, bytes, shares, and the line next to every picture."""
+"""Figures of a timeline as text: times, bytes, shares, the line next to every picture, and the marks of its axis."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ def peak_text(panel: Panel) -> str:
     return f"{text} of {max(panel.timeline.peak_in_flight, default=0)} in flight"
 
 
+def peak_of(panel: Panel, device: int) -> str:
+    """Return the highest memory of a device: bytes, or the number of stage activations alone."""
+    amount = panel.peaks[device]
+    return bytes_text(amount) if panel.knows_bytes else number_text(amount)
+
+
 def amount_text(panel: Panel, amount: float) -> str:
     """Return an amount of memory in the unit of `panel`: bytes, or stage activations."""
     return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} {panel.held}"
@@ -91,3 +97,25 @@ def bytes_text(value: float) -> str:
         value /= 1024
         power += 1
     return f"{number_text(value)} {_BYTES[power]}"
+
+
+def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
+    """Return (time, text) of round times from 0 to `length`, about `most` of them."""
+    step = round_step(length / max(1.0, most), scale.unit_seconds)
+    if step <= 0:
+        return [(0.0, scale.text(0.0))]
+    return [(number * step, scale.text(number * step)) for number in range(int(length / step + 1e-9) + 1)]
+
+
+def round_step(step: float, unit_seconds: float | None = None) -> float:
+    """Return the next of 1, 2, 5, 10, 20, ... from `step` on, in seconds if `unit_seconds` is known; 0 for 0."""
+    if step <= 0:
+        return 0.0
+    unit = unit_seconds or 1.0
+    wanted = step * unit
+    power = 1.0
+    while power > wanted:
+        power /= 10
+    while power * 10 <= wanted:
+        power *= 10
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9)) / unit

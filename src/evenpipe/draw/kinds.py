@@ -77,8 +77,7 @@ def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...
 
 
 def _shade(colour: str, place: int, shades: int) -> str:
-    """Return one of several shades of `colour`: light for the first stage of a device, at place 0, dark for the
-    last."""
+    """Return one of several shades of `colour`: light at place 0, for the first stage of a device, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3
@@ -104,17 +103,14 @@ def text_of(rgb: tuple[float, ...]) -> str:
 
 def luminance(colour: str) -> float:
     """Return the relative luminance, 0 to 1 (WCAG 2.2)."""
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in _unit(colour)]
+    unit = [value / 255 for value in channels(colour)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in unit]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def ink_on(colour: str) -> str:
     """Return black or white, whichever is easier to read on `colour`."""
     return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # luminance at which both have the same contrast
-
-
-def _unit(colour: str) -> list[float]:
-    return [value / 255 for value in channels(colour)]
 
 
 def for_dark(colour: str) -> str:

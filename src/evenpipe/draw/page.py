@@ -21,7 +21,7 @@ from evenpipe.given import plain
 from .encode import Looks, encode
 from .figures import Scale, amount_text, busy_share, figures, share_text
 from .kinds import LOOKS, for_dark, ink_on
-from .panel import Panel, Timelines, panels_of
+from .panel import Panel, Timelines, kinds_in, panels_of
 
 SCRIPTS = (
     "decode.js",
@@ -79,7 +79,7 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
             (kind, [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours])
             for kind, colours in looks.entries
         ],
-        "resources": looks.resources,
+        "resources": list(looks.resources),
         "panels": encoded,
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -99,7 +99,7 @@ def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
 
 def _devices(panel: Panel) -> str:
     """Return, per device, how busy it is, its peak, and the time of each kind as a share of the makespan."""
-    kinds = panel.kinds
+    kinds = kinds_in([panel])
     head = "".join(f'<th scope="col" title="{escape(LOOKS[kind].words)}">{kind.value}</th>' for kind in kinds)
     whole = panel.timeline.makespan
     lines = []

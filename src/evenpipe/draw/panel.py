@@ -53,8 +53,7 @@ class Panel:
 
     @cached_property
     def passes_beside(self) -> tuple[tuple[Event, ...], ...]:
-        """Return copies to the host and back, and collectives over replicas, per device, by start, without those of
-        length 0."""
+        """Return copies, and collectives over replicas, per device, by start, without those of length 0."""
         return tuple(
             tuple(event for event in row if isinstance(event.item, Pass) and event.end > event.start)
             for row in self.beside
@@ -96,16 +95,9 @@ class Panel:
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Return, per device, the stages of its passes, ascending."""
         return tuple(
-            tuple(sorted({part.stage for event in row for part in _parts(event) if part.stage is not None}))
+            tuple(sorted({part.stage for event in row for part in parts(event) if part.stage is not None}))
             for row in self.rows
         )
-
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return kinds of pass that take compute time, in the order of legends."""
-        timed = [event for row in self.rows for event in row if event.end > event.start]
-        found = {part.kind for event in timed for part in _parts(event)}
-        return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
     def colours(self, event: Event) -> tuple[str, ...]:
         """Return one colour, or one per part of passes that run as one."""
@@ -150,7 +142,7 @@ class Panel:
             return [(time, value) for time, value in memory[device]] if device < len(memory) else []
         steps: Curve = []
         for event in self.rows[device]:
-            for part in _parts(event):
+            for part in parts(event):
                 added = IN_FLIGHT.get(part.kind, 0)
                 if added:
                     steps.append((event.start if added > 0 else event.end, float(added)))
@@ -182,13 +174,13 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
     """Return kinds of pass that take time in any of the panels, in the order of legends."""
-    found = {kind for panel in panels for kind in panel.kinds}
+    timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
+    found = {part.kind for event in timed for part in parts(event)}
     return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:
-    """Return the lane of each event, given by start, such that events of one lane do not overlap: as few lanes as
-    possible."""
+    """Return the lane of each event, given by start: as few lanes as possible, in which events do not overlap."""
     free: list[float] = []  # per lane, the end of its last event
     chosen = []
     for event in events:
@@ -207,5 +199,6 @@ def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:
     return tuple(sorted(row, key=lambda event: event.start))
 
 
-def _parts(event: Event) -> tuple[Pass, ...]:
+def parts(event: Event) -> tuple[Pass, ...]:
+    """Return the passes that ran in an event; none for a transfer."""
     return parts_of(event.item) if isinstance(event.item, Pass) else ()

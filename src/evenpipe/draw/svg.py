@@ -5,22 +5,21 @@ Only shapes with plain attributes are used, without scripts, so every viewer and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from evenpipe.schedule import Event, Item, Kind, Pass, TransferKind
 from evenpipe.schedule.passes import SHARDING_KINDS, unit_text
 from evenpipe.schedule.sharding import part_of
 
-from .axis import ticks
-from .canvas import FAINT, Canvas, n, text_width
+from .canvas import FAINT, LEGEND_LINE, Canvas, n, text_width
 from .columns import cut, mean_colour
-from .figures import Scale, amount_text, figures, number_text
+from .figures import Scale, figures, peak_of, ticks
 from .kinds import IDLE, LOOKS, ink_on
 from .panel import Panel, Timelines, kinds_in, lanes, panels_of
 
 _MEMORY = "#8d97a5"
-_RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
+_RIGHT, _HEADING, _AXIS = 14, 34, 30
 _SPEEDUP = 40
 """Font size of the speedup."""
 _WAIT = 0.3
@@ -93,7 +92,7 @@ class _Page:
         self.left = 12 + text_width(f"device {max(most - 1, 0)}", 12)
         self.right = float(_RIGHT)
         if memory:
-            texts = [self._peak(panel, device) for panel in panels for device in range(panel.devices)]
+            texts = [peak_of(panel, device) for panel in panels for device in range(panel.devices)]
             self.right += max((text_width(text, 10) for text in texts), default=0)
         self.pixels_per_unit = (width - self.left - self.right) / self.length if self.length else 0.0
         self.canvas = Canvas()
@@ -173,23 +172,17 @@ class _Page:
             self._number(_short(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
-        height = self.rows.height
         x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
         edge = 0.4 if width >= 4 else 0.0  # half of the light line between neighbours
         colours = panel.colours(event)
+        part = self.rows.height / len(colours)
         for index, colour in enumerate(colours):
-            part = height / len(colours)
             self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
         if event.item.microbatch is not None:
-            self._number(unit_text(event.item), colours[0], _Box(x, y, width, height))
-        elif len(colours) > 1:
-            self._numbers_of_parts(event, colours, x, width, y)
-
-    def _numbers_of_parts(self, event: Event, colours: tuple[str, ...], x: float, width: float, y: float) -> None:
-        height = self.rows.height / len(colours)
-        parts = getattr(event.item, "parts", ())
-        for index, (part, colour) in enumerate(zip(parts, colours, strict=True)):
-            self._number(unit_text(part), colour, _Box(x, y + index * height, width, height))
+            self._number(unit_text(event.item), colours[0], _Box(x, y, width, self.rows.height))
+        elif isinstance(event.item, Pass):
+            for index, (one, colour) in enumerate(zip(event.item.parts, colours, strict=False)):
+                self._number(unit_text(one), colour, _Box(x, y + index * part, width, part))
 
     def _number(self, text: str, colour: str, box: _Box) -> None:
         """Draw `text` in the middle of `box`, if it is readable there."""
@@ -234,11 +227,7 @@ class _Page:
             drawn, top = x, value
         path.append(f"H{n(max(x, self._x(panel, curve[-1][0])))}V{n(base)}Z")
         self.canvas.area("".join(path), _MEMORY, 0.55)
-        self.canvas.text(self.width - 6, base, self._peak(panel, device), 10, fill=FAINT, anchor="end")
-
-    def _peak(self, panel: Panel, device: int) -> str:
-        amount = panel.peaks[device]
-        return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
+        self.canvas.text(self.width - 6, base, peak_of(panel, device), 10, fill=FAINT, anchor="end")
 
     def _speedup(self, panel: Panel, bottom: float) -> None:
         """Write the speedup over the first panel, in the middle of the free space to the right of the rows."""
@@ -252,44 +241,34 @@ class _Page:
 
     def _axis(self, top: float, bottom: float, unit: str) -> float:
         bottom += 2
-        for time, text in ticks(self.length, self.scale, (self.width - self.left - self.right) / 90):
-            x = self.left + time * self.pixels_per_unit
-            self.canvas.text(x, bottom + 18, text, 11, fill=FAINT, anchor="middle" if time else "start")
-            self.canvas.path(f"M{n(x)} {n(bottom)}v5", FAINT)
-        self.canvas.path(f"M{n(self.left)} {n(bottom)}H{n(self.width - self.right)}", FAINT)
+        times = ticks(self.length, self.scale, (self.width - self.left - self.right) / 90)
+        marks = ((self.left + time * self.pixels_per_unit, text) for time, text in times)
+        self.canvas.axis(marks, self.left, self.width - self.right, bottom)
         if unit:
             self.canvas.text(self.width - self.right, bottom + 34, f"time, in {unit}", 11, fill=FAINT, anchor="end")
         return bottom + _AXIS + (14 if unit else 0)
 
     def _legend(self, top: float) -> float:
         beside = {event.item.kind for panel in self.panels for row in panel.passes_beside for event in row}
-        entries = _entries(kinds_in(self.panels)) + _entries(kind for kind in LOOKS if kind in beside)
+        entries = _entries(kinds_in(self.panels)) + _entries(beside)
         entries.append((IDLE, "idle"))
         if self.waits:
-            awaited = {kind for panel in self.panels for kind in panel.awaited}
-            entries += _entries((kind for kind in LOOKS if kind in awaited), "waits for ")
-        x = self.left
-        for colour, text in entries:
-            size = 20 + text_width(text, 12)
-            if x + size > self.width - 10 and x > self.left:
-                x, top = self.left, top + _LEGEND
-            self.canvas.rect(x, top, 13, 13, colour)
-            self.canvas.text(x + 19, top + 10.5, text, 12)
-            x += size + 18
+            entries += _entries([kind for panel in self.panels for kind in panel.awaited], "waits for ")
+        top = self.canvas.legend(entries, self.left, self.width - 10, top)
         if any(len(stages) > 1 for panel in self.panels for stages in panel.stages):
-            top += _LEGEND
+            top += LEGEND_LINE
             self.canvas.text(
                 self.left, top + 10.5, "lighter to darker: from the first to the last stage of a device", 12
             )
-        return top + _LEGEND + 2
+        return top + LEGEND_LINE + 2
 
     def _x(self, panel: Panel, time: float) -> float:
         return self.left + (time - panel.origin) * self.pixels_per_unit
 
 
-def _entries(kinds: Iterable[Kind | TransferKind], begin: str = "") -> list[tuple[str, str]]:
+def _entries(kinds: Collection[Kind | TransferKind], begin: str = "") -> list[tuple[str, str]]:
     """Return colour and text of each look in a legend; kinds that look alike share the first one's."""
-    first = {LOOKS[kind]: kind for kind in reversed(list(kinds))}
+    first = {look: kind for kind, look in reversed(LOOKS.items()) if kind in kinds}
     return [(look.colour, f"{begin}{kind.value}  {look.words}") for look, kind in reversed(first.items())]
 
 

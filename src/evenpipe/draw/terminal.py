@@ -19,9 +19,8 @@ from evenpipe.schedule import Event, Kind, TransferKind
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, unit_text
 
 from .ansi import DEPTHS, Painter
-from .axis import ticks
 from .columns import Piece, cut, mean_colour
-from .figures import Scale, amount_text, busy_share, figures, number_text
+from .figures import Scale, busy_share, figures, peak_of, ticks
 from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
@@ -88,9 +87,7 @@ class _Page:
         self.panels, self.painter, self.width, self.scale, self.waits = panels, painter, width, scale, waits
         most = max(panel.devices for panel in panels)
         self.left = len(f"device {max(most - 1, 0)}") + 1
-        self.right = max(
-            [6, *(1 + len(self._peak(panel, device)) for panel in panels for device in range(panel.devices))]
-        )
+        self.right = max([6, *(1 + len(peak_of(panel, device)) for panel in panels for device in range(panel.devices))])
         self.columns = width - self.left - self.right
         self.length = max(panel.length for panel in panels)
         self.bands = 1 if overview or painter.colourful else self._bands_wanted()
@@ -114,8 +111,7 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _bands_wanted(self) -> int:
-        """Return how many bands give a pass of the shortest kind of a stage room for its letter and microbatch; 1 if
-        that is too many."""
+        """Return how many bands give the shortest kind of a stage room for letter and microbatch; 1 if too many."""
         lasting: dict[Kind | TransferKind, list[float]] = {}
         longest = 0
         for event in (event for panel in self.panels for row in panel.rows for event in row):
@@ -171,9 +167,10 @@ class _Page:
 
     def _coloured(self, panel: Panel, cells: list[list[Piece]], dots: dict[int, str]) -> str:
         labels = _labels(cells, self._step)
-        body = []
-        for column, pieces in enumerate(cells):
-            body.append(self._cell(panel, pieces, labels.get(column, ""), dots.get(column, _IDLE)))
+        body = (
+            self._cell(panel, pieces, labels.get(column, ""), dots.get(column, _IDLE))
+            for column, pieces in enumerate(cells)
+        )
         return "".join(body) + self.painter.reset
 
     def _cell(self, panel: Panel, pieces: list[Piece], label: str, dot: str) -> str:
@@ -201,12 +198,8 @@ class _Page:
         values = _highest_per_column(panel, device, self._step, self.columns * self.bands)
         heights = _HEIGHTS if self.painter.colourful else " .:-=+*%#"
         text = "".join(heights[round(8 * value / highest) if highest else 0] for value in values)
-        peak = self._peak(panel, device).rjust(self.right)
+        peak = peak_of(panel, device).rjust(self.right)
         return [(" " * self.left + self.painter.faint(band + peak)).rstrip() for band in self._in_bands(text)]
-
-    def _peak(self, panel: Panel, device: int) -> str:
-        amount = panel.peaks[device]
-        return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
     def _axis(self, band: int) -> list[str]:
         marks = [" "] * self.width
@@ -223,7 +216,8 @@ class _Page:
     def _legend(self) -> list[str]:
         entries = []
         kinds = list(kinds_in(self.panels))
-        if not self.painter.colourful and any(_has_pairs(panel) for panel in self.panels):
+        events = (event for panel in self.panels for row in panel.rows for event in row)
+        if not self.painter.colourful and any(event.item.kind is Kind.OVERLAP_F_B for event in events):
             kinds.append(Kind.OVERLAP_F_B)  # in colour, its parts are visible
         for kind in kinds:
             look = LOOKS[kind]
@@ -231,10 +225,6 @@ class _Page:
             chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
             entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
         return _wrapped(entries, "  ", self.width)
-
-
-def _has_pairs(panel: Panel) -> bool:
-    return any(event.item.kind is Kind.OVERLAP_F_B for row in panel.rows for event in row)
 
 
 def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
@@ -263,8 +253,7 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """Return the colours of a pass; odd units are a little darker, so that neighbours of one kind are
-    distinct."""
+    """Return the colours of a pass; odd units are a little darker, to tell neighbours of one kind apart."""
     colours = panel.colours(piece.event)
     odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours

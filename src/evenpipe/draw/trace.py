@@ -13,14 +13,14 @@ Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-P
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterator
+from itertools import chain, count
 from typing import Any
 
-from evenpipe.schedule import Event, Item, Kind, Pass, Transfer, parts_of
+from evenpipe.schedule import Event, Item, Kind, Transfer
 from evenpipe.schedule.passes import SHARDING_KINDS
 
-from .panel import Panel, Timelines, lanes, panels_of
+from .panel import Panel, Timelines, lanes, panels_of, parts
 
 _MICROSECONDS = 1e6
 _DEFAULT_UNIT_SECONDS = 1e-3
@@ -154,9 +154,10 @@ def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
     if placement is None:
         return
     runs: dict[tuple[bool, int | None, int | None, int], Event] = {}
-    for event, part in _passes(panel):
-        if part.kind is Kind.F or part.kind in _BACKWARD:
-            runs[part.kind is Kind.F, part.stage, part.microbatch, part.slice] = event
+    for event in chain.from_iterable(panel.rows):
+        for part in parts(event):
+            if part.kind is Kind.F or part.kind in _BACKWARD:
+                runs[part.kind is Kind.F, part.stage, part.microbatch, part.slice] = event
     for (forward, stage, microbatch, slice_), event in runs.items():
         if stage is None:
             continue
@@ -164,11 +165,3 @@ def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
             target = runs.get((forward, beside, microbatch, slice_))
             if target is not None and target.device != event.device:
                 yield event, target
-
-
-def _passes(panel: Panel) -> Iterable[tuple[Event, Pass]]:
-    for row in panel.rows:
-        for event in row:
-            if isinstance(event.item, Pass):
-                for part in parts_of(event.item):
-                    yield event, part

@@ -4,8 +4,6 @@ Megatron's pipeline layouts, in.
 Nothing here imports torch or Megatron.
 """
 
-from __future__ import annotations
-
 from .megatron_layout import MegatronLayout, StageLayout, from_megatron
 from .torch_csv import from_torch, to_torch
 from .torch_schedule import from_torch_schedule, is_torch_schedule

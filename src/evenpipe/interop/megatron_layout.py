@@ -45,21 +45,6 @@ class MegatronLayout:
         """Return the decoder layers of each stage."""
         return tuple(stage.layers for stage in self.stages)
 
-    @property
-    def embedding_stage(self) -> int:
-        """Return the stage with the embedding: the first."""
-        return next(number for number, stage in enumerate(self.stages) if stage.embedding)
-
-    @property
-    def prediction_stage(self) -> int | None:
-        """Return the stage with the multi-token prediction layers; None if there are none."""
-        return next((number for number, stage in enumerate(self.stages) if stage.prediction_layers), None)
-
-    @property
-    def loss_stage(self) -> int:
-        """Return the stage with the output layer and the loss: the last."""
-        return next(number for number, stage in enumerate(self.stages) if stage.loss)
-
     def placement(self, devices: int) -> Placement:
         """Place these stages on `devices`, round-robin like Megatron's virtual pipeline.
 
@@ -105,13 +90,11 @@ def _expanded(text: str) -> Iterator[Letter]:
         if character == "(":
             body, here = _group(text, characters, here)
             times, here = _times(text, characters, here, f"the group that opens at position {place}")
-            assert times is not None
         elif character in LETTERS or character == "|":
             body, here = [characters[here]], here + 1
             times, here = _times(text, characters, here, None)
         else:
             raise _error(text, place, f"'{character}' where {_ACCEPTED} or ( is expected")
-        times = 1 if times is None else times
         count += times * len(body)
         if count > LONGEST:
             raise _error(text, place, f"more than {LONGEST} layers and stages")
@@ -131,7 +114,7 @@ def _group(text: str, characters: list[Letter], here: int) -> tuple[list[Letter]
             raise _error(text, place, f"'{character}' where {_ACCEPTED} or ) is expected")
         letter = characters[here]
         times, here = _times(text, characters, here + 1, None)
-        body += [letter] * min(1 if times is None else times, LONGEST + 1)
+        body += [letter] * min(times, LONGEST + 1)
     if here == len(characters):
         raise _error(text, opening, "a group that is not closed")
     if characters[here - 1][1] == "(":
@@ -139,14 +122,13 @@ def _group(text: str, characters: list[Letter], here: int) -> tuple[list[Letter]
     return body, here + 1
 
 
-def _times(text: str, characters: list[Letter], here: int, repeated: str | None) -> tuple[int | None, int]:
-    """Return the number after a `*` at `here`, and where it ends; None without a `*`, which a group (`repeated`)
-    needs."""
+def _times(text: str, characters: list[Letter], here: int, repeated: str | None) -> tuple[int, int]:
+    """Return the number after a `*` at `here`, and where it ends; 1 without a `*`, which a group (`repeated`) needs."""
     if here == len(characters) or characters[here][1] != "*":
         if repeated:
             place = characters[here][0] if here < len(characters) else len(text) + 1
             raise _error(text, place, f"no * and number after {repeated}")
-        return None, here
+        return 1, here
     star, here = characters[here][0], here + 1
     digits = ""
     while here < len(characters) and characters[here][1] in "0123456789":

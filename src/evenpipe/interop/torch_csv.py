@@ -11,13 +11,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
     Item,
     Kind,
     Order,
+    Pass,
     Program,
     Transfer,
     add_communication,
@@ -27,7 +27,7 @@ from evenpipe.schedule import (
     parts_of,
 )
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, SHARDING_KINDS
-from evenpipe.schedule.text import cell_name
+from evenpipe.schedule.text import cell_name, rows_to_csv
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
@@ -53,17 +53,18 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
                 raise InputError(f"device {device}, position {position}: {why}")
     if not schedule.placement.is_chain:
         raise InputError("torch's runtime knows chains of stages only; a stage of this order has several next to it")
-    order = schedule.order if isinstance(schedule, Program) else schedule
     if lowered is None:
         lowered = isinstance(schedule, Program)
     if not lowered:
-        check_order(order).raise_if_faulty()
-        return _text([item for item in row if item is None or item.kind in COMPUTE_KINDS] for row in order.rows)
+        check_order(schedule.order).raise_if_faulty()
+        return rows_to_csv(
+            [item for item in row if item is None or item.kind in COMPUTE_KINDS] for row in schedule.order.rows
+        )
     if isinstance(schedule, Order):
         check_order(schedule).raise_if_faulty()
         schedule = add_communication(schedule)
     check_program(schedule).raise_if_faulty()
-    return _text(add_sharding(schedule, gathers=True, tied=False, reshard=True, prefetch=PREFETCHED).rows)
+    return rows_to_csv(add_sharding(schedule, gathers=True, tied=False, reshard=True, prefetch=PREFETCHED).rows)
 
 
 def from_torch(text: str) -> Order | Program:
@@ -87,19 +88,18 @@ def from_torch(text: str) -> Order | Program:
                 raise InputError(f"{cell_name(number, column)}: a quoted cell continues on the next line")
     plain = "\n".join(",".join(row) for row in rows)
     program = Program.from_csv(plain)
-    lowered = any(isinstance(item, Transfer) or (item and item.kind in SHARDING_KINDS) for item in _cells(program))
+    items = {item for row in program.rows for item in row if item is not None}
+    lowered = any(isinstance(item, Transfer) or item.kind in SHARDING_KINDS for item in items)
     return program if lowered else Order.from_csv(plain)
 
 
 def _unspeakable(item: Item | None) -> str:
-    """Return why torch's runtime does not have `item`, and what to do; None if it has."""
+    """Return why torch's runtime does not have `item`, and what to do; an empty text if it has."""
     if item is None:
         return ""
-    if isinstance(item, Transfer):
-        if item.kind in HOP_KINDS:
-            return _sliced(item, item.slice)
+    if isinstance(item, Transfer) and item.kind not in HOP_KINDS:
         return f"{item} is a collective of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
-    for part in parts_of(item):
+    for part in parts_of(item) if isinstance(item, Pass) else (item,):
         if part.kind in {Kind.R, *OFFLOAD_KINDS}:
             return (
                 f"{part} recomputes, offloads or loads activations, which torch's runtime cannot schedule; "
@@ -108,23 +108,11 @@ def _unspeakable(item: Item | None) -> str:
         if part.stage is None and part.kind is not Kind.OVERLAP_F_B:
             return f"{part} is a pass of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
         if part.slice:
-            return _sliced(part, part.slice)
+            return (
+                f"{part} is for a slice of a sequence, but torch's runtime does not cut sequences; "
+                "take an order without slices"
+            )
     return ""
-
-
-def _sliced(item: Item, slice_: int) -> str:
-    cut = (
-        f"{item} is for a slice of a sequence, but torch's runtime does not cut sequences; take an order without slices"
-    )
-    return cut if slice_ else ""
-
-
-def _text(rows: Iterable[Sequence[Item | None]]) -> str:
-    return "".join(",".join("" if item is None else str(item) for item in row) + "\n" for row in rows)
-
-
-def _cells(program: Program) -> Iterator[Item | None]:
-    return (item for row in program.rows for item in row)
 
 
 def _cell(cell: str) -> str:

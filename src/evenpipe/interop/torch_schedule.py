@@ -13,25 +13,25 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Order, Program
+from evenpipe.schedule.text import rows_to_csv
 
 from .torch_csv import from_torch
 
 MODULE = "torch.distributed.pipelining.schedules"
 
-Rows = Mapping[int, Iterable[Any]]
+Rows = Mapping[int, Sequence[Any]]
 """Rank -> actions, None for an idle slot."""
 
 
 def is_torch_schedule(value: Any) -> bool:
-    """Return whether this is a schedule of torch, an instance or a class. Imports nothing: if one exists, its module is
-    loaded."""
+    """Return whether this is a schedule of torch, or a class of them. Imports nothing: if so, its module is loaded."""
     module = sys.modules.get(MODULE)
     if module is None:
         return False
@@ -59,13 +59,13 @@ def from_torch_schedule(
     if isinstance(schedule, type):
         schedule = _built(schedule, devices, microbatches, stages_per_device)
     if _is_single(schedule):
-        rows = _executed(schedule)
+        rows: Rows = _executed(schedule)
         _tell_what_differs(name, schedule.pipeline_order, rows)
     else:
         rows = schedule.pipeline_order or getattr(schedule, "pipeline_order_with_comms", None) or {}
         if not rows:
             raise InputError(f"schedule {name} has no rows yet; expected one that has loaded or computed its order")
-    found = from_torch(_text(rows))
+    found = from_torch(rows_to_csv(rows[rank] for rank in sorted(rows)))
     if (found.devices, schedule._n_microbatches) != (devices, microbatches):
         raise InputError(
             f"schedule {name} is for {found.devices} devices and {schedule._n_microbatches} microbatches, not {devices}"
@@ -80,7 +80,8 @@ def _built(schedule: type, devices: int, microbatches: int, stages_per_device: i
     count = stages_per_device or (1 if single else 2)
     if single and count != 1:
         raise InputError(f"schedule {schedule.__name__} has 1 stage per device, not {count}")
-    stages = [_Stage(index, devices, count) for index in range(count)]
+    sizes = {"num_stages": devices * count, "group_size": devices, "group_rank": 0, "submod": None}
+    stages = [SimpleNamespace(stage_index=index * devices, **sizes) for index in range(count)]
     try:
         return schedule(stages[0] if single else stages, microbatches, loss_fn=_no_loss)
     except (ValueError, AssertionError) as error:
@@ -91,19 +92,6 @@ def _built(schedule: type, devices: int, microbatches: int, stages_per_device: i
 
 def _is_single(schedule: Any) -> bool:
     return isinstance(schedule, sys.modules[MODULE].PipelineScheduleSingle)
-
-
-class _Stage(SimpleNamespace):
-    """A stand-in stage with the attributes that the constructors of schedules need."""
-
-    def __init__(self, index: int, devices: int, stages_per_device: int) -> None:
-        super().__init__(
-            stage_index=index * devices,
-            num_stages=devices * stages_per_device,
-            group_size=devices,
-            group_rank=0,
-            submod=None,
-        )
 
 
 class _NotingStage:
@@ -162,13 +150,6 @@ def _tell_what_differs(name: str, reported: Rows | None, executed: Rows) -> None
                     stacklevel=3,
                 )
                 return
-
-
-def _text(rows: Rows) -> str:
-    """Return the file that torch would write for these rows."""
-    return "".join(
-        ",".join("" if action is None else str(action) for action in rows[rank]) + "\n" for rank in sorted(rows)
-    )
 
 
 def _nothing(*_: Any, **__: Any) -> None:

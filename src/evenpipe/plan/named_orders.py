@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.generators import SCHEDULES
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, parts_of
-from evenpipe.schedule.registry import SCHEDULES, generate, options_of
+from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
 from evenpipe.schedule.transforms.vocabulary import add_vocabulary

@@ -4,8 +4,6 @@ Schedules are data: a generator writes an order, transforms lower it to a progra
 model times it.
 """
 
-from __future__ import annotations
-
 from .check import check_order, check_program
 from .check_limit import Limits
 from .costs import EQUAL_COSTS, CopyEngine, Costs, Link
@@ -13,29 +11,24 @@ from .deadlock import DeadlockError
 from .dependencies import Dependencies, Route
 from .faults import Fault, Report
 from .flows import PER_PAIR, SHARING
+from .generators import SCHEDULES
 from .layers import even_split, split_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
 from .planning import MODES, Schedule, evaluation_program, plan_order, plan_program, vocabulary_mode
 from .program import Program
-from .registry import SCHEDULES, generate
+from .registry import generate
 from .timeline import Cause, Event, Timeline
 from .timing import time_order
-from .transforms import (
-    Offloaded,
-    add_communication,
-    add_recompute,
-    add_sharding,
-    add_slices,
-    add_vocabulary,
-    forward_only,
-    interlace,
-    offloaded,
-    plan_offload,
-    without_offload,
-    without_sharding,
-)
+from .transforms.communication import add_communication
+from .transforms.forward_only import forward_only
+from .transforms.interlaced import interlace
+from .transforms.offload import Offloaded, offloaded, plan_offload, without_offload
+from .transforms.recompute import add_recompute
+from .transforms.sharding import add_sharding, without_sharding
+from .transforms.slices import add_slices
+from .transforms.vocabulary import add_vocabulary
 
 __all__ = [
     "EQUAL_COSTS",

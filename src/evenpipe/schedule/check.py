@@ -18,14 +18,14 @@ from types import NoneType
 from evenpipe.errors import InputError
 
 from .check_limit import Limits, check_limits
-from .check_passes import Rows, check_own_needs, check_passes
+from .check_passes import check_own_needs, check_passes
 from .check_transfers import check_transfers
 from .deadlock import DeadlockError
 from .dependencies import Dependencies
 from .faults import Fault, Report
 from .graph import Graph
 from .order import Order
-from .passes import Pass, Transfer
+from .passes import Pass, Rows, Transfer
 from .program import Program
 from .proof import passes_in_place, program_is_sound
 from .queues import check_completion
@@ -62,7 +62,7 @@ def check_program(program: Program, limits: Limits | None = None) -> Report:
         unplaced, misplaced = check_transfers(program, dependencies)
         faults = [*out_of_place, *out_of_order, *unplaced, *misplaced]
         if not out_of_order and not misplaced:
-            faults += check_completion(program, graph)
+            faults += check_completion(program, graph, dependencies)
     return _report(program, order, faults, limits)
 
 

@@ -57,8 +57,7 @@ class FileReport:
         }
 
     def text(self) -> str:
-        """Return the report as text: up to `SHOWN` faults, each with the rows around it, or a description of the
-        schedule."""
+        """Return the report as text: up to `SHOWN` faults, with the rows around them, or a description of the order."""
         if not self.sound:
             lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
             more = len(self.faults) - SHOWN
@@ -99,11 +98,8 @@ def check_file(
     """
     schedule = read_schedule(path, edges)
     limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
-    if isinstance(schedule, Program):
-        order, report = schedule.order, check_program(schedule, limits)
-    else:
-        order, report = schedule, check_order(schedule, limits)
-    peak_bytes = None
+    order, peak_bytes = schedule.order, None
+    report = check_program(schedule, limits) if isinstance(schedule, Program) else check_order(schedule, limits)
     if costs is not None:
         times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
         if report.ok:

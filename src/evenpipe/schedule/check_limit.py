@@ -11,8 +11,7 @@ from evenpipe.given import shown
 
 from .costs import Costs
 from .effects import IN_FLIGHT
-from .excerpt import brief, neighbours
-from .faults import Fault
+from .faults import Fault, brief, neighbours
 from .order import Order
 from .passes import Kind, Pass, parts_of
 from .program import Program

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from .dependencies import Dependencies, What
-from .excerpt import brief, neighbours
-from .faults import Fault
+from .faults import Fault, brief, neighbours
 from .flows import vocabulary_kinds
-from .order import Order
-from .passes import BACKWARD_KINDS, SHAPES, STAGE_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of, unit_of
+from .order import DeviceRows, Order
+from .passes import BACKWARD_KINDS, SHAPES, STAGE_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parts_of, unit_of
 from .places import Places, unmet_in_row
-
-Rows = Sequence[Sequence[Item | None]]
 
 
 def check_passes(order: Order, rows: Rows) -> Iterator[Fault]:
@@ -38,12 +35,10 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
 
 
 def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
-    """Return faults of items that do not belong in a row. The others go into `positions`: kind and stage -> unit ->
-    position."""
-    wanted = vocabulary_kinds(order.barriers, order.forward_only)
+    """Return faults of items that do not belong in a row. Others go into `positions`: what -> unit -> position."""
     for position, item in enumerate(order.rows[device]):
         for part in parts_of(item) if item else ():
-            what = _wrong(order, device, part, wanted)
+            what = wrong_pass(order, device, part)
             if not what and part.microbatch is not None:
                 seen = positions.setdefault((part.kind, part.stage), {})
                 unit = unit_of(part, order.slices)
@@ -54,11 +49,11 @@ def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, d
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
 
-def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> str:
-    """Return why `item` does not belong on `device`, or None."""
+def wrong_pass(order: DeviceRows, device: int, item: Pass) -> str:
+    """Return why `item` does not belong on `device`, or an empty text."""
     if order.forward_only and item.kind in BACKWARD_KINDS:
         return f"{item} is not allowed in an order that only evaluates"
-    if item.kind in VOCABULARY_KINDS and item.kind not in wanted:
+    if item.kind in VOCABULARY_KINDS and item.kind not in vocabulary_kinds(order.barriers, order.forward_only):
         return f"{item} is not allowed in an order with {order.barriers} barriers"
     if item.kind is Kind.OVERLAP_F_B:
         return f"{item} is not a pass: it has no parts"
@@ -117,13 +112,9 @@ def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[i
                 yield absent(Kind.I, stage, units)
             elif not (has[Kind.B] or has[Kind.W]):
                 yield absent(Kind.W, stage, units, ", so its activations are never released")
-            if has[Kind.O] or has[Kind.D] or has[Kind.L]:
-                if not has[Kind.O]:
-                    yield absent(Kind.O, stage, units, ", so its activations are not on the host")
-                if not has[Kind.D]:
-                    yield absent(Kind.D, stage, units, ", so the copied memory is never freed")
-                if not has[Kind.L]:
-                    yield absent(Kind.L, stage, units, ", so its activations are never copied back")
+            for kind, why in _WITHOUT.items() if any(has[kind] for kind in _WITHOUT) else ():
+                if not has[kind]:
+                    yield absent(kind, stage, units, why)
 
 
 def runs(there: Collection[int], units: int) -> Iterator[range]:
@@ -140,5 +131,10 @@ def runs(there: Collection[int], units: int) -> Iterator[range]:
         before = unit + 1
 
 
+_WITHOUT = {
+    Kind.O: ", so its activations are not on the host",
+    Kind.D: ", so the copied memory is never freed",
+    Kind.L: ", so its activations are never copied back",
+}
 LISTED = 100
 """Most missing units of a gap that are listed one by one."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from .check_passes import runs, wrong_slice
 from .dependencies import Dependencies, Route
-from .excerpt import neighbours
-from .faults import Fault
+from .faults import Fault, neighbours
 from .passes import Pass, Transfer, parts_of, unit_of
 from .program import Program
 

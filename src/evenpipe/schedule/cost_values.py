@@ -38,8 +38,7 @@ def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
 
 
 def number(name: str, value: Any, *, signed: bool = False) -> float:
-    """Return `value` as a number of at least 0, or of any sign with `signed`; values smaller than `SMALLEST` become
-    0."""
+    """Return `value` as a number, of at least 0 unless `signed`; values smaller than `SMALLEST` become 0."""
     try:
         result = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):

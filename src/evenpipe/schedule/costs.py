@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from .passes import (
     FREEING_KINDS,
     SHAPES,
     SHARDING_KINDS,
-    STAGE_KINDS,
     VOCABULARY_KINDS,
     Kind,
     Pass,
@@ -183,22 +182,21 @@ class Costs:
 
         O, D and L take no time here: copies run beside compute.
         """
-        given = {name: spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
-        inputs, weights = given["I"], given["W"]
-        backward = given["B"]
-        if backward is None and inputs is not None and weights is not None:
-            backward = tuple(a + b for a, b in zip(inputs, weights, strict=True))
-        copies = (0.0,) * placement.stages
-        return {
-            Kind.F: given["F"],
-            Kind.B: backward,
-            Kind.I: inputs,
-            Kind.W: weights,
-            Kind.R: given["F"] if given["R"] is None else given["R"],
-            Kind.O: copies,
-            Kind.D: copies,
-            Kind.L: copies,
-        }
+        times = {Kind(name): spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
+        inputs, weights = times[Kind.I], times[Kind.W]
+        if times[Kind.B] is None and inputs is not None and weights is not None:
+            times[Kind.B] = tuple(a + b for a, b in zip(inputs, weights, strict=True))
+        if times[Kind.R] is None:
+            times[Kind.R] = times[Kind.F]
+        return times | dict.fromkeys((Kind.O, Kind.D, Kind.L), (0.0,) * placement.stages)
+
+    def needed_times(self, placement: Placement, kinds: Collection[Kind], why: str) -> tuple[tuple[float, ...], ...]:
+        """Return the times per stage of these kinds. Raises InputError, which ends with `why`, if one is missing."""
+        times = self.stage_times(placement)
+        for kind in kinds:
+            if times[kind] is None:
+                raise InputError(f"costs: {kind.value} is missing; {why}")
+        return tuple(times[kind] or () for kind in kinds)
 
     def device_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """Return one time per device for each vocabulary kind, None for kinds without a time."""
@@ -261,11 +259,8 @@ class Costs:
             if sizes is None:
                 return None
             return {kind: tuple(change * size for size in sizes) for kind, change in ON_DEVICE.items()}
-        deltas = {}
-        for name, value in self.memory.items():
-            if name != RECEIVE:
-                deltas[Kind(name)] = _spread("memory", name, value, placement)
-        return deltas
+        given = {name: value for name, value in self.memory.items() if name != RECEIVE}
+        return {Kind(name): _spread("memory", name, value, placement) for name, value in given.items()}
 
     def check_devices(self, placement: Placement) -> None:
         """Raise InputError if a link or a group of the engine names a device that does not exist."""
@@ -295,8 +290,7 @@ class Costs:
         return general if own is None else own.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
-        """Return the duration of a transfer, from the end of its last producer; for a named communicator, on that
-        one."""
+        """Return the duration of a transfer, on its communicator if it is named, from the end of its last producer."""
         link = self.link(kind, communicator)
         if link is not None:
             return link.time
@@ -305,8 +299,7 @@ class Costs:
 
 
 def is_per_stage(name: str) -> bool:
-    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage; else it has one per
-    device."""
+    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage, not one per device."""
     return name != RECEIVE and SHAPES[Kind(name)][0]
 
 
@@ -322,20 +315,15 @@ class PassTimes:
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         """Raises InputError if a list of `costs` does not have one number per stage or device."""
-        self._stages = costs.stage_times(placement)
-        self._devices = costs.device_times(placement)
+        self._times = costs.stage_times(placement) | costs.device_times(placement)
 
     def of(self, item: Pass, device: int) -> float:
-        """Return the duration of `item` on `device`; for passes that run as one, their sum. Raises InputError if it has
-        no time."""
+        """Return the duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
         kind = item.kind
-        if kind in VOCABULARY_KINDS:
-            times, index = self._devices[kind], device
-        elif kind in STAGE_KINDS:
-            assert item.stage is not None
-            times, index = self._stages[kind], item.stage
-        else:
+        if kind not in self._times:
             return sum(self.of(part, device) for part in item.parts)
+        times, index = self._times[kind], device if kind in VOCABULARY_KINDS else item.stage
+        assert index is not None
         if times is None:
             raise InputError(f"costs: {kind.value} is missing, but the order has {item}; give a number or a list")
         try:

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from evenpipe.errors import InputError
 
 from .dependencies import Dependencies
-from .excerpt import brief, excerpt
-from .faults import Fault
+from .faults import ROWS, Fault, brief, excerpt
 from .order import Order
-from .passes import ROLE, Item, Kind, Pass, parts_of
-from .places import in_sequence
+from .passes import ROLE, Pass, Rows, parts_of
+from .places import Name, needs_in_row
 from .words import join
-
-SHOWN = 8
-"""Most devices that a message shows in full."""
 
 
 class DeadlockError(InputError):
@@ -32,29 +28,29 @@ class DeadlockError(InputError):
             for device in range(order.devices)
             if done[device] < len(places[device])
         }
-        shown = dict(list(self.positions.items())[:SHOWN])
+        shown = dict(list(self.positions.items())[:ROWS])
         awaited = _awaited(order, done, shown)
         stops = [
             f"device {device} stops at position {position}, {brief(order.rows[device][position])}, awaiting "
             f"{awaited[device]}"
             for device, position in shown.items()
         ]
-        if len(self.positions) > SHOWN:
-            stops.append(f"and {len(self.positions) - SHOWN} more devices")
+        if len(self.positions) > ROWS:
+            stops.append(f"and {len(self.positions) - ROWS} more devices")
         self.what = "the order cannot complete: " + "; ".join(stops)
         super().__init__(f"{self.what}\n{excerpt(order.rows, shown)}")
 
-    def fault(self, rows: Sequence[Sequence[Item | None]]) -> Fault:
+    def fault(self, rows: Rows) -> Fault:
         """Return the same as a fault, with `rows` instead of the rows of the order."""
         device, position = next(iter(self.positions.items()))
-        return Fault(device, position, self.what, excerpt(rows, dict(list(self.positions.items())[:SHOWN])))
+        return Fault(device, position, self.what, excerpt(rows, self.positions))
 
 
 def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict[int, str]:
     """Return in words what each device of `stopped` (device -> position) awaits."""
     dependencies = Dependencies.of(order)
-    # By what a need names: kind (B for I), stage, microbatch and slice.
-    ran: list[dict[tuple[Kind, int | None, int | None, int], bool]] = [
+    # By what a need names: with B for I.
+    ran: list[dict[Name, bool]] = [
         {
             (ROLE[part.kind], part.stage, part.microbatch, part.slice): index < done[device]
             for index, item in enumerate(order.passes(device))
@@ -73,14 +69,13 @@ def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict
     for device, position in stopped.items():
         item = order.rows[device][position]
         assert item is not None
-        needs = [(device, earlier) for earlier in dependencies.after(item, device)]
+        in_row, sent = [], []
         for part in parts_of(item):
             rule = dependencies.rule(device, part.kind, part.stage)
-            needs += [(device, earlier) for earlier in in_sequence(part, rule, order.slices)]
-            for kind, stage in rule.if_present:
-                if (kind, stage, part.microbatch, part.slice) in ran[device]:
-                    needs.append((device, Pass(kind, stage, part.microbatch, part.slice)))
-        for transfer in dependencies.waits_for(item, device):
-            needs += dependencies.producers(transfer, device)
-        words[device] = join([text for there, wanted in needs if (text := unmet(wanted, there))])
+            for needed, optional in needs_in_row(part, rule, order.slices):
+                if not optional or needed in ran[device]:
+                    in_row.append((device, Pass(*needed)))
+            for site in (made for route in rule.waits for made in route.producers if part.microbatch is not None):
+                sent.append((site.device, Pass(site.kind, site.stage, part.microbatch, part.slice)))
+        words[device] = join([text for there, wanted in (*in_row, *sent) if (text := unmet(wanted, there))])
     return words

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .flows import PER_PAIR, Flow, Site, flows
-from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
+from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Transfer, TransferKind
 from .placement import Placement
 
+if TYPE_CHECKING:
+    from .order import Order
+    from .program import Program
+
 End = tuple[TransferKind, int | None, int | None]
-"""How one member of a transfer calls it: its kind, its stage, and the stage at the other end of a hop if there are
-several."""
+"""How one member of a transfer calls it: kind, stage, and the stage at the other end of a hop if there are several."""
 
 What = tuple[Kind, int | None]
 """Kind and stage of a pass whose device and unit are known."""
@@ -49,9 +52,14 @@ class Route:
     ends: tuple[End, End]
     """At the source of a hop and at its destination; twice the same for a collective."""
 
+    @classmethod
+    def of(cls, number: int, flow: Flow, placement: Placement, sharing: str) -> Route:
+        """Return the route of a flow, with `sharing` as in `SHARING`."""
+        name, ends = flow.communicator(sharing), _ends(flow, placement)
+        return cls(number, flow.kind, flow.members, flow.root, name, flow.producers, flow.consumers, ends)
+
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
-        """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
-        other."""
+        """Return the transfer of one unit as `device` issues it: one end of a hop is SEND_F, the other RECV_F."""
         kind, stage, peer = self.end(device)
         return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer)
 
@@ -69,25 +77,13 @@ class Rule:
     if_present: tuple[What, ...] = ()
     """The same, for passes that the order may lack."""
     in_sequence: tuple[tuple[Kind, int | None, int], ...] = ()
-    """Passes of the same device that must have run, of the slice so many further on in the same sequence, if there is
-    one."""
+    """Passes of the same device that must have run, of the slice so many further on in the sequence, if it is there."""
     uses: tuple[Route, ...] = ()
     """Routes whose transfer the device must have issued, because this pass consumes the data."""
     waits: tuple[Route, ...] = ()
     """Routes among them whose transfer must have completed: those with a producer on another device."""
     feeds: tuple[Route, ...] = ()
     """Routes whose transfer becomes ready with this pass (and with the other producers, if there are several)."""
-
-
-class Schedulable(Protocol):
-    """An Order or a Program: everything that dependencies follow from."""
-
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def barriers(self) -> int: ...
-    @property
-    def forward_only(self) -> bool: ...
 
 
 class Dependencies:
@@ -100,13 +96,26 @@ class Dependencies:
         self.placement = placement
         self._combines = barriers != 2 or forward_only
         everything = list(flows(placement, barriers, forward_only))
-        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing, placement))
-        self._after, self._uses, self._feeds = _needs(everything, self.routes)
+        between_devices = (flow for flow in everything if not flow.local)
+        self.routes = tuple(Route.of(number, flow, placement, sharing) for number, flow in enumerate(between_devices))
+        self._after: defaultdict[Site, list[What]] = defaultdict(list)
+        """By site, passes of the same device that go before it, because of a flow."""
+        self._uses: defaultdict[Site, list[Route]] = defaultdict(list)
+        self._feeds: defaultdict[Site, list[Route]] = defaultdict(list)
+        for flow in everything:
+            for consumer in flow.consumers:
+                if all(producer.device == consumer.device for producer in flow.producers):
+                    self._after[consumer] += [(producer.kind, producer.stage) for producer in flow.producers]
+        for route in self.routes:
+            for producer in route.producers:
+                self._feeds[producer].append(route)
+            for consumer in route.consumers:
+                self._uses[consumer].append(route)
         self._rules: dict[tuple[int, Kind, int | None], Rule] = {}
         self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
 
     @classmethod
-    def of(cls, order: Schedulable, sharing: str = PER_PAIR) -> Dependencies:
+    def of(cls, order: Order | Program, sharing: str = PER_PAIR) -> Dependencies:
         """Return the dependencies of an order or program; `sharing` is that of the program."""
         return dependencies_of(order.placement, order.barriers, order.forward_only, sharing)
 
@@ -125,11 +134,13 @@ class Dependencies:
         if not belongs:
             return _NO_RULE
         site = Site(device, ROLE[kind], stage)
-        fixed, optional = _own_stage(kind, stage, self._combines)
+        fixed, optional = _OWN_STAGE.get(kind, ((), ()))
+        if kind is Kind.T and not self._combines:
+            fixed = (Kind.S,)
         uses = tuple(self._uses.get(site, ()))
         rule = self._rules[device, kind, stage] = Rule(
-            tuple(dict.fromkeys((*fixed, *self._after.get(site, ())))),
-            optional,
+            tuple(dict.fromkeys((*((needed, stage) for needed in fixed), *self._after.get(site, ())))),
+            tuple((needed, stage) for needed in optional),
             tuple((of_kind, stage, step) for of_kind, step in _IN_SEQUENCE.get(ROLE[kind], ())),
             uses,
             tuple(route for route in uses if any(made.device != device for made in route.producers)),
@@ -137,48 +148,9 @@ class Dependencies:
         )
         return rule
 
-    def after(self, item: Pass, device: int) -> tuple[Pass, ...]:
-        """Return the passes of the same device that must have run before `item`. B stands for B or I."""
-        return tuple(
-            Pass(kind, stage, part.microbatch, part.slice)
-            for part in parts_of(item)
-            for kind, stage in self.rule(device, part.kind, part.stage).after
-        )
-
-    def waits_for(self, item: Pass, device: int) -> tuple[Transfer, ...]:
-        """Return the transfers that must have completed on `device` before it runs `item`, as that device issues
-        them."""
-        return tuple(
-            route.transfer(device, part.microbatch, part.slice)
-            for part in parts_of(item)
-            if part.microbatch is not None
-            for route in self.rule(device, part.kind, part.stage).waits
-        )
-
-    def feeds(self, item: Pass, device: int) -> tuple[Transfer, ...]:
-        """Return the transfers that carry the results of `item` on `device`, as that device issues them."""
-        return tuple(
-            route.transfer(device, part.microbatch, part.slice)
-            for part in parts_of(item)
-            if part.microbatch is not None
-            for route in self.rule(device, part.kind, part.stage).feeds
-        )
-
     def route_of(self, transfer: Transfer, device: int) -> Route | None:
         """Return the route of a transfer that `device` issues, by its end there, or None."""
         return self._route_of.get((transfer.kind, transfer.stage, transfer.peer, device))
-
-    def producers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
-        """Return (device, pass) of each pass that produces a part of the data of `transfer`, issued by `device`."""
-        route = self.route_of(transfer, device)
-        sites = () if route is None else route.producers
-        return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
-
-    def consumers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
-        """Return (device, pass) of each pass that uses the data of `transfer`, issued by `device`."""
-        route = self.route_of(transfer, device)
-        sites = () if route is None else route.consumers
-        return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
 
 def dependencies_of(
@@ -190,22 +162,6 @@ def dependencies_of(
     if found is None:
         found = placement.derived[key] = Dependencies(placement, barriers, forward_only, sharing)
     return found
-
-
-def _routes(between_devices: list[Flow], sharing: str, placement: Placement) -> list[Route]:
-    return [
-        Route(
-            number,
-            flow.kind,
-            flow.members,
-            flow.root,
-            flow.communicator(sharing),
-            flow.producers,
-            flow.consumers,
-            _ends(flow, placement),
-        )
-        for number, flow in enumerate(between_devices)
-    ]
 
 
 def _ends(flow: Flow, placement: Placement) -> tuple[End, End]:
@@ -222,50 +178,18 @@ def _ends(flow: Flow, placement: Placement) -> tuple[End, End]:
     )
 
 
-def _needs(
-    everything: list[Flow], routes: tuple[Route, ...]
-) -> tuple[dict[Site, list[What]], dict[Site, list[Route]], dict[Site, list[Route]]]:
-    """Return, by site, what flows demand: passes of the same device that go before it, routes that it uses, and routes
-    that it feeds."""
-    after: defaultdict[Site, list[What]] = defaultdict(list)
-    uses: defaultdict[Site, list[Route]] = defaultdict(list)
-    feeds: defaultdict[Site, list[Route]] = defaultdict(list)
-    for flow in everything:
-        for consumer in flow.consumers:
-            if all(producer.device == consumer.device for producer in flow.producers):
-                after[consumer] += [(producer.kind, producer.stage) for producer in flow.producers]
-    for route in routes:
-        for producer in route.producers:
-            feeds[producer].append(route)
-        for consumer in route.consumers:
-            uses[consumer].append(route)
-    return after, uses, feeds
-
-
-def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[What, ...], tuple[What, ...]]:
-    """Return the needs of a pass on its own stage or shard, always and if present; `combines` = the order has C
-    passes."""
-    match kind:
-        case Kind.B | Kind.I:
-            return ((Kind.F, stage),), ((Kind.R, stage), (Kind.L, stage))
-        case Kind.W:
-            return ((Kind.I, stage),), ()
-        case Kind.R:
-            return ((Kind.F, stage),), ((Kind.L, stage),)
-        case Kind.O:
-            return ((Kind.F, stage),), ()
-        case Kind.D:
-            return ((Kind.O, stage),), ()
-        case Kind.L:
-            return ((Kind.D, stage),), ()
-        case Kind.C:
-            return ((Kind.S, None),), ()
-        case Kind.T:
-            return ((Kind.C if combines else Kind.S, None),), ()
-        case _:
-            return (), ()
-
-
+_OWN_STAGE: dict[Kind, tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
+    Kind.B: ((Kind.F,), (Kind.R, Kind.L)),
+    Kind.I: ((Kind.F,), (Kind.R, Kind.L)),
+    Kind.W: ((Kind.I,), ()),
+    Kind.R: ((Kind.F,), (Kind.L,)),
+    Kind.O: ((Kind.F,), ()),
+    Kind.D: ((Kind.O,), ()),
+    Kind.L: ((Kind.D,), ()),
+    Kind.C: ((Kind.S,), ()),
+    Kind.T: ((Kind.C,), ()),
+}
+"""What a pass needs on its own stage or shard, always and if present. T needs S if the order has no C."""
 _RECEIVING = {TransferKind.SEND_F: TransferKind.RECV_F, TransferKind.SEND_B: TransferKind.RECV_B}
 _IN_SEQUENCE = {Kind.F: ((Kind.F, -1),), Kind.B: ((Kind.B, +1),)}
 _NO_RULE = Rule()

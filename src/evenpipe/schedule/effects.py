@@ -68,8 +68,7 @@ def effect_of(kind: Kind, barriers: int = 0, *, forward_only: bool = False) -> E
 
 
 def changes(of: Collection[Kept]) -> dict[Kind, int]:
-    """Return by how much each kind of pass changes the number of these on its device; kinds without a change are
-    left out."""
+    """Return by how much each kind of pass changes the number of these on its device, without kinds that do not."""
     found = {
         kind: sum(held in of for held in effect.keeps) - sum(held in of for held in effect.frees)
         for kind, effect in EFFECTS.items()

@@ -1,15 +1,23 @@
-"""Faults, and the report of a check."""
+"""Faults with the rows around them, and the report of a check."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
+from .passes import Item, Pass, Rows
 from .words import count
 
 SHOWN = 20
 """Most faults in the message of an error; a report has all."""
+ROWS = 8
+"""Most devices whose rows a message shows."""
+AROUND = 4
+"""Passes shown on either side of the marked one."""
+PARTS = 4
+"""Most parts shown of passes that run as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +58,36 @@ class Report:
         if len(self.faults) > SHOWN:
             lines.append(f"and {len(self.faults) - SHOWN} more")
         raise InputError("\n".join(lines))
+
+
+def excerpt(rows: Rows, marks: Mapping[int, int]) -> str:
+    """Return one line for each of the first devices of `marks` (device -> position), with the passes around the marked
+    one, in brackets.
+
+    As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] comes after the last pass.
+    """
+    lines = []
+    for device in sorted(marks)[:ROWS]:
+        row, position = rows[device], marks[device]
+        start, stop = max(0, position - AROUND), min(len(row), position + AROUND + 1)
+        words = [brief(row[index]) for index in range(start, stop)]
+        if position < len(row):
+            words[position - start] = f"[{words[position - start]}]"
+        else:
+            words.append("[end]")
+        lines.append(
+            f"  device {device}: {'... ' if start else ''}{' '.join(words)}{' ...' if stop < len(row) else ''}"
+        )
+    return "\n".join(lines)
+
+
+def neighbours(rows: Rows, device: int, position: int) -> str:
+    """Return the excerpt of a device and its neighbours, around one position."""
+    return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
+
+
+def brief(item: Item | None) -> str:
+    """Return the text of an item: a dot for an idle slot, and only the first parts of many passes that run as one."""
+    if isinstance(item, Pass) and len(item.parts) > PARTS:
+        return f"({';'.join(map(str, item.parts[:PARTS]))};...{len(item.parts) - PARTS} more){item.kind.value}"
+    return "." if item is None else str(item)

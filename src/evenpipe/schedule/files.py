@@ -34,8 +34,7 @@ def read_schedule(path: str | Path, edges: Sequence[Edge] = ()) -> Order | Progr
 
 def read_order(path: str | Path) -> Order:
     """Return the order in a CSV file; for a program, its compute passes. Raises InputError as `read_schedule` does."""
-    schedule = read_schedule(path)
-    return schedule.order if isinstance(schedule, Program) else schedule
+    return read_schedule(path).order
 
 
 def write_schedule(schedule: Order | Program, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .effects import effect_of
-from .passes import HOP_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
+from .passes import HOP_KINDS, VOCABULARY_KINDS, Kind, TransferKind
 from .placement import Placement
 
 PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
@@ -40,10 +40,6 @@ class Site:
     device: int
     kind: Kind
     stage: int | None = None
-
-    def at(self, microbatch: int, slice_: int = 0) -> Pass:
-        """Return the pass of this site for one unit."""
-        return Pass(self.kind, self.stage, microbatch, slice_)
 
 
 @dataclass(frozen=True, slots=True)

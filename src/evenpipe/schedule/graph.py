@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 from .dependencies import Dependencies, Route
 from .order import Order
@@ -25,6 +26,58 @@ from .places import Places, unmet_in_row
 
 Carried = tuple[Route, int, int]
 """Route, microbatch, slice: a transfer, on whichever member."""
+
+
+@dataclass(slots=True)
+class TransferNumbers:
+    """Numbers of the transfers of an order.
+
+    first: the number of the first one, above those of all passes.
+    units: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
+    slices: of every sequence.
+    odd: irregular transfers, which follow the others, by what they carry.
+    """
+
+    first: int
+    routes: tuple[Route, ...]
+    units: int
+    slices: int
+    odd: list[Carried] = field(default_factory=list)
+    _odd_number: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """One more than the last number."""
+        return self._first_odd + len(self.odd)
+
+    @property
+    def _first_odd(self) -> int:
+        return self.first + len(self.routes) * self.units
+
+    def carried(self, number: int) -> Carried:
+        """Return the transfer with this number."""
+        if number < self._first_odd:
+            route, unit = divmod(number - self.first, self.units)
+            return self.routes[route], *divmod(unit, self.slices)
+        return self.odd[number - self._first_odd]
+
+    def by_route(self) -> list[tuple[Route, range]]:
+        """Return each route and the numbers of its transfers, by unit; irregular ones follow one by one."""
+        starts = [(route, self.first + route.number * self.units) for route in self.routes if self.units]
+        return [(route, range(start, start + self.units)) for route, start in starts] + [
+            (route, range(n, n + 1)) for n, (route, _, _) in enumerate(self.odd, self._first_odd)
+        ]
+
+    def of(self, route: Route, microbatch: int, slice_: int = 0) -> int:
+        """Return the number of a transfer; new ones are added to `odd`."""
+        unit = microbatch * self.slices + slice_
+        if slice_ < self.slices and 0 <= unit < self.units:
+            return self.first + route.number * self.units + unit
+        key = (route.number, microbatch, slice_)
+        if key not in self._odd_number:
+            self._odd_number[key] = self.end
+            self.odd.append((route, microbatch, slice_))
+        return self._odd_number[key]
 
 
 @dataclass(slots=True)
@@ -38,25 +91,18 @@ class Graph:
     site, offset: by number of a pass.
     waits, feeds: by site, the numbers of transfers for offset 0.
     places: per device, the places of its items, in these numbers.
-    units: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
-    slices: of every sequence.
-    odd: irregular transfers, which follow those, by number and by what they carry.
     """
 
     items: list[Pass]
     device_of: list[int]
     first: list[int]
-    routes: tuple[Route, ...]
-    units: int
-    slices: int
+    transfers: TransferNumbers
     places: list[Places] = field(default_factory=list, init=False)
     stop: list[int] = field(default_factory=list, init=False)
     site: list[int] = field(default_factory=list, init=False)
     offset: list[int] = field(default_factory=list, init=False)
     waits: list[tuple[int, ...]] = field(default_factory=list, init=False)
     feeds: list[tuple[int, ...]] = field(default_factory=list, init=False)
-    odd: list[Carried] = field(default_factory=list, init=False)
-    _odd_number: dict[tuple[int, int, int], int] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, order: Order, dependencies: Dependencies | None = None, *, absent_is_done: bool = False) -> Graph:
@@ -68,12 +114,11 @@ class Graph:
         dependencies = dependencies or Dependencies.of(order)
         rows = [[item for item in row if item is not None] for row in order.rows]
         items = [item for row in rows for item in row]
-        first = [0]
-        for row in rows:
-            first.append(first[-1] + len(row))
+        first = [0, *accumulate(map(len, rows))]
         device_of = [device for device, row in enumerate(rows) for _ in row]
         dense = len(dependencies.routes) * order.units <= 8 * len(items) + 1024
-        graph = cls(items, device_of, first, dependencies.routes, order.units if dense else 0, order.slices)
+        transfers = TransferNumbers(len(items), dependencies.routes, order.units if dense else 0, order.slices)
+        graph = cls(items, device_of, first, transfers)
         graph.site, graph.offset = [0] * len(items), [0] * len(items)
         for device, row in enumerate(rows):
             places = Places.of(row, order.units, first[device], order.slices)
@@ -94,24 +139,7 @@ class Graph:
     @property
     def size(self) -> int:
         """Number of passes and transfers."""
-        return len(self.items) + len(self.routes) * self.units + len(self.odd)
-
-    def carried(self, number: int) -> Carried:
-        """Return the transfer with this number."""
-        ordinary = number - len(self.items)
-        if ordinary < len(self.routes) * self.units:
-            route, unit = divmod(ordinary, self.units)
-            return self.routes[route], *divmod(unit, self.slices)
-        return self.odd[ordinary - len(self.routes) * self.units]
-
-    def by_route(self) -> list[tuple[Route, range]]:
-        """Return each route and the numbers of its transfers, by unit; irregular ones follow one by one."""
-        count, passes = self.units, len(self.items)
-        starts = [(route, passes + route.number * count) for route in self.routes if count]
-        odd = self.size - len(self.odd)
-        return [(route, range(start, start + count)) for route, start in starts] + [
-            (route, range(n, n + 1)) for n, (route, _, _) in enumerate(self.odd, odd)
-        ]
+        return self.transfers.end
 
     def producers(self, *, absent_is_done: bool = False) -> list[int]:
         """Return for each transfer how many passes have to run first: all of its route, or only those that appear in a
@@ -120,7 +148,7 @@ class Graph:
         The list is indexed by number - len(items).
         """
         if not absent_is_done:
-            return [len(route.producers) for route, numbers in self.by_route() for _ in numbers]
+            return [len(route.producers) for route, numbers in self.transfers.by_route() for _ in numbers]
         passes = len(self.items)
         counts = [0] * (self.size - passes)
         for site, offset in zip(self.site, self.offset, strict=True):
@@ -128,25 +156,14 @@ class Graph:
                 counts[base + offset - passes] += 1
         return counts
 
-    def transfer(self, route: Route, microbatch: int, slice_: int = 0) -> int:
-        """Return the number of a transfer; new ones are added to `odd`."""
-        unit = microbatch * self.slices + slice_
-        if slice_ < self.slices and 0 <= unit < self.units:
-            return len(self.items) + route.number * self.units + unit
-        key = (route.number, microbatch, slice_)
-        if key not in self._odd_number:
-            self._odd_number[key] = self.size
-            self.odd.append((route, microbatch, slice_))
-        return self._odd_number[key]
-
     def _number_sites(self, places: Places, dependencies: Dependencies, device: int) -> None:
         """Assign sites to the regular passes of a device."""
         site, offset = self.site, self.offset
         for (kind, stage), numbers in places.at.items():
             rule = dependencies.rule(device, kind, stage)
             here = len(self.waits)
-            self.waits.append(tuple(self.transfer(route, 0) for route in rule.waits))
-            self.feeds.append(tuple(self.transfer(route, 0) for route in rule.feeds))
+            self.waits.append(tuple(self.transfers.of(route, 0) for route in rule.waits))
+            self.feeds.append(tuple(self.transfers.of(route, 0) for route in rule.feeds))
             for unit, number in enumerate(numbers):
                 if number >= 0:
                     site[number] = here
@@ -159,8 +176,8 @@ class Graph:
             for part in parts_of(self.items[number]):
                 if part.microbatch is not None:
                     rule = dependencies.rule(device, part.kind, part.stage)
-                    waits += [self.transfer(route, part.microbatch, part.slice) for route in rule.waits]
-                    feeds += [self.transfer(route, part.microbatch, part.slice) for route in rule.feeds]
+                    waits += [self.transfers.of(route, part.microbatch, part.slice) for route in rule.waits]
+                    feeds += [self.transfers.of(route, part.microbatch, part.slice) for route in rule.feeds]
             self.site[number], self.offset[number] = len(self.waits), 0
             self.waits.append(tuple(waits))
             self.feeds.append(tuple(feeds))

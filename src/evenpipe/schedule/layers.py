@@ -74,8 +74,7 @@ def _shortest_limit(before: list[float], extra: list[float]) -> float:
 
 
 def _most_even(before: list[float], extra: list[float], limit: float) -> tuple[int, ...]:
-    """Return the split within `limit` with the least sum of squares: dynamic programming over (device, layers so
-    far)."""
+    """Return the split within `limit` with the least sum of squares, by dynamic programming over devices and layers."""
     layers = len(before) - 1
     best = [0.0] + [inf] * layers  # least sum of squares so far, by the number of layers placed
     taken: list[list[int]] = []

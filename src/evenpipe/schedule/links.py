@@ -90,6 +90,11 @@ class CopyEngine:
     shared: tuple[tuple[int, ...], ...] = ()
     """Groups of devices that share one link to the host, which carries one copy per direction at a time."""
 
+    @property
+    def link_of(self) -> dict[int, int]:
+        """Return the number of the shared link of each device that has one."""
+        return {device: number for number, group in enumerate(self.shared) for device in group}
+
     @classmethod
     def from_dict(cls, values: Any) -> CopyEngine:
         """Raises InputError for an unknown key or a bad value."""

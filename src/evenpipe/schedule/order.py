@@ -1,51 +1,62 @@
-"""An order: for each device, the list of its compute passes."""
+"""An order: for each device, the list of its compute passes; and what orders and programs have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 from evenpipe.errors import InputError
 
-from .passes import Pass, Transfer
+from .passes import Item, Pass, Rows, Transfer
 from .placement import Edge, Placement
-from .text import Shape, cell_name, infer, rows_from_csv, rows_to_csv
+from .text import cell_name, infer, rows_from_csv, rows_to_csv
 from .words import count
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """The passes of each device in their order; what each waits for follows from them (`dependencies`).
+class DeviceRows:
+    """The rows of an `Order` or a `Program`: what each device does, in order.
 
-    `rows[device]` lists its passes; None is an idle slot, which has no effect. `barriers` counts the collectives of
-    the vocabulary layers that the backward of the last stage waits for: 0 means that the first and last stage hold
-    whole embedding and output layers, 1 is vocab-2, 2 is vocab-1. An order with `forward_only` evaluates: it has F,
-    and with barriers also E, S and C. With more than one of `slices` every sequence is cut into so many, and passes
-    are about one slice of a microbatch: a unit.
+    None is an idle slot, which has no effect. `barriers` counts the collectives of the vocabulary layers that the
+    backward of the last stage waits for: 0 means that the first and last stage hold whole embedding and output layers,
+    1 is vocab-2, 2 is vocab-1. With `forward_only` it evaluates: it has F, and with barriers also E, S and C. With more
+    than one of `slices` every sequence is cut into so many, and passes are about one slice of a microbatch: a unit.
     """
 
     placement: Placement
     microbatches: int
-    rows: tuple[tuple[Pass | None, ...], ...]
+    rows: tuple[tuple[Item | None, ...], ...]
     barriers: int = 0
     forward_only: bool = False
     slices: int = 1
 
     def __post_init__(self) -> None:
-        validate_shape(self)
-
-    def __repr__(self) -> str:
-        return f"<Order: {size(self)}, {count(sum(item is not None for row in self.rows for item in row), 'pass')}>"
+        if len(self.rows) != self.devices:
+            raise InputError(
+                f"there are {len(self.rows)} rows for {count(self.devices, 'device')}; each device has one"
+            )
+        for name in ("microbatches", "slices"):
+            number = getattr(self, name)
+            if not isinstance(number, int):
+                raise InputError(f"{name} must be a whole number, not {number!r}")
+            if number < 1:
+                raise InputError(f"{name} must be at least 1, not {number}")
+        if self.barriers not in (0, 1, 2):
+            raise InputError(f"barriers must be 0, 1 or 2, not {self.barriers}")
 
     def _repr_html_(self) -> str:
         """Return the picture of a step, for notebooks."""
         from .picture import html_of_order
 
-        return html_of_order(self, repr(self))
+        return html_of_order(self.order, repr(self))
+
+    @property
+    def size(self) -> str:
+        """Return the size in words."""
+        numbers = (self.devices, "device"), (self.placement.stages, "stage"), (self.microbatches, "microbatch")
+        words = ", ".join(count(number, noun) for number, noun in numbers)
+        return words if self.slices == 1 else f"{words} of {count(self.slices, 'slice')}"
 
     @property
     def devices(self) -> int:
@@ -57,9 +68,11 @@ class Order:
         """Number of units: slices of all microbatches. Slice s of microbatch i is unit i * `slices` + s."""
         return self.microbatches * self.slices
 
-    def passes(self, device: int) -> Iterator[Pass]:
-        """Return the passes of one device, without idle slots."""
-        return (item for item in self.rows[device] if item is not None)
+    @property
+    def order(self) -> Order:
+        """Return the compute passes alone."""
+        rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
+        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only, self.slices)
 
     def to_csv(self) -> str:
         """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
@@ -76,41 +89,50 @@ class Order:
         barriers: int | None = None,
         forward_only: bool | None = None,
         slices: int | None = None,
-    ) -> Order:
-        """Read an order. Missing arguments are inferred from the rows; edges of the stages are a chain by default.
+    ) -> Self:
+        """Read rows. Missing arguments are inferred, members and communicators of transfers from the placement; edges
+        of the stages are a chain by default.
 
-        Raises InputError that names row and column of a cell that is not a pass (only programs have transfers).
+        A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises InputError
+        that names row and column of a cell that is not a pass; only programs have transfers.
         """
-        rows: list[tuple[Pass | None, ...]] = []
-        for number, row in enumerate(rows_from_csv(text), start=1):
-            passes: list[Pass | None] = []
+        rows = rows_from_csv(text)
+        cls._check_items(rows)
+        known = {"microbatches": microbatches, "barriers": barriers, "forward_only": forward_only, "slices": slices}
+        fields = infer(rows, placement, edges, known)
+        return cls(rows=cls._addressed(rows, fields), **fields)
+
+    @classmethod
+    def _check_items(cls, rows: Rows) -> None:
+        """Raise InputError for an item that does not belong in such rows."""
+
+    @classmethod
+    def _addressed(cls, rows: Rows, fields: dict[str, Any]) -> Any:
+        """Return `rows` with the members of transfers."""
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Order(DeviceRows):
+    """The passes of each device in their order; what each waits for follows from them (`dependencies`)."""
+
+    rows: tuple[tuple[Pass | None, ...], ...]
+
+    def __repr__(self) -> str:
+        return f"<Order: {self.size}, {count(sum(item is not None for row in self.rows for item in row), 'pass')}>"
+
+    @property
+    def order(self) -> Order:
+        """Return this order."""
+        return self
+
+    def passes(self, device: int) -> Iterator[Pass]:
+        """Return the passes of one device, without idle slots."""
+        return (item for item in self.rows[device] if item is not None)
+
+    @classmethod
+    def _check_items(cls, rows: Rows) -> None:
+        for number, row in enumerate(rows, start=1):
             for column, item in enumerate(row, start=1):
                 if isinstance(item, Transfer):
                     raise InputError(f"{cell_name(number, column)}: '{item}' is a transfer; an order has passes only")
-                passes.append(item)
-            rows.append(tuple(passes))
-        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices, tuple(edges)))
-        return cls(found.placement, found.microbatches, tuple(rows), found.barriers, found.forward_only, found.slices)
-
-
-def size(schedule: Order | Program) -> str:
-    """Return the size of an order or program in words."""
-    numbers = (schedule.devices, "device"), (schedule.placement.stages, "stage"), (schedule.microbatches, "microbatch")
-    words = ", ".join(count(number, noun) for number, noun in numbers)
-    return words if schedule.slices == 1 else f"{words} of {count(schedule.slices, 'slice')}"
-
-
-def validate_shape(schedule: Order | Program) -> None:
-    """Raise InputError unless the numbers can describe an order."""
-    if len(schedule.rows) != schedule.devices:
-        raise InputError(
-            f"there are {len(schedule.rows)} rows for {count(schedule.devices, 'device')}; each device has one"
-        )
-    for name in ("microbatches", "slices"):
-        number = getattr(schedule, name)
-        if not isinstance(number, int):
-            raise InputError(f"{name} must be a whole number, not {number!r}")
-        if number < 1:
-            raise InputError(f"{name} must be at least 1, not {number}")
-    if schedule.barriers not in (0, 1, 2):
-        raise InputError(f"barriers must be 0, 1 or 2, not {schedule.barriers}")

@@ -13,6 +13,7 @@ strict: any other text is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -186,6 +187,9 @@ class Transfer:
 
 Item = Pass | Transfer
 """An item in a row of a program."""
+
+Rows = Sequence[Sequence[Item | None]]
+"""What each device does, in order; None is an idle slot."""
 
 
 def parts_of(item: Pass) -> tuple[Pass, ...]:

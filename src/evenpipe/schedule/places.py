@@ -17,8 +17,10 @@ ABSENT = -1
 """Entry for a unit without a number."""
 
 ROOM = 8
-"""Most list entries per item of a row. In a file that needs more, most entries would be empty, so everything in it is
-odd."""
+"""Most list entries per item of a row. A file that needs more has mostly empty ones: there, everything is odd."""
+
+Name = tuple[Kind, int | None, int | None, int]
+"""Kind, stage, microbatch and slice of a pass."""
 
 Numbers = list[int]
 """By unit, or empty."""
@@ -46,8 +48,7 @@ class Places:
 
     @classmethod
     def of(cls, row: Sequence[Item | None], units: int, first: int = 0, slices: int = 1) -> Places:
-        """Return the places of a row whose positions are numbered from `first`; idle slots have numbers and no
-        place."""
+        """Return the places of a row whose positions, also of idle slots, are numbered from `first`."""
         places = cls(slices)
         at, transfers, room = places.at, places.transfers, ROOM * len(row) + 1024
 
@@ -88,10 +89,6 @@ class Places:
             if not placed:
                 places.odd.append(number)
         return places
-
-    def complete(self, kind: Kind, stage: int | None) -> bool:
-        """Whether every unit has its place."""
-        return is_complete(self.at.get((kind, stage)))
 
     def of_role(self, kind: Kind, stage: int | None) -> Numbers | None:
         """Return the numbers of a kind, or of its role: of I if the row has no B. None if the row has both."""
@@ -139,26 +136,22 @@ def unmet_in_row(
     }
     for number, item in enumerate(row, first):
         for turn, part in enumerate(parts_of(item) if isinstance(item, Pass) else ()):
-            needs = rule(part.kind, part.stage)
-            for kind, stage in needs.after:
-                there = where.get((ROLE[kind], stage, part.microbatch, part.slice))
-                if there is None or there > (number, turn):
-                    yield number, part, None if there is None else there[0]
-            for kind, stage in needs.if_present:
-                there = where.get((kind, stage, part.microbatch, part.slice))
-                if there is not None and there > (number, turn):
-                    yield number, part, there[0]
-            for needed in in_sequence(part, needs, places.slices):
-                there = where.get((ROLE[needed.kind], needed.stage, needed.microbatch, needed.slice))
-                if there is None or there > (number, turn):
+            for needed, optional in needs_in_row(part, rule(part.kind, part.stage), places.slices):
+                there = where.get((ROLE[needed[0]], *needed[1:]))
+                if not optional if there is None else there > (number, turn):
                     yield number, part, None if there is None else there[0]
 
 
-def in_sequence(item: Pass, needs: Rule, slices: int) -> Iterator[Pass]:
-    """Return the passes of other slices of the same sequence that must have run before `item`. B stands for B or I."""
-    for kind, stage, step in needs.in_sequence:
-        if item.slice < slices and 0 <= item.slice + step < slices:
-            yield Pass(kind, stage, item.microbatch, item.slice + step)
+def needs_in_row(part: Pass, rule: Rule, slices: int) -> Iterator[tuple[Name, bool]]:
+    """Return the passes of the same row that must have run before `part`, and whether the row may lack them. B stands
+    for B or I."""
+    for kind, stage in rule.after:
+        yield (kind, stage, part.microbatch, part.slice), False
+    for kind, stage in rule.if_present:
+        yield (kind, stage, part.microbatch, part.slice), True
+    for kind, stage, step in rule.in_sequence:
+        if part.slice < slices and 0 <= part.slice + step < slices:
+            yield (kind, stage, part.microbatch, part.slice + step), False
 
 
 def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:

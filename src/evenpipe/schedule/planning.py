@@ -40,8 +40,7 @@ BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "
 
 
 def vocabulary_mode(name: str) -> str:
-    """Return the mode that `name` means, one of `MODES`; "balanced" is vocab-2. Raises InputError for an unknown
-    name."""
+    """Return the mode of `MODES` that `name` means; "balanced" is vocab-2. Raises InputError for an unknown name."""
     mode = _ALIASES.get(name, name)
     if mode not in MODES:
         raise InputError(f"vocabulary mode '{name}' is unknown{nearest(name, (*MODES, *_ALIASES))}")
@@ -175,8 +174,7 @@ def _scheduled(
 
 
 def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Order:
-    """Return `order` with or without activations on the host, as in `plan_order`. Raises InputError for anything
-    else."""
+    """Return `order` with activations on the host as in `plan_order`. Raises InputError for another `offload`."""
     match check_offload(offload):
         case "scheduled":
             return order

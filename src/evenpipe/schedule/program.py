@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .dependencies import Dependencies
 from .flows import PER_PAIR
-from .order import Order, size, validate_shape
-from .passes import Item, Pass, Transfer
-from .placement import Edge, Placement
-from .text import Shape, infer, rows_from_csv, rows_to_csv
+from .order import DeviceRows
+from .passes import Item, Rows, Transfer
 from .words import count
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """What each device computes and communicates. Fields are those of `Order`; rows also contain transfers, and
-    `sharing`, one of `SHARING`, says which of them share a communicator.
+class Program(DeviceRows):
+    """What each device computes and communicates. Rows also contain transfers, and `sharing`, one of `SHARING`, says
+    which of them share a communicator.
 
     A device issues a transfer when it reaches it, without waiting for it to complete; the first pass that uses its data
-    waits (`Dependencies.waits_for`).
+    waits (`Rule.waits`).
     """
 
-    placement: Placement
-    microbatches: int
-    rows: tuple[tuple[Item | None, ...], ...]
-    barriers: int = 0
-    forward_only: bool = False
     sharing: str = PER_PAIR
-    slices: int = 1
-
-    def __post_init__(self) -> None:
-        validate_shape(self)
 
     def __repr__(self) -> str:
         items = [item for row in self.rows for item in row if item is not None]
         transfers = sum(isinstance(item, Transfer) for item in items)
-        return f"<Program: {size(self)}, {count(len(items) - transfers, 'pass')}, {count(transfers, 'transfer')}>"
-
-    def _repr_html_(self) -> str:
-        """Return the picture of a step, for notebooks."""
-        from .picture import html_of_order
-
-        return html_of_order(self.order, repr(self))
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.placement.devices
-
-    @property
-    def units(self) -> int:
-        """Number of units, as in `Order`."""
-        return self.microbatches * self.slices
-
-    @property
-    def order(self) -> Order:
-        """Return the compute passes alone."""
-        rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
-        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only, self.slices)
+        return f"<Program: {self.size}, {count(len(items) - transfers, 'pass')}, {count(transfers, 'transfer')}>"
 
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
@@ -101,31 +68,9 @@ class Program:
         )
         return replace(self, microbatches=microbatches, rows=rows)
 
-    def to_csv(self) -> str:
-        """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
-        return rows_to_csv(self.rows)
-
     @classmethod
-    def from_csv(
-        cls,
-        text: str,
-        *,
-        placement: Placement | None = None,
-        edges: Sequence[Edge] = (),
-        microbatches: int | None = None,
-        barriers: int | None = None,
-        forward_only: bool | None = None,
-        slices: int | None = None,
-    ) -> Program:
-        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement;
-        edges of the stages are a chain by default.
-
-        A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises
-        InputError that names row and column of a cell that is neither a pass nor a transfer.
-        """
-        rows = rows_from_csv(text)
-        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices, tuple(edges)))
-        dependencies = Dependencies(found.placement, found.barriers, found.forward_only)
+    def _addressed(cls, rows: Rows, fields: dict[str, Any]) -> Any:
+        dependencies = Dependencies(fields["placement"], fields["barriers"], fields["forward_only"])
 
         def addressed(item: Item | None, device: int) -> Item | None:
             if not isinstance(item, Transfer):
@@ -133,5 +78,4 @@ class Program:
             route = dependencies.route_of(item, device)
             return item if route is None else route.transfer(device, item.microbatch, item.slice)
 
-        filled = tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))
-        return cls(found.placement, found.microbatches, filled, found.barriers, found.forward_only, slices=found.slices)
+        return tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))

@@ -14,10 +14,11 @@ from functools import partial
 from operator import gt
 from typing import Any
 
+from .check_passes import wrong_pass
 from .dependencies import Dependencies, Route
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import OFFLOAD_KINDS, REDUCING_KINDS, SHAPES, SHARDING_KINDS, Item, Kind, Transfer
+from .passes import OFFLOAD_KINDS, SHARDING_KINDS, Item, Kind, Pass, Transfer
 from .places import ABSENT, Numbers, Places, is_complete, unmet_in_row
 from .program import Program
 from .sharding import check_sharding
@@ -26,11 +27,9 @@ from .sharding import check_sharding
 def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool:
     """Return whether every pass appears once, on its device, with nothing else but transfers; `places` by device."""
     wanted = {(kind, None) for kind in vocabulary_kinds(schedule.barriers, schedule.forward_only)}
-    stages: list[list[int]] = [[] for _ in places]
-    for stage, device in enumerate(schedule.placement.stage_device):
-        stages[device].append(stage)
+    stages_of = schedule.placement.stages_of
     return all(
-        _in_place(here, wanted, own, schedule.forward_only) for here, own in zip(places, stages, strict=True)
+        _in_place(here, wanted, stages_of(device), schedule.forward_only) for device, here in enumerate(places)
     ) and (not any(here.sharding for here in places) or _sharding_in_place(schedule))
 
 
@@ -91,28 +90,19 @@ def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequen
             split = (Kind.I, stage) in places.at
             wanted |= {(Kind.I, stage), (Kind.W, stage)} if split else {(Kind.B, stage)}
             optional |= {(kind, stage) for kind in (Kind.R, *OFFLOAD_KINDS)}
-            moved = [_presence(places.at.get((kind, stage))) for kind in OFFLOAD_KINDS]
+            moved = [[number != ABSENT for number in places.at.get((kind, stage), ())] for kind in OFFLOAD_KINDS]
             if any(presence != moved[0] for presence in moved):
                 return False
     there = {key for key, numbers in places.at.items() if numbers}
-    return not places.odd and there <= wanted | optional and all(places.complete(kind, stage) for kind, stage in wanted)
+    return not places.odd and there <= wanted | optional and all(is_complete(places.at.get(what)) for what in wanted)
 
 
 def _sharding_in_place(schedule: Order | Program) -> bool:
     """Return whether passes of `SHARDING_KINDS` belong to their device, and come where they may."""
-    accepted = SHARDING_KINDS - REDUCING_KINDS if schedule.forward_only else SHARDING_KINDS
-    for device, row in enumerate(schedule.rows):
-        stages = {None, *schedule.placement.stages_of(device)}
-        for item in row:
-            if item is not None and item.kind in SHARDING_KINDS:
-                shape = item.stage is not None, item.microbatch is not None
-                if item.kind not in accepted or item.stage not in stages or shape != SHAPES[item.kind] or item.slice:
-                    return False
+    placed = ((device, item) for device, row in enumerate(schedule.rows) for item in row if isinstance(item, Pass))
+    if any(item.kind in SHARDING_KINDS and wrong_pass(schedule, device, item) for device, item in placed):
+        return False
     return not any(check_sharding(schedule.placement, schedule.barriers, schedule.rows))
-
-
-def _presence(numbers: Numbers | None) -> list[bool]:
-    return [number != ABSENT for number in numbers or ()]
 
 
 def _transfers_in_place(row: Sequence[Item | None], places: Places, routes: Sequence[Route], device: int) -> bool:

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from .dependencies import Route
-from .excerpt import brief, excerpt
-from .faults import Fault
+from .dependencies import Dependencies, Route
+from .faults import Fault, brief, excerpt
 from .graph import Graph
 from .passes import Pass
 from .program import Program
@@ -28,27 +27,23 @@ QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
 """Name of a model -> the queue, among those of one device, for the transfers of a route."""
 
 IDLE = -1
-SHOWN = 8
-"""Most devices whose rows a message shows."""
 
 
-def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
+def check_completion(program: Program, graph: Graph, dependencies: Dependencies) -> Iterator[Fault]:
     """Return a fault for each queue model under which `program` does not complete.
 
     `graph` is that of its order. Misplaced items are ignored: nobody waits for missing transfers or members, and
     unknown and repeated transfers are skipped.
     """
-    rows = _numbered(program, graph)
+    rows = _numbered(program, graph, dependencies)
     for model, queue in QUEUE_MODELS.items():
         walk = _Walk(graph, rows, queue)
-        walk.run()
-        if not walk.completed:
+        if not walk.run():
             yield walk.fault(program, model)
 
 
-def _numbered(program: Program, graph: Graph) -> list[list[int]]:
+def _numbered(program: Program, graph: Graph, dependencies: Dependencies) -> list[list[int]]:
     """Return the rows of `program` in the numbers of `graph`, position by position."""
-    routes = {(*route.end(device), device): route for route in graph.routes for device in route.members}
     rows = []
     for device, row in enumerate(program.rows):
         passes = iter(range(graph.first[device], graph.first[device + 1]))
@@ -58,8 +53,8 @@ def _numbered(program: Program, graph: Graph) -> list[list[int]]:
             number = IDLE
             if isinstance(item, Pass):
                 number = next(passes)
-            elif item is not None and (route := routes.get((item.kind, item.stage, item.peer, device))):
-                transfer = graph.transfer(route, item.microbatch, item.slice)
+            elif item is not None and (route := dependencies.route_of(item, device)):
+                transfer = graph.transfers.of(route, item.microbatch, item.slice)
                 if transfer not in issued:
                     issued.add(transfer)
                     number = transfer
@@ -75,7 +70,7 @@ class _Walk:
         self.graph, self.rows = graph, rows
         self.passes = len(graph.items)
         self.stands = [0] * len(rows)  # position of the pass at which a device stops, or its end
-        routes = graph.by_route()
+        routes = graph.transfers.by_route()
         self.queue = [queue(route) for route, numbers in routes for _ in numbers]
         self.queues: list[dict[str, deque[int]]] = [{} for _ in rows]
         # Number of members that have not issued the transfer, or do not have it at the head of their queue; complete at
@@ -88,13 +83,9 @@ class _Walk:
         self.standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
         self.waking = list(range(len(rows)))  # devices that may be able to go on
 
-    @property
-    def completed(self) -> bool:
-        """Whether every device reached its end, and so every transfer completed, because a pass waits for each."""
-        return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
-
-    def run(self) -> None:
-        """Run until no device can move."""
+    def run(self) -> bool:
+        """Run until no device can move; return whether every device reached its end, and so every transfer completed,
+        because a pass waits for each."""
         while self.waking:
             device = self.waking.pop()
             row = self.rows[device]
@@ -106,6 +97,7 @@ class _Walk:
                 self.stands[device] += 1
                 if number >= self.passes:
                     self._issue(device, number)
+        return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
 
     def _awaited(self, number: int) -> list[int]:
         """Return the transfers that a pass still waits for."""
@@ -123,7 +115,7 @@ class _Walk:
             self.missing[transfer] -= 1
             if self.missing[transfer]:
                 continue
-            for member in self.graph.carried(number)[0].members:
+            for member in self.graph.transfers.carried(number)[0].members:
                 line = self.queues[member].get(self.queue[transfer], deque())
                 if line and line[0] == number:
                     line.popleft()
@@ -141,17 +133,17 @@ class _Walk:
         ]
         device, position = next(iter(stopped.items()))
         what = f"with {model} the program cannot complete: {join(sentences)}"
-        return Fault(device, position, what, excerpt(program.rows, dict(list(stopped.items())[:SHOWN])))
+        return Fault(device, position, what, excerpt(program.rows, stopped))
 
     def _why(self, number: int, device: int) -> str:
         """Return a transfer by its name on `device`, and what blocks it on each member."""
-        route, *unit = self.graph.carried(number)
+        route, *unit = self.graph.transfers.carried(number)
         reasons = []
         for member in route.members:
             line = self.queues[member].get(self.queue[number - self.passes], deque())
             if number not in line:
                 reasons.append(f"not issued by device {member}")
             elif line[0] != number:
-                first, *first_unit = self.graph.carried(line[0])
+                first, *first_unit = self.graph.transfers.carried(line[0])
                 reasons.append(f"queued after {first.transfer(member, *first_unit)} on device {member}")
         return f"{route.transfer(device, *unit)} ({join(reasons)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +15,9 @@ from .check import check_order
 from .check_limit import limits_per_device
 from .costs import Costs
 from .files import read_order
-from .generators import (
-    dualpipe_v,
-    gis,
-    gis_h,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    po_f,
-    po_h,
-    v_budget,
-    v_half,
-    v_min,
-    zb_auto,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
+from .generators import SCHEDULES
 from .order import Order
 from .words import count
-
-SCHEDULES: dict[str, Callable[..., Order]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-auto": zb_auto,
-    "zbv": zbv,
-    "v-half": v_half,
-    "v-min": v_min,
-    "v-budget": v_budget,
-    "gis": gis,
-    "gis-h": gis_h,
-    "po-h": po_h,
-    "po-f": po_f,
-    "dualpipe-v": dualpipe_v,
-}
-"""Generators by name. Each takes devices and microbatches, and keyword options as in its docstring."""
-
 
 LARGEST = 20_000_000
 """Most forwards of an order; such an order and its program take some 10 GB."""
@@ -72,7 +34,11 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
     for field, value in (("devices", devices), ("microbatches", microbatches)):
         check_count(field, value)
     options = {option: value for option, value in options.items() if value is not None}
-    _refuse_wrong(options, devices)
+    for option in ("stages_per_device", "group_size"):
+        if option in options:
+            check_count(option, options[option])
+    if "memory_limit" in options:
+        limits_per_device(options["memory_limit"], devices)
     forwards = devices * microbatches * options.get("stages_per_device", 1)
     if forwards > LARGEST:
         raise InputError(f"an order of {forwards} forwards does not fit into memory; take at most {LARGEST}")
@@ -132,15 +98,6 @@ def _from_file(name: str, devices: int, microbatches: int) -> Order:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     return order
-
-
-def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
-    """Raise InputError for options that are invalid for every schedule."""
-    for name in ("stages_per_device", "group_size"):
-        if name in options:
-            check_count(name, options[name])
-    if "memory_limit" in options:
-        limits_per_device(options["memory_limit"], devices)
 
 
 def check_count(field: str, value: Any) -> None:

@@ -13,7 +13,7 @@ The last transfers, and transfers to a device that never answers, have no such p
 from __future__ import annotations
 
 from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Pass, Transfer, TransferKind, parts_of, unit_of
+from .passes import HOP_KINDS, Transfer, TransferKind, parts_of, unit_of
 from .program import Program
 
 Carried = tuple[int, int]
@@ -37,7 +37,15 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
                 carried = (route.number, unit_of(item, program.slices))
                 others = {site.device for site in route.consumers if site.device != device}
                 under_way[item] = [(other, used[other][carried]) for other in others]
-        elif item is not None and _learn(item, dependencies, device, issued, reached, slices=program.slices):
+        elif item is not None:
+            before = list(reached)
+            for part in parts_of(item):
+                for route in dependencies.rule(device, part.kind, part.stage).waits:
+                    for other in {site.device for site in route.producers} - {device}:
+                        place = issued[other][route.number, unit_of(part, program.slices)]
+                        reached[other] = max(reached[other], place)
+            if reached == before:
+                continue
             arrived = tuple(
                 sent for sent, uses in under_way.items() if all(place < reached[other] for other, place in uses)
             )
@@ -49,7 +57,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
 
 
 Places = tuple[Dependencies, list[dict[Carried, int]], list[dict[Carried, int]]]
-"""For one program: its dependencies, and where each device issues and uses each transfer."""
+"""For one program: its dependencies, and where each device issues each transfer, and has the pass that waits for it."""
 
 _last: tuple[Program, Places] | None = None
 """Callers ask for the devices of one program one after the other."""
@@ -57,27 +65,23 @@ _last: tuple[Program, Places] | None = None
 
 def _all_places(program: Program) -> Places:
     global _last  # noqa: PLW0603
-    if _last is None or _last[0] is not program:
-        dependencies = Dependencies.of(program, program.sharing)
-        places = [_places(program, dependencies, device) for device in range(program.devices)]
-        _last = program, (dependencies, [issued for issued, _ in places], [used for _, used in places])
-    return _last[1]
-
-
-def _places(program: Program, dependencies: Dependencies, device: int) -> tuple[dict[Carried, int], dict[Carried, int]]:
-    """Return where a device issues each transfer, and the position of the pass that waits for it."""
-    issued: dict[Carried, int] = {}
-    used: dict[Carried, int] = {}
-    for position, item in enumerate(program.rows[device]):
-        if isinstance(item, Transfer):
-            route = dependencies.route_of(item, device)
-            if route is not None:
-                issued[route.number, unit_of(item, program.slices)] = position
-        elif item is not None:
-            for part in parts_of(item):
+    if _last is not None and _last[0] is program:
+        return _last[1]
+    places: Places = (Dependencies.of(program, program.sharing), [], [])
+    dependencies, issued, used = places
+    for device, row in enumerate(program.rows):
+        issued.append({})
+        used.append({})
+        for position, item in enumerate(row):
+            if isinstance(item, Transfer):
+                if route := dependencies.route_of(item, device):
+                    issued[device][route.number, unit_of(item, program.slices)] = position
+                continue
+            for part in parts_of(item) if item is not None else ():
                 for route in dependencies.rule(device, part.kind, part.stage).waits:
-                    used[route.number, unit_of(part, program.slices)] = position
-    return issued, used
+                    used[device][route.number, unit_of(part, program.slices)] = position
+    _last = program, places
+    return places
 
 
 def _sends(route: Route, device: int) -> bool:
@@ -87,23 +91,3 @@ def _sends(route: Route, device: int) -> bool:
     if route.kind is TransferKind.ROW_GRADIENTS:
         return device == route.root
     return route.kind in {TransferKind.ROWS, TransferKind.DX} and device != route.root
-
-
-def _learn(
-    item: Pass,
-    dependencies: Dependencies,
-    device: int,
-    issued: list[dict[Carried, int]],
-    reached: list[int],
-    *,
-    slices: int,
-) -> bool:
-    """Note how far other devices have come, from the transfers that a pass waits for; return whether that is new."""
-    before = list(reached)
-    for part in parts_of(item):
-        for route in dependencies.rule(device, part.kind, part.stage).waits:
-            for site in route.producers:
-                if site.device != device and part.microbatch is not None:
-                    place = issued[site.device][route.number, unit_of(part, slices)]
-                    reached[site.device] = max(reached[site.device], place)
-    return before != reached

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
-from .excerpt import neighbours
-from .faults import Fault
+from .faults import Fault, neighbours
 from .passes import (
     FREEING_KINDS,
     GATHERING_KINDS,
@@ -30,6 +29,7 @@ from .passes import (
     Item,
     Kind,
     Pass,
+    Rows,
     parts_of,
 )
 from .placement import Placement
@@ -105,7 +105,7 @@ def parts_of_device(placement: Placement, barriers: int, device: int, *, tied: b
     return (*stages, Kind.S) if tied and both_ends else stages
 
 
-def check_sharding(placement: Placement, barriers: int, rows: Sequence[Sequence[Item | None]]) -> Iterator[Fault]:
+def check_sharding(placement: Placement, barriers: int, rows: Rows) -> Iterator[Fault]:
     """Return the faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
     being there, or summed before its last gradient, twice, or not at all while others are."""
     sums = any(item is not None and item.kind in REDUCING_KINDS for row in rows for item in row)

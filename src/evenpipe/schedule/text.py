@@ -7,12 +7,12 @@ number of barriers, but both follow from them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from evenpipe.errors import InputError
 
-from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
+from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parse_item, parts_of
 from .placement import Edge, Placement
 from .words import count
 
@@ -23,8 +23,7 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
-    """Return the cells of a file; raises InputError naming row and column (both from 1) of a cell that is not a
-    word."""
+    """Return the cells of a file. Raises InputError naming row and column, both from 1, of a cell that is no word."""
     lines = text.removeprefix("\ufeff").splitlines()
     if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")
@@ -53,32 +52,9 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
             raise InputError(f"{cell_name(row, column)}: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The fields of an order or program besides its rows, as in `Order`. None means unknown."""
-
-    placement: Placement | None = None
-    microbatches: int | None = None
-    barriers: int | None = None
-    forward_only: bool | None = None
-    slices: int | None = None
-    edges: tuple[Edge, ...] = ()
-    """Of an unknown placement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inferred:
-    """The same, all of them known."""
-
-    placement: Placement
-    microbatches: int
-    barriers: int
-    forward_only: bool
-    slices: int
-
-
-def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> Inferred:
-    """Return the fields of `known`, and the missing ones from the rows.
+def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an order besides its rows: those that are None from the rows. edges: of an unknown
+    placement.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
     names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch or slice
@@ -93,14 +69,14 @@ def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> Inferred:
     ]
     kinds = {part.kind for _, part in parts}
     barriers = 2 if Kind.T in kinds and Kind.C not in kinds else int(bool(kinds & VOCABULARY_KINDS))
-    slices = _slices(parts) if known.slices is None else known.slices
-    return Inferred(
-        _placement(parts, len(rows), known.edges) if known.placement is None else known.placement,
-        _microbatches(parts, slices) if known.microbatches is None else known.microbatches,
-        barriers if known.barriers is None else known.barriers,
-        not kinds & BACKWARD_KINDS if known.forward_only is None else known.forward_only,
-        slices,
-    )
+    slices = _slices(parts) if known["slices"] is None else known["slices"]
+    return {
+        "placement": _placement(parts, len(rows), tuple(edges)) if placement is None else placement,
+        "microbatches": _microbatches(parts, slices) if known["microbatches"] is None else known["microbatches"],
+        "barriers": barriers if known["barriers"] is None else known["barriers"],
+        "forward_only": not kinds & BACKWARD_KINDS if known["forward_only"] is None else known["forward_only"],
+        "slices": slices,
+    }
 
 
 def _placement(parts: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, ...]) -> Placement:

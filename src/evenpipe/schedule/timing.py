@@ -41,13 +41,18 @@ def time_order(order: Order, costs: Costs) -> Timeline:
 
     Raises DeadlockError if it cannot complete, InputError if `costs` lack a kind or have lists of the wrong length.
     """
-    graph = Graph.of(order)
-    times = run(order, graph, durations(order, graph, costs))
+    graph, times = timed(order, costs)
     rows = []
     for device in range(order.devices):
         numbers = range(graph.first[device], graph.first[device + 1])
         rows.append(tuple(Event(device, graph.items[n], times.start[n], times.end[n]) for n in numbers))
     return Timeline(tuple(rows), costs.stage_bytes(order.placement), placement=order.placement)
+
+
+def timed(order: Order, costs: Costs) -> tuple[Graph, EventTimes]:
+    """Return the graph of `order`, and when everything in it runs. Raises as `time_order` does."""
+    graph = Graph.of(order)
+    return graph, run(order, graph, durations(order, graph, costs))
 
 
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
@@ -60,7 +65,7 @@ def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
         if duration is None:
             duration = of_site[site] = times.of(item, device)
         takes.append(duration)
-    for route, numbers in graph.by_route():
+    for route, numbers in graph.transfers.by_route():
         takes += [costs.transfer_time(route.kind)] * len(numbers)
     return takes
 

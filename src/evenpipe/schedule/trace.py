@@ -6,10 +6,11 @@ Trace -> timeline()     events with causes, transfers beside them: the type that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from .costs import Costs
@@ -186,8 +187,7 @@ class Trace:
         return tuple(rows)
 
     def gaps(self, device: int) -> Iterator[Gap]:
-        """Return the gap before each pass of a device. Waits within a pass (of several that run as one) are in no
-        gap."""
+        """Return the gap before each pass of a device. Waits inside a pass, of several run as one, are in none."""
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)
@@ -204,80 +204,58 @@ class Trace:
     def timeline(self) -> Timeline:
         """Return passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
         last member issued it until this device, or either end of a hop, found it complete."""
-        return _Drawing(self).timeline()
-
-
-class _Drawing:
-    """Converts a trace to a timeline."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.dependencies = Dependencies.of(trace.program)
-        self.issued: dict[tuple[int, int], tuple[float, int]] = {}
-        """By transfer: when its last member issued it, and which member that was."""
-        self.arrived: dict[tuple[int, int], float] = {}
-        """By hop: when either end first found it complete. The sender asks only much later."""
-        for device, row in enumerate(trace.devices):
-            for transfer in row.transfers:
-                key = self._key(transfer.item, device)
-                self.issued[key] = max(self.issued.get(key, (transfer.issued, device)), (transfer.issued, device))
-                if transfer.complete is not None and transfer.item.kind in HOP_KINDS:
-                    self.arrived[key] = min(self.arrived.get(key, transfer.complete), transfer.complete)
-
-    def timeline(self) -> Timeline:
-        devices = range(len(self.trace.devices))
-        passes = tuple(tuple(self._passes(device)) for device in devices)
-        beside = (chain(self._transfers(device), self._copies(device)) for device in devices)
+        devices = range(len(self.devices))
+        transfers = self._transfers()
+        beside = ((*transfers[device], *self._copies(device)) for device in devices)
         return Timeline(
-            passes,
-            beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside),
-            placement=self.trace.program.placement,
+            tuple(tuple(self._passes(device)) for device in devices),
+            beside=tuple(tuple(sorted(row, key=attrgetter("start"))) for row in beside),
+            placement=self.program.placement,
         )
 
-    def _key(self, transfer: Transfer, device: int) -> tuple[int, int]:
-        route = self.dependencies.route_of(transfer, device)
-        assert isinstance(route, Route), f"{transfer} on device {device} has no route"
-        return route.number, unit_of(transfer, self.trace.program.slices)
-
     def _passes(self, device: int) -> Iterator[Event]:
-        for gap in self.trace.gaps(device):
+        passes = self.devices[device].passes
+        for place, gap in enumerate(self.gaps(device)):
             if gap.after.item.kind in (Kind.O, Kind.L):
                 continue  # the position where a copy is issued
             longest = max(gap.waited, key=lambda wait: wait.end - wait.start, default=None)
-            cause = _behind(gap.before, device)
+            cause = _behind(passes, place, device)
             if longest is not None and longest.end - longest.start > max(WAITED_SECONDS, gap.busy):
                 cause = Cause("transfer", longest.transfer, device)
             yield Event(device, gap.after.item, gap.after.start, gap.after.end, cause)
 
-    def _transfers(self, device: int) -> Iterator[Event]:
-        for transfer in self.trace.devices[device].transfers:
-            key = self._key(transfer.item, device)
-            start, issuer = self.issued[key]
-            end = self.arrived.get(key, transfer.returned if transfer.complete is None else transfer.complete)
-            last = _last_before(self.trace.devices[issuer].passes, start)
-            yield Event(device, transfer.item, start, max(start, end), _behind(last, issuer))
+    def _transfers(self) -> list[list[Event]]:
+        """Return the transfers of each device."""
+        dependencies = Dependencies.of(self.program)
+        issued: dict[tuple[int, int], tuple[float, int]] = {}  # when its last member issued it, and that member
+        arrived: dict[tuple[int, int], float] = {}  # when either end of a hop found it complete: the sender asks late
+        keys: list[list[tuple[int, int]]] = [[] for _ in self.devices]
+        for device, row in enumerate(self.devices):
+            for transfer in row.transfers:
+                route = dependencies.route_of(transfer.item, device)
+                assert isinstance(route, Route), f"{transfer.item} on device {device} has no route"
+                key = route.number, unit_of(transfer.item, self.program.slices)
+                keys[device].append(key)
+                issued[key] = max(issued.get(key, (transfer.issued, device)), (transfer.issued, device))
+                if transfer.complete is not None and transfer.item.kind in HOP_KINDS:
+                    arrived[key] = min(arrived.get(key, transfer.complete), transfer.complete)
+        rows: list[list[Event]] = [[] for _ in self.devices]
+        for device, row in enumerate(self.devices):
+            for key, transfer in zip(keys[device], row.transfers, strict=True):
+                start, issuer = issued[key]
+                end = arrived.get(key, transfer.returned if transfer.complete is None else transfer.complete)
+                passes = self.devices[issuer].passes
+                cause = _behind(passes, bisect_right(passes, start, key=attrgetter("end")), issuer)
+                rows[device].append(Event(device, transfer.item, start, max(start, end), cause))
+        return rows
 
     def _copies(self, device: int) -> Iterator[Event]:
-        row = self.trace.devices[device]
+        row = self.devices[device]
         asked = {entry.item: place for place, entry in enumerate(row.passes)}
         for copy in row.copies:
-            place = asked[copy.item]
-            yield Event(
-                device, copy.item, copy.start, copy.end, _behind(row.passes[place - 1] if place else None, device)
-            )
+            yield Event(device, copy.item, copy.start, copy.end, _behind(row.passes, asked[copy.item], device))
 
 
-def _behind(before: PassTime | None, device: int) -> Cause:
-    return Cause("start") if before is None else Cause("device", before.item, device)
-
-
-def _last_before(passes: tuple[PassTime, ...], time: float) -> PassTime | None:
-    """Return the last pass that had ended, of a row sorted by time."""
-    low, high = 0, len(passes)
-    while low < high:
-        middle = (low + high) // 2
-        if passes[middle].end <= time:
-            low = middle + 1
-        else:
-            high = middle
-    return passes[low - 1] if low else None
+def _behind(passes: Sequence[PassTime], place: int, device: int) -> Cause:
+    """Return the cause of what a device does at a place of its row."""
+    return Cause("device", passes[place - 1].item, device) if place else Cause("start")

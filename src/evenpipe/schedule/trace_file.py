@@ -29,7 +29,7 @@ other versions; what a version adds, its number says.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
@@ -61,32 +61,21 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
         "placement": list(program.placement.stage_device),
         "microbatches": program.microbatches,
         **({} if program.slices == 1 else {"slices": program.slices}),
-        **({} if program.placement.is_chain else {"edges": list(map(list, program.placement.edges))}),
+        **_unless_empty(edges=[] if program.placement.is_chain else list(map(list, program.placement.edges))),
         "barriers": program.barriers,
         "forward_only": program.forward_only,
         "costs": None if trace.costs is None else trace.costs.to_dict(),
         "devices": [
             {
                 "row": rows_to_csv([row]).rstrip("\n"),
-                "start": _rounded(device.start),
-                "end": _rounded(device.end),
+                "start": round(device.start, _DIGITS),
+                "end": round(device.end, _DIGITS),
                 "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
-                **({} if device.allocations is None else {"allocations": asdict(device.allocations)}),
-                "passes": [
-                    [str(p.item), _rounded(p.start), _rounded(p.end), _rounded(p.processor)] for p in device.passes
-                ],
-                "waits": [
-                    [str(w.transfer), str(w.needed_by or ""), _rounded(w.start), _rounded(w.end)] for w in device.waits
-                ],
-                "transfers": [
-                    [str(t.item), _rounded(t.issued), _rounded(t.returned), _rounded(t.complete)]
-                    for t in device.transfers
-                ],
-                **(
-                    {"copies": [[str(c.item), _rounded(c.start), _rounded(c.end)] for c in device.copies]}
-                    if device.copies
-                    else {}
-                ),
+                **_unless_empty(allocations=device.allocations and asdict(device.allocations)),
+                "passes": [[str(p.item), *_rounded(p.start, p.end, p.processor)] for p in device.passes],
+                "waits": [[str(w.transfer), str(w.needed_by or ""), *_rounded(w.start, w.end)] for w in device.waits],
+                "transfers": [[str(t.item), *_rounded(t.issued, t.returned, t.complete)] for t in device.transfers],
+                **_unless_empty(copies=[[str(c.item), *_rounded(c.start, c.end)] for c in device.copies]),
             }
             for row, device in zip(program.rows, trace.devices, strict=True)
         ],
@@ -161,14 +150,13 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
     passes = {str(item): item for item in program.rows[number] if isinstance(item, Pass)}
     transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
 
-    def entries(name: str, shape: int) -> list[list[Any]]:
-        listed: list[list[Any]] = _field(values, name, list, where)
-        for index, entry in enumerate(listed):
+    def entries(name: str, shape: int) -> Iterator[tuple[str, list[Any]]]:
+        """Return each entry of a list, and what messages call it."""
+        for index, entry in enumerate(_field(values, name, list, where)):
+            at = f"{where}{name}[{index}]"
             if not isinstance(entry, list) or len(entry) != shape or not isinstance(entry[0], str):
-                raise InputError(
-                    f"{where}{name}[{index}] is {shown(entry)}, expected a list of a text and {shape - 1} more"
-                )
-        return listed
+                raise InputError(f"{at} is {shown(entry)}, expected a list of a text and {shape - 1} more")
+            yield at, entry
 
     def pass_of(text: Any, where: str) -> Pass:
         if text not in passes:
@@ -189,26 +177,22 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         return copy
 
     done, waits, sent, copies = [], [], [], []
-    for index, (text, start, end, processor) in enumerate(entries("passes", 4)):
-        at = f"{where}passes[{index}]"
+    for at, (text, start, end, processor) in entries("passes", 4):
         done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), _seconds(at, processor)))
-    for index, (text, needed_by, start, end) in enumerate(entries("waits", 4)):
-        at = f"{where}waits[{index}]"
+    for at, (text, needed_by, start, end) in entries("waits", 4):
         user = None if needed_by == "" else pass_of(needed_by, at)
         what = copy_of(text, at) if text in passes else transfer_of(text, at)
         waits.append(WaitTime(what, user, *_ordered(at, start, end)))
-    for index, (text, issued, returned, complete) in enumerate(entries("transfers", 4)):
-        at = f"{where}transfers[{index}]"
+    for at, (text, issued, returned, complete) in entries("transfers", 4):
         found = None if complete is None else _seconds(at, complete)
         sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), found))
-    for index, (text, start, end) in enumerate(entries("copies", 3) if "copies" in values else ()):
-        at = f"{where}copies[{index}]"
+    for at, (text, start, end) in entries("copies", 3) if "copies" in values else ():
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
     if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
         raise InputError(f"{where}passes are not the passes of {where}row in the same order")
-    issued = {entry.item for entry in sent}
+    there = {entry.item for entry in sent}
     for index, wait in enumerate(waits):
-        if isinstance(wait.transfer, Transfer) and wait.transfer not in issued:
+        if isinstance(wait.transfer, Transfer) and wait.transfer not in there:
             raise InputError(f"{where}waits[{index}] is for {wait.transfer}, which is not in {where}transfers")
     clock = _table(values.get("clock"), f"{where}clock")
     return DeviceTrace(
@@ -260,8 +244,12 @@ def _ordered(where: str, start: Any, end: Any) -> tuple[float, float]:
     return first, last
 
 
-def _rounded(seconds: Any) -> Any:
-    return None if seconds is None else round(seconds, _DIGITS)
+def _unless_empty(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _rounded(*times: float | None) -> list[float | None]:
+    return [None if seconds is None else round(seconds, _DIGITS) for seconds in times]
 
 
 _CLOCK = ("offset", "drift", "uncertainty")

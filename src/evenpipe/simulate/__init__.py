@@ -3,8 +3,6 @@
 `simulate` runs a program or an order and returns a `Simulation`. `best_bound` returns a lower bound for all orders.
 """
 
-from __future__ import annotations
-
 from .bounds import Bound, best_bound
 from .critical_path import CriticalPath
 from .simulation import Simulation, simulate

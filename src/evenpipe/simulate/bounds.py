@@ -76,12 +76,12 @@ def best_bound(
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
     graph = Microbatch.of(placement, costs, split=split, barriers=barriers, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
-    found = list(_free(placement, microbatches, graph, of))
+    found = list(_free(microbatches, graph, of))
     if limits and not forward_only:
-        found += _rounds(placement, microbatches, graph, limits, of)
-        found += _area(placement, microbatches, graph, limits)
+        found += _rounds(microbatches, graph, limits, of)
+        found += _area(microbatches, graph, limits)
         if not proved:
-            found += _v_shape(placement, microbatches, graph, limits, split)
+            found += _v_shape(microbatches, graph, limits, split)
     return max(found, key=lambda bound: bound.value)
 
 
@@ -112,17 +112,16 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
 
 def either_backward(costs: Costs, placement: Placement) -> Costs:
     """Return times of I and W that a whole backward also takes at least, for an order with both."""
-    times = costs.stage_times(placement)
-    whole, inputs, weights = times[Kind.B], times[Kind.I], times[Kind.W]
-    assert whole is not None and inputs is not None and weights is not None
+    kinds = (Kind.B, Kind.I, Kind.W)
+    whole, inputs, weights = costs.needed_times(placement, kinds, "give a number or a list")
     least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
     rest = [min(w, b - i) for w, b, i in zip(weights, whole, least, strict=True)]
     return replace(costs, I=tuple(least), W=tuple(rest))
 
 
-def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
+def _free(microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
     """Return bounds without a memory limit."""
-    work = graph.work
+    placement, work = graph.placement, graph.work
     busiest = max(range(placement.devices), key=work.__getitem__)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"device {busiest} has {value:g} of work")
@@ -182,9 +181,8 @@ def _one_device(
     return best
 
 
-def _rounds(
-    placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str
-) -> Iterator[Bound]:
+def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str) -> Iterator[Bound]:
+    placement = graph.placement
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
     whole = _ways(graph, None)
     for device in _some(placement):
@@ -204,10 +202,10 @@ def _rounds(
         )
 
 
-def _area(placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> Iterator[Bound]:
-    for device in _some(placement):
+def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> Iterator[Bound]:
+    for device in _some(graph.placement):
         lifespan = 0.0
-        for stage in placement.stages_of(device):
+        for stage in graph.placement.stages_of(device):
             release = graph.release[stage]
             lifespan += graph.before([graph.forward[stage]])[release] + graph.takes[release]
         yield Bound(
@@ -217,14 +215,18 @@ def _area(placement: Placement, microbatches: int, graph: Microbatch, limits: tu
         )
 
 
-def _v_shape(
-    placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...], split: bool
-) -> Iterator[Bound]:
+def _v_shape(microbatches: int, graph: Microbatch, limits: tuple[float, ...], split: bool) -> Iterator[Bound]:
     unit = graph.takes[graph.forward[0]]
     passes = {graph.takes[node] for node, device in enumerate(graph.device) if device >= 0}
     transfers = any(graph.takes[node] for node, device in enumerate(graph.device) if device < 0)
-    p = placement.devices
-    if split and placement == Placement.v_shape(p) and passes == {unit} and not transfers and microbatches >= 2 * p:
+    p = graph.placement.devices
+    if (
+        split
+        and graph.placement == Placement.v_shape(p)
+        and passes == {unit}
+        and not transfers
+        and microbatches >= 2 * p
+    ):
         most = math.floor(max(limits))
         value = (6 * microbatches + 6 * p - 3 * most - 1) * unit
         yield Bound(value, "V", f"V schedules with a peak of {most} stage activations (2405.15362)")

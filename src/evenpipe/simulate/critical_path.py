@@ -63,19 +63,15 @@ def critical_path(work: Work, loop: Loop, slices: int) -> CriticalPath:
     slices: of a sequence."""
     ends = (n for n, item in enumerate(work.items) if n not in work.beside or item.kind in REDUCING_KINDS)
     chain = [max(ends, key=lambda n: (loop.end[n], -n))]
-    while _why(loop, chain[-1])[0] != START:
-        chain.append(_why(loop, chain[-1])[1])
+    while loop.why[chain[-1]] != START:
+        chain.append(loop.who[chain[-1]])
     steps: list[Event] = []
     for n in chain:
         # A transfer is shown as issued by the device that waited for it, and so is a transfer that it waited for.
         device = work.device_of[n] if n >= 0 else steps[-1].device
-        issued = {~k: _transfer(work, ~k, device, slices) for k in (n, _why(loop, n)[1]) if k < 0}
+        issued = {k: _transfer(work, ~k, device, slices) for k in (n, loop.who[n]) if k < 0}
         steps.append(event_of(work, loop, issued, n, device))
     return CriticalPath(tuple(reversed(steps)))
-
-
-def _why(loop: Loop, n: int) -> tuple[str, int]:
-    return (loop.why[n], loop.who[n]) if n >= 0 else (loop.why_of[~n], loop.who_of[~n])
 
 
 def _transfer(work: Work, k: int, device: int, slices: int) -> Transfer:

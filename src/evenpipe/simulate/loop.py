@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from evenpipe.schedule import CopyEngine
+from evenpipe.schedule import CopyEngine, Kind
+from evenpipe.schedule.copy_streams import CopyStreams
 from evenpipe.schedule.passes import HOP_KINDS
 
-from .engine import Engines
 from .network import COMMUNICATOR, Network
 from .work import COPIES, Work
 
@@ -26,9 +26,9 @@ START, DEVICE, TRANSFER = "start", "device", "transfer"
 class Loop:
     """Start, end and cause of every event, after `run`.
 
-    By pass n: `start`, `end`, `why` (a resource of `Cause`) and `who`: n for a pass or copy, ~k for transfer k.
-    By transfer k: `start_of`, `end_of`, `why_of`, `who_of`, and `posted`, when the destination of a hop issued it.
-    `issued` has the time at which each copy was issued, by pass.
+    By number, n for pass or copy n and ~k for transfer k, whose entries are at the other end of the lists: `start`,
+    `end`, `why` (a resource of `Cause`) and `who`, again a number. By transfer k: `posted`, when the destination of a
+    hop issued it. `issued` has the time at which each copy was issued, by pass.
     """
 
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
@@ -36,14 +36,12 @@ class Loop:
         self.work, self.transfers, self.slowdown, self.contention = work, work.transfers, slowdown, contention
         self.computing = self.counted = 0  # devices that compute, now and at the last change of speeds
         self.rate = [1.0] * devices  # current slowdown of a running pass
-        self.start, self.end = [0.0] * passes, [-1.0] * passes
-        self.why, self.who = [START] * passes, [0] * passes
-        self.start_of, self.end_of = [0.0] * transfers, [-1.0] * transfers
-        self.why_of, self.who_of = [START] * transfers, [0] * transfers
+        self.start, self.end = [0.0] * (passes + transfers), [-1.0] * (passes + transfers)
+        self.why, self.who = [START] * (passes + transfers), [0] * (passes + transfers)
         self.posted = [0.0] * transfers
         self.issued: dict[int, float] = {}
         self.needs = list(work.needs)
-        self.missing = list(work.transfers.members)
+        self.missing = [len(route.members) for route in work.transfers.route]
         self.stands = [0] * devices  # position in the row
         self.clock = [0.0] * devices  # end of the last pass
         self.running = [-1] * devices
@@ -52,13 +50,13 @@ class Loop:
         self.pending: list[deque[int]] = [deque() for _ in range(work.transfers.queues)]
         self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
-        self.engines = Engines(work, engine, self)
+        waits = self.needs.__getitem__
+        self.copies = CopyStreams(engine, self._place_of, waits, self._begin_copy, self.held_up)
         self.network = Network(work, self)
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
-        """Run until no device can move; return whether every device reached the end of its row and every transfer was
-        made."""
+        """Run until no device can move; return whether all reached the end of their rows and made every transfer."""
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due
@@ -74,7 +72,11 @@ class Loop:
                 continue
             device = device_of[number]
             if number in self.work.beside:
-                self._beside(number).done(number, now)
+                if self.work.items[number].kind in COPIES:
+                    self.over(number, now)
+                    self.copies.done(number, now)
+                else:
+                    self.network.done(number, now)
             elif running[device] == number and due[device] == now:
                 running[device] = -1
                 self.computing -= 1
@@ -95,7 +97,7 @@ class Loop:
             elif number in self.work.beside:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                self._beside(number).submit(number, now)
+                (self.copies if self.work.items[number].kind in COPIES else self.network).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -113,9 +115,22 @@ class Loop:
             at += 1
         self.stands[device] = at
 
-    def _beside(self, number: int) -> Engines | Network:
-        """Return what runs a pass beside compute."""
-        return self.engines if self.work.items[number].kind in COPIES else self.network
+    def over(self, number: int, now: float) -> None:
+        """Note the end of a pass beside compute."""
+        self.end[number] = now
+        for waiting in self.work.beside[number]:
+            self.arrived(waiting, number, now)
+
+    def held_up(self, number: int, what: str, by: int) -> None:
+        """Note that something had to wait for `what`, which was busy with `by`."""
+        self.why[number], self.who[number] = what, by
+
+    def _begin_copy(self, number: int, now: float) -> None:
+        self.start[number] = now
+        heappush(self.heap, (now + self.work.takes[number], number))
+
+    def _place_of(self, copy: int) -> tuple[int, bool]:
+        return self.work.device_of[copy], self.work.items[copy].kind is Kind.L
 
     def _since(self, device: int) -> tuple[str, int]:
         """Return why the device is not further."""
@@ -127,7 +142,7 @@ class Loop:
             self.posted[k] = now
         if self.missing[k]:
             return
-        self.why_of[k], self.who_of[k] = self._since(device)
+        self.why[~k], self.who[~k] = self._since(device)
         queue = self.transfers.queue[k]
         if queue >= 0:
             if self.carrying[queue] >= 0:
@@ -137,11 +152,8 @@ class Loop:
         self._carry(k, now)
 
     def _carry(self, k: int, now: float) -> None:
-        self.start_of[k] = now
-        if self.slowdown > 1 and self.transfers.slows[k]:
-            for member in self.transfers.route[k].members:
-                self.active[member] += 1
-                self._change_speed(member, now)
+        self.start[~k] = now
+        self._slow_down(k, 1, now)
         if self._is_on_network(k):
             self.network.carry(~k, self.transfers.route[k].members, self.transfers.takes[k], now)
         else:
@@ -154,20 +166,24 @@ class Loop:
     def _carried(self, k: int, now: float) -> None:
         if self._is_on_network(k) and not self.network.done(~k, now):
             return
-        self.end_of[k] = now
-        if self.slowdown > 1 and self.transfers.slows[k]:
-            for member in self.transfers.route[k].members:
-                self.active[member] -= 1
-                self._change_speed(member, now)
+        self.end[~k] = now
+        self._slow_down(k, -1, now)
         queue = self.transfers.queue[k]
         if queue >= 0:
             self.carrying[queue] = -1
             if self.pending[queue]:
                 following = self.carrying[queue] = self.pending[queue].popleft()
-                self.why_of[following], self.who_of[following] = COMMUNICATOR, ~k
+                self.held_up(~following, COMMUNICATOR, ~k)
                 self._carry(following, now)
         for number in self.transfers.feeds[k]:
             self.arrived(number, ~k, now)
+
+    def _slow_down(self, k: int, added: int, now: float) -> None:
+        """Count a collective that begins or ends on its members."""
+        if self.slowdown > 1 and self.transfers.slows[k]:
+            for member in self.transfers.route[k].members:
+                self.active[member] += added
+                self._change_speed(member, now)
 
     def _rate(self, device: int) -> float:
         """Return the current slowdown of compute on a device."""
@@ -194,7 +210,7 @@ class Loop:
         if self.needs[number]:
             return
         if number in self.work.beside:
-            self.engines.unblocked(number, now)
+            self.copies.unblocked(number, now)
             return
         device = self.work.device_of[number]
         at = self.stands[device]

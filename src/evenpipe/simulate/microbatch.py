@@ -6,16 +6,21 @@ Every microbatch of a step has the same passes, so lower bounds need only this s
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Placement
 from evenpipe.schedule.dependencies import dependencies_of
 from evenpipe.schedule.flows import vocabulary_kinds
+from evenpipe.schedule.passes import ROLE
 
 UNREACHED = -math.inf
+
+
+Name = tuple[int, Kind, int | None]
+"""Device, kind (B for I) and stage."""
 
 
 @dataclass(slots=True)
@@ -28,6 +33,7 @@ class Microbatch:
     last two are empty for an order that only evaluates.
     """
 
+    placement: Placement
     takes: list[float]
     device: list[int]
     needs: list[list[int]]
@@ -41,7 +47,61 @@ class Microbatch:
         cls, placement: Placement, costs: Costs, *, split: bool = False, barriers: int = 0, forward_only: bool = False
     ) -> Microbatch:
         """Return the graph. With `split` backwards are I and W, else B. Raises InputError if a kind has no time."""
-        return _build(placement, costs, split, barriers, forward_only)
+        dependencies = dependencies_of(placement, barriers, forward_only)
+        stage_times, device_times = costs.stage_times(placement), costs.device_times(placement)
+        takes: list[float] = []
+        device_of: list[int] = []
+        names: dict[Name, int] = {}
+
+        def add(device: int, kind: Kind, stage: int | None, time: tuple[float, ...] | None, where: int) -> int:
+            if time is None:
+                raise InputError(f"costs: {kind.value} is missing, but a lower bound needs it; give a number or a list")
+            names[device, ROLE[kind], stage] = len(takes)
+            takes.append(time[where])
+            device_of.append(device)
+            return len(takes) - 1
+
+        forward, backward, release = [], [], []
+        for stage, device in enumerate(placement.stage_device):
+            forward.append(add(device, Kind.F, stage, stage_times[Kind.F], stage))
+            if not forward_only:
+                kind = Kind.I if split else Kind.B
+                backward.append(add(device, kind, stage, stage_times[kind], stage))
+                release.append(add(device, Kind.W, stage, stage_times[Kind.W], stage) if split else backward[-1])
+        for kind in sorted(vocabulary_kinds(barriers, forward_only)):
+            for device in range(placement.devices):
+                add(device, kind, None, device_times[kind], device)
+        routes = range(len(takes), len(takes) + len(dependencies.routes))
+        for route in dependencies.routes:
+            takes.append(costs.transfer_time(route.kind, route.communicator))
+            device_of.append(-1)
+        needs: list[list[int]] = [[] for _ in takes]
+        for (device, kind, of), node in names.items():
+            rule = dependencies.rule(device, kind, of)
+            needs[node] += [names[name] for what in rule.after if (name := (device, *what)) in names]
+            if kind is Kind.W:
+                needs[node].append(names[device, Kind.B, of])
+            needs[node] += [routes[route.number] for route in rule.waits]
+            for route in rule.feeds:
+                needs[routes[route.number]].append(node)
+        nodes_of: list[list[int]] = [[] for _ in range(placement.devices)]
+        for (device, *_), node in names.items():
+            nodes_of[device].append(node)
+        order = TopologicalSorter(dict.fromkeys(range(len(takes)), ()))
+        for node, earlier in enumerate(needs):
+            order.add(node, *earlier)
+        ranked = list(order.static_order())
+        rank = {node: place for place, node in enumerate(ranked)}
+        return cls(
+            placement,
+            [takes[node] for node in ranked],
+            [device_of[node] for node in ranked],
+            [[rank[earlier] for earlier in needs[node]] for node in ranked],
+            [rank[node] for node in forward],
+            [rank[node] for node in backward],
+            [rank[node] for node in release],
+            [[rank[node] for node in nodes] for nodes in nodes_of],
+        )
 
     @property
     def work(self) -> list[float]:
@@ -49,8 +109,7 @@ class Microbatch:
         return [sum(self.takes[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:
-        """Return, per node, the longest path to its start from the start of one of `sources`; UNREACHED without a
-        path."""
+        """Return, per node, the longest path to its start from that of one of `sources`; UNREACHED without a path."""
         longest = [UNREACHED] * len(self.takes)
         for node in sources:
             longest[node] = 0.0
@@ -72,84 +131,3 @@ class Microbatch:
             for earlier in self.needs[node]:
                 longest[earlier] = max(longest[earlier], way)
         return longest
-
-
-Name = tuple[int, Kind, int | None]
-"""Device, kind (B for I) and stage."""
-
-
-def _build(placement: Placement, costs: Costs, split: bool, barriers: int, forward_only: bool) -> Microbatch:
-    dependencies = dependencies_of(placement, barriers, forward_only)
-    stage_times, device_times = costs.stage_times(placement), costs.device_times(placement)
-    takes: list[float] = []
-    device_of: list[int] = []
-    names: dict[Name, int] = {}
-
-    def add(device: int, kind: Kind, stage: int | None, time: tuple[float, ...] | None, where: int) -> int:
-        if time is None:
-            raise InputError(f"costs: {kind.value} is missing, but a lower bound needs it; give a number or a list")
-        role = Kind.B if kind is Kind.I else kind
-        names[device, role, stage] = len(takes)
-        takes.append(time[where])
-        device_of.append(device)
-        return len(takes) - 1
-
-    forward, backward, release = [], [], []
-    for stage, device in enumerate(placement.stage_device):
-        forward.append(add(device, Kind.F, stage, stage_times[Kind.F], stage))
-        if not forward_only:
-            kind = Kind.I if split else Kind.B
-            backward.append(add(device, kind, stage, stage_times[kind], stage))
-            release.append(add(device, Kind.W, stage, stage_times[Kind.W], stage) if split else backward[-1])
-    for kind in sorted(vocabulary_kinds(barriers, forward_only)):
-        for device in range(placement.devices):
-            add(device, kind, None, device_times[kind], device)
-    routes = range(len(takes), len(takes) + len(dependencies.routes))
-    for route in dependencies.routes:
-        takes.append(costs.transfer_time(route.kind, route.communicator))
-        device_of.append(-1)
-    needs: list[list[int]] = [[] for _ in takes]
-    for (device, kind, of), node in names.items():
-        rule = dependencies.rule(device, kind, of)
-        needs[node] += [names[name] for what in rule.after if (name := (device, *what)) in names]
-        if kind is Kind.W:
-            needs[node].append(names[device, Kind.B, of])
-        needs[node] += [routes[route.number] for route in rule.waits]
-        for route in rule.feeds:
-            needs[routes[route.number]].append(node)
-    nodes_of: list[list[int]] = [[] for _ in range(placement.devices)]
-    for (device, *_), node in names.items():
-        nodes_of[device].append(node)
-    rank = _ranks(needs)
-    ranked = sorted(range(len(takes)), key=rank.__getitem__)
-    return Microbatch(
-        [takes[node] for node in ranked],
-        [device_of[node] for node in ranked],
-        [[rank[earlier] for earlier in needs[node]] for node in ranked],
-        [rank[node] for node in forward],
-        [rank[node] for node in backward],
-        [rank[node] for node in release],
-        [[rank[node] for node in nodes] for nodes in nodes_of],
-    )
-
-
-def _ranks(needs: list[list[int]]) -> list[int]:
-    """Return a number for each node, above those of its needs."""
-    missing = [len(earlier) for earlier in needs]
-    feeds: list[list[int]] = [[] for _ in needs]
-    for node, earlier in enumerate(needs):
-        for before in earlier:
-            feeds[before].append(node)
-    rank = [0] * len(needs)
-    ready = deque(node for node, count in enumerate(missing) if not count)
-    count = 0
-    while ready:
-        node = ready.popleft()
-        rank[node] = count
-        count += 1
-        for later in feeds[node]:
-            missing[later] -= 1
-            if not missing[later]:
-                ready.append(later)
-    assert count == len(needs), "the passes of a microbatch depend on each other in a circle"
-    return rank

@@ -49,7 +49,7 @@ class Network:
         """Queue a collective, which its device has issued. One without bytes is over at once."""
         if not self.work.takes[number]:
             self.loop.start[number] = now
-            self._over(number, now)
+            self.loop.over(number, now)
             return
         queue = self._queues[self.work.device_of[number]]
         queue.append(number)
@@ -72,11 +72,11 @@ class Network:
             for device in pace.devices:
                 self._hops[device].discard(number)
         else:
-            self._over(number, now)
+            self.loop.over(number, now)
             queue = self._queues[pace.devices[0]]
             queue.popleft()
             if queue:
-                self.loop.why[queue[0]], self.loop.who[queue[0]] = COMMUNICATOR, number
+                self.loop.held_up(queue[0], COMMUNICATOR, number)
                 self._begin(queue[0], now)
         self._change_speeds(pace.devices, now)
         return True
@@ -84,11 +84,6 @@ class Network:
     def _begin(self, number: int, now: float) -> None:
         self.loop.start[number] = now
         self._start(number, (self.work.device_of[number],), self.work.takes[number], now)
-
-    def _over(self, number: int, now: float) -> None:
-        self.loop.end[number] = now
-        for waiting in self.work.beside[number]:
-            self.loop.arrived(waiting, number, now)
 
     def _start(self, number: int, devices: tuple[int, ...], takes: float, now: float) -> None:
         pace = self._paces[number] = _Pace(devices, takes, now)

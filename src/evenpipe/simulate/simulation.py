@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,8 @@ from evenpipe.schedule.collection import collecting_nothing
 from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
 from .loop import TRANSFER, Loop
-from .memory import memory_curves
 from .timeline import timeline_of
-from .work import COPIES, Work
+from .work import Work
 
 END = "end"
 """Stands for the wait after the last pass."""
@@ -75,6 +74,7 @@ class Simulation:
         }
 
 
+@collecting_nothing()
 def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     """Simulate one step in the full model.
 
@@ -82,22 +82,13 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     Raises InputError if it cannot complete (with every fault), and if `costs` lack a needed kind.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
-    with collecting_nothing():
-        return _simulate(program, costs)
-
-
-def _simulate(program: Program, costs: Costs) -> Simulation:
     costs.check_devices(program.placement)
-    work = Work.of(program, costs)
+    work = Work(program, costs)
     loop = Loop(work, costs.overlap_slowdown, costs.engine, costs.contention)
     if not loop.run():
         check_program(program).raise_if_faulty()
         raise AssertionError("a sound program does not complete")
-    memory = memory_curves(program, costs, work, loop)
-    copies = any(work.items[n].kind in COPIES for n in work.beside)
-    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
-    stage_bytes = costs.stage_bytes(program.placement)
-    timeline = timeline_of(program, work, loop, stage_bytes=stage_bytes, memory=memory, on_device=on_device)
+    timeline = timeline_of(program, costs, work, loop)
     waiting, slowed = _idle(work, loop, timeline.makespan)
     return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
-from evenpipe.schedule import Cause, Event, Program, Timeline, Transfer
+from evenpipe.schedule import Cause, Costs, Event, Program, Timeline, Transfer
 
 from .loop import DEVICE, START, Loop
-from .memory import Curve
-from .work import Work
+from .memory import memory_curves
+from .work import COPIES, Work
 
 NOTHING = Cause(START)
 
 
-def timeline_of(
-    program: Program,
-    work: Work,
-    loop: Loop,
-    *,
-    stage_bytes: tuple[float, ...] | None,
-    memory: tuple[Curve, ...] | None,
-    on_device: tuple[Curve, ...] | None,
-) -> Timeline:
+def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
     """Return passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
     behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
@@ -31,40 +24,34 @@ def timeline_of(
         issued: dict[int, Transfer] = {}
         present = (item for item in program.rows[device] if item is not None)
         for n, item in zip(row, present, strict=True):
-            if n < 0:
-                k = ~n
-                issued[k] = item  # type: ignore[assignment]
-                start, end, why, who = loop.start_of[k], loop.end_of[k], loop.why_of[k], loop.who_of[k]
-            else:
-                start, end, why, who = loop.start[n], loop.end[n], loop.why[n], loop.who[n]
-            if why != DEVICE:
-                cause = _cause(work, why, who, issued, device)
-            elif (found := behind.get(who)) is not None:
-                cause = found
-            else:
-                cause = behind[who] = Cause(DEVICE, work.items[who], work.device_of[who])
-            event = Event(device, item, start, end, cause)
+            if isinstance(item, Transfer):
+                issued[n] = item
+            found = behind.get(loop.who[n]) if loop.why[n] == DEVICE else None
+            cause = found or _cause(work, loop, n, issued, device)
+            if cause.resource == DEVICE:
+                behind[loop.who[n]] = cause
+            event = Event(device, item, loop.start[n], loop.end[n], cause)
             (others if n < 0 or n in work.beside else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))
+    memory = memory_curves(program, costs, work, loop)
+    copies = any(work.items[n].kind in COPIES for n in work.beside)
+    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
+    stage_bytes = costs.stage_bytes(program.placement)
     return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device, program.placement)
 
 
 def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:
     """Return the event of `device` with number n; `issued` has its transfers by number, as it issues them."""
-    if n >= 0:
-        return Event(
-            device, work.items[n], loop.start[n], loop.end[n], _cause(work, loop.why[n], loop.who[n], issued, device)
-        )
-    k = ~n
-    cause = _cause(work, loop.why_of[k], loop.who_of[k], issued, device)
-    return Event(device, issued[k], loop.start_of[k], loop.end_of[k], cause)
+    item = work.items[n] if n >= 0 else issued[n]
+    return Event(device, item, loop.start[n], loop.end[n], _cause(work, loop, n, issued, device))
 
 
-def _cause(work: Work, why: str, who: int, issued: dict[int, Transfer], device: int) -> Cause:
+def _cause(work: Work, loop: Loop, n: int, issued: dict[int, Transfer], device: int) -> Cause:
+    why, who = loop.why[n], loop.who[n]
     if why == START:
         return NOTHING
     if who >= 0:
         return Cause(why, work.items[who], work.device_of[who])
-    return Cause(why, issued[~who], device)
+    return Cause(why, issued[who], device)

@@ -23,21 +23,19 @@ _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
 class Transfers:
     """The transfers of a program, as lists by their number.
 
-    takes: their time alone. members: how many. queue: number of the communicator, or -1 without a queue; there are
-    `queues`. slows: whether it slows compute down. feeds: the passes that wait for it.
+    takes: their time alone. queue: number of the communicator, or -1 without a queue; there are `queues`. slows:
+    whether it slows compute down. feeds: the passes that wait for it.
     """
 
     route: list[Route] = field(default_factory=list)
     unit: list[int] = field(default_factory=list)
     takes: list[float] = field(default_factory=list)
-    members: list[int] = field(default_factory=list)
     queue: list[int] = field(default_factory=list)
     slows: list[bool] = field(default_factory=list)
     feeds: list[list[int]] = field(default_factory=list)
     queues: int = 0
 
 
-@dataclass(slots=True)
 class Work:
     """The program as the event loop needs it. By pass: `items`, `device_of`, `takes` and `needs`.
 
@@ -45,47 +43,34 @@ class Work:
     a pass that runs beside compute, the passes that wait for it.
     """
 
-    rows: list[list[int]] = field(default_factory=list)
-    items: list[Pass] = field(default_factory=list)
-    device_of: list[int] = field(default_factory=list)
-    takes: list[float] = field(default_factory=list)
-    needs: list[int] = field(default_factory=list)
-    beside: dict[int, list[int]] = field(default_factory=dict)
-    transfers: Transfers = field(default_factory=Transfers)
-
-    @classmethod
-    def of(cls, program: Program, costs: Costs) -> Work:
-        """Return `program` in numbers. Raises InputError if it has a transfer that no pass needs, or if `costs` lack a
-        kind."""
-        return _Numbering(program, costs).work
-
-
-class _Numbering:
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self.costs = program, costs
-        self.dependencies = Dependencies.of(program)
-        self.pass_times = PassTimes(costs, program.placement)
-        self.copy_times = costs.copy_times(program.placement)
-        self.sharding_times = costs.sharding_times(program.placement)
-        self.work = Work()
-        self.units = program.units
-        self.numbers: dict[int, int] = {}  # by number of a route * units + unit
-        self.communicators: dict[str, int] = {}
-        self.carried: dict[int, tuple[int, float]] = {}  # by number of a route
+        """Raises InputError if the program has a transfer that no pass needs, or if `costs` lack a kind."""
+        self.rows: list[list[int]] = []
+        self.items: list[Pass] = []
+        self.device_of: list[int] = []
+        self.takes: list[float] = []
+        self.needs: list[int] = []
+        self.beside: dict[int, list[int]] = {}
+        self.transfers = Transfers()
+        self._program, self._costs, self._dependencies = program, costs, Dependencies.of(program)
+        self._numbers: dict[int, int] = {}  # by number of a route * units + unit
+        self._communicators: dict[str, int] = {}
+        self._carried_by: dict[int, tuple[int, float]] = {}  # by number of a route
+        self._pass_times = PassTimes(costs, program.placement)
+        self._beside_times = costs.copy_times(program.placement) | costs.sharding_times(program.placement)
         for device in range(program.devices):
             self._row(device)
 
     def _row(self, device: int) -> None:
-        work, dependencies = self.work, self.dependencies
-        items, needs, takes, feeds = work.items, work.needs, work.takes, work.transfers.feeds
-        numbers, units, slices = self.numbers, self.units, self.program.slices
+        program, items, needs, takes, feeds = self._program, self.items, self.needs, self.takes, self.transfers.feeds
+        numbers, units, slices = self._numbers, program.units, program.slices
         row: list[int] = []
         times: dict[tuple[Kind, int | None], float] = {}
         waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
         copies: dict[tuple[Kind, int | None, int], int] = {}
         gathering: dict[Part, int] = {}
-        users = Users.of_row(self.program.placement, self.program.barriers, self.program.rows[device])
-        for item in self.program.rows[device]:
+        users = Users.of_row(program.placement, program.barriers, program.rows[device])
+        for item in program.rows[device]:
             if item is None:
                 continue
             if isinstance(item, Transfer):
@@ -94,23 +79,19 @@ class _Numbering:
             n = len(items)
             row.append(n)
             items.append(item)
-            work.device_of.append(device)
+            self.device_of.append(device)
             needs.append(0)
             kind, stage = item.kind, item.stage
-            if kind in COPIES:
-                assert stage is not None
-                takes.append(self.copy_times[kind][stage])
-                unit = unit_of(item, slices)
-                copies[kind, stage, unit] = n
-                work.beside[n] = []
-                if kind is Kind.L:
-                    self._after(copies.get((Kind.O, stage, unit)), n)
-                continue
-            if kind in SHARDING_KINDS:
-                alone = self.sharding_times.get(kind)
+            if kind in COPIES or kind in SHARDING_KINDS:
+                alone = self._beside_times.get(kind)
                 takes.append(0.0 if alone is None else alone[device if stage is None else stage])
-                work.beside[n] = []
-                if kind in GATHERING_KINDS:
+                self.beside[n] = []
+                if kind in COPIES:
+                    unit = unit_of(item, slices)
+                    copies[kind, stage, unit] = n
+                    if kind is Kind.L:
+                        self._after(copies.get((Kind.O, stage, unit)), n)
+                elif kind in GATHERING_KINDS:
                     gathering[part_of(item)] = n
                 continue
             if gathering:
@@ -118,14 +99,14 @@ class _Numbering:
                     self._after(gathering.pop(used, None), n)
             time = None if item.parts else times.get((kind, stage))
             if time is None:
-                time = times[kind, stage] = self.pass_times.of(item, device)
+                time = times[kind, stage] = self._pass_times.of(item, device)
             takes.append(time)
             for part in parts_of(item):
                 assert part.microbatch is not None
                 what = (part.kind, part.stage)
                 routes = waits.get(what)
                 if routes is None:
-                    routes = waits[what] = dependencies.rule(device, *what).waits
+                    routes = waits[what] = self._dependencies.rule(device, *what).waits
                 unit = part.microbatch * slices + part.slice
                 for route in routes:
                     key = route.number * units + unit
@@ -136,35 +117,34 @@ class _Numbering:
                     needs[n] += 1
                 if copies and part.kind in _WAITS_FOR:
                     self._after(copies.get((_WAITS_FOR[part.kind], part.stage, unit)), n)
-        work.rows.append(row)
+        self.rows.append(row)
 
     def _after(self, other: int | None, n: int) -> None:
         if other is not None:
-            self.work.beside[other].append(n)
-            self.work.needs[n] += 1
+            self.beside[other].append(n)
+            self.needs[n] += 1
 
     def _transfer(self, item: Transfer, device: int) -> int:
-        route = self.dependencies.route_of(item, device)
-        program = self.program
+        route = self._dependencies.route_of(item, device)
+        program = self._program
         if route is None or not 0 <= item.microbatch < program.microbatches or item.slice >= program.slices:
             check_program(program).raise_if_faulty()
             raise AssertionError(f"{item} on device {device} has no route")
         unit = unit_of(item, program.slices)
-        key = route.number * self.units + unit
-        k = self.numbers.get(key)
+        key = route.number * self._program.units + unit
+        k = self._numbers.get(key)
         return self._number(key, route, unit) if k is None else k
 
     def _number(self, key: int, route: Route, unit: int) -> int:
-        transfers = self.work.transfers
-        k = self.numbers[key] = len(transfers.route)
-        carried = self.carried.get(route.number)
+        transfers = self.transfers
+        k = self._numbers[key] = len(transfers.route)
+        carried = self._carried_by.get(route.number)
         if carried is None:
-            carried = self.carried[route.number] = self._carried(route)
+            carried = self._carried_by[route.number] = self._carried(route)
         queue, time = carried
         transfers.route.append(route)
         transfers.unit.append(unit)
         transfers.takes.append(time)
-        transfers.members.append(len(route.members))
         transfers.queue.append(queue)
         transfers.slows.append(transfers.takes[k] > 0 and route.kind not in HOP_KINDS)
         transfers.feeds.append([])
@@ -172,9 +152,9 @@ class _Numbering:
 
     def _carried(self, route: Route) -> tuple[int, float]:
         """Return the number of the queue of a route (-1 without one), and the time of its transfers."""
-        time = self.costs.transfer_time(route.kind, route.communicator)
-        if self.costs.link(route.kind, route.communicator) is None:
+        time = self._costs.transfer_time(route.kind, route.communicator)
+        if self._costs.link(route.kind, route.communicator) is None:
             return -1, time
-        queue = self.communicators.setdefault(route.communicator, len(self.communicators))
-        self.work.transfers.queues = len(self.communicators)
+        queue = self._communicators.setdefault(route.communicator, len(self._communicators))
+        self.transfers.queues = len(self._communicators)
         return queue, time

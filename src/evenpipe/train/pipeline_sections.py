@@ -129,8 +129,9 @@ class PipelineConfig(Section):
         self._check_names()
 
     def _check_names(self) -> None:
+        from evenpipe.schedule.generators import SCHEDULES
         from evenpipe.schedule.planning import MODES
-        from evenpipe.schedule.registry import SCHEDULES, options_of
+        from evenpipe.schedule.registry import options_of
 
         options: tuple[str, ...] = ()
         if self.schedule.endswith(".csv"):

@@ -15,8 +15,7 @@ from math import ceil, gcd
 
 import pytest
 
-from evenpipe.schedule import Costs, check_order, generate, offloaded
-from evenpipe.schedule.transforms import plan_offload
+from evenpipe.schedule import Costs, check_order, generate, offloaded, plan_offload
 from evenpipe.simulate import simulate
 
 K = 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 
 OUT, BACK = 0, 1
@@ -39,18 +39,18 @@ class _Row:
         self.stages = stages
         self.overlap = overlap
         self.passes: list[Pass] = []
-        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.turns = {Kind.F: [0, 0], Kind.B: [0, 0]}
         self.weights: deque[Pass] = deque()
 
     def forward(self, end: int) -> None:
-        self.passes.append(self._forward(end))
+        self.passes.append(self._next(Kind.F, end))
 
     def backward(self, end: int) -> None:
-        self.passes.append(self._backward(Kind.B, end))
+        self.passes.append(self._next(Kind.B, end))
 
     def inputs(self, end: int) -> None:
         """Add the gradient of the input; the weight gradient waits for `weight`."""
-        item = self._backward(Kind.I, end)
+        item = self._next(Kind.I, end)
         self.passes.append(item)
         self.weights.append(Pass(Kind.W, item.stage, item.microbatch))
 
@@ -61,16 +61,13 @@ class _Row:
 
     def both(self, forward: int, backward: int) -> None:
         """Add a forward of one end and a full backward of the other as one pass."""
-        parts = (self._forward(forward), self._backward(Kind.B, backward))
+        parts = (self._next(Kind.F, forward), self._next(Kind.B, backward))
         self.passes += [Pass(Kind.OVERLAP_F_B, parts=parts)] if self.overlap else parts
 
-    def _forward(self, end: int) -> Pass:
-        self.forwards[end] += 1
-        return Pass(Kind.F, self.stages[end], self.forwards[end] - 1)
-
-    def _backward(self, kind: Kind, end: int) -> Pass:
-        self.backwards[end] += 1
-        return Pass(kind, self.stages[end], self.backwards[end] - 1)
+    def _next(self, kind: Kind, end: int) -> Pass:
+        turns = self.turns[ROLE[kind]]
+        turns[end] += 1
+        return Pass(kind, self.stages[end], turns[end] - 1)
 
 
 def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pass]:

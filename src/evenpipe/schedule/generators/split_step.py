@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.passes import Kind
 
 WHOLE = 1e-6
 """Rounding tolerance for sums of activation shares."""
@@ -16,7 +16,6 @@ class SplitProblem:
     """One stage per device. F, I, W: times per stage. hop: time between devices. tolerance: times below it count as 0.
 
     limits: the most stage activations per device, of which I leaves `weight_share` until W.
-    passes: per kind and stage, the pass of every microbatch.
     """
 
     microbatches: int
@@ -27,7 +26,6 @@ class SplitProblem:
     tolerance: float
     limits: tuple[float, ...]
     weight_share: float
-    passes: dict[Kind, list[list[Pass]]]
 
     @property
     def devices(self) -> int:
@@ -38,7 +36,7 @@ class SplitProblem:
 class Step:
     """The passes that have run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
 
-    rows: the passes of each device.
+    rows: the kinds that each device has run.
     forwards, inputs, weights: the number of F, I and W that each has run.
     clock: when each is free.
     forward_input, backward_input: per device and microbatch, when the inputs of F and I are there, as far as known.
@@ -49,7 +47,7 @@ class Step:
     def __init__(self, problem: SplitProblem) -> None:
         devices, microbatches = problem.devices, problem.microbatches
         self.problem = problem
-        self.rows: list[list[Pass]] = [[] for _ in range(devices)]
+        self.rows: list[list[Kind]] = [[] for _ in range(devices)]
         self.forwards, self.inputs, self.weights = [0] * devices, [0] * devices, [0] * devices
         self.clock, self.stored = [0.0] * devices, [0.0] * devices
         self.forward_input: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(devices - 1))]
@@ -89,7 +87,7 @@ class Step:
             self.backward_input[device].append(end)
         self.stored[device] += 1
         self.forwards[device] += 1
-        self.rows[device].append(self.problem.passes[Kind.F][device][microbatch])
+        self.rows[device].append(Kind.F)
 
     def backward(self, device: int) -> None:
         """Run the next I."""
@@ -101,16 +99,15 @@ class Step:
             self.backward_input[device - 1].append(end + self.problem.hop)
         self.stored[device] -= 1 - self.problem.weight_share
         self.inputs[device] += 1
-        self.rows[device].append(self.problem.passes[Kind.I][device][microbatch])
+        self.rows[device].append(Kind.I)
 
     def weight(self, device: int) -> None:
         """Run the next W."""
-        microbatch = self.weights[device]
-        assert microbatch < self.inputs[device], "no weight gradient is pending"
+        assert self.weights[device] < self.inputs[device], "no weight gradient is pending"
         self.clock[device] += self.problem.W[device]
         self.stored[device] -= self.problem.weight_share
         self.weights[device] += 1
-        self.rows[device].append(self.problem.passes[Kind.W][device][microbatch])
+        self.rows[device].append(Kind.W)
 
     def all_weights(self, device: int) -> None:
         """Run every pending W."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 from evenpipe.errors import InputError
@@ -18,8 +19,8 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.words import count
 
 from .v_shape import StepTimes, v_order
-from .v_shape_blocks import Block, block_of_gaps, collides, peaks
-from .v_shape_choice import BlockRows, shortest
+from .v_shape_blocks import Block, block_of_gaps, collides, peaks, squeezed
+from .v_shape_choice import Base, shortest
 from .v_shape_fixed import min_peak
 
 FAMILIES = (((5, 1), (1, 1)), ((5, 1), (2, 1)), ((1, 1), (2, 2)))
@@ -53,7 +54,8 @@ def v_budget(
 
     Raises InputError if no schedule fits into the limit.
     """
-    limits = _whole_limits(devices, 2 * devices if memory_limit is None else memory_limit)
+    given_limits = limits_per_device(2 * devices if memory_limit is None else memory_limit, devices)
+    limits = tuple(map(math.floor, given_limits))
     times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
     bases = blocks_within(devices, limits)
     if not bases:
@@ -68,10 +70,13 @@ def v_budget(
     return v_order(devices, microbatches, shortest(bases, microbatches, limits, times, enough))
 
 
-def blocks_within(devices: int, limits: Sequence[int]) -> list[BlockRows]:
+def blocks_within(devices: int, limits: Sequence[int]) -> list[Base]:
     """Return the squeezed blocks that fit into the limits and nearly fill them."""
-    limits = tuple(limits)
-    return [BlockRows(block, limits, late) for block in _fitting(devices, limits) for late in (True, False)]
+    return [
+        partial(squeezed, block, limits=limits, late=late)
+        for block in _fitting(devices, limits)
+        for late in (True, False)
+    ]
 
 
 def _fitting(devices: int, limits: Sequence[int]) -> list[Block]:
@@ -96,7 +101,3 @@ def _blocks(devices: int) -> Iterator[Block]:
                 if block not in seen:
                     seen.add(block)
                     yield block
-
-
-def _whole_limits(devices: int, memory_limit: float | Sequence[float]) -> tuple[int, ...]:
-    return tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))

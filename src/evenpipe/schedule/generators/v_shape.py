@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, TransferKind
@@ -37,8 +37,7 @@ def device_of_step(devices: int, step: int) -> int:
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
-    """Return the steps of one device that others wait for: F, F, I, I, in the order in which a microbatch takes
-    them."""
+    """Return the steps of one device that others wait for, F, F, I, I, in the order of a microbatch."""
     return device, 2 * devices - 1 - device, 2 * devices + device, 4 * devices - 1 - device
 
 
@@ -47,21 +46,15 @@ def stores(devices: int, step: int) -> int:
     return 1 - step // (2 * devices)
 
 
-def kind_of_step(devices: int, step: int) -> Kind:
-    """Return the kind of the pass of a step."""
-    return KINDS[step // (2 * devices)]
-
-
-def stage_of_step(devices: int, step: int) -> int:
-    """Return the stage of the pass of a step."""
-    there = step % (2 * devices)
-    return there if step < 2 * devices else 2 * devices - 1 - there
+def passes_of_steps(devices: int) -> list[tuple[Kind, int]]:
+    """Return kind and stage of the pass of each step."""
+    there = range(2 * devices)
+    return [*((Kind.F, stage) for stage in there), *product((Kind.I, Kind.W), reversed(there))]
 
 
 def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> Order:
     """Return the order in which each device makes the moves of its row."""
-    what = [(kind_of_step(devices, step), stage_of_step(devices, step)) for step in range(6 * devices)]
-    placement = Placement.v_shape(devices)
+    what, placement = passes_of_steps(devices), Placement.v_shape(devices)
     return Order(placement, microbatches, tuple(tuple(Pass(*what[step], i) for step, i in row) for row in rows))
 
 
@@ -75,16 +68,9 @@ class StepTimes:
     @classmethod
     def of(cls, devices: int, costs: Costs) -> StepTimes:
         """Raises InputError if a list of `costs` does not have one number per stage, or if F, I or W is missing."""
-        times = costs.stage_times(Placement.v_shape(devices))
-        steps = []
-        for step in range(6 * devices):
-            kind = kind_of_step(devices, step)
-            per_stage = times[kind]
-            if per_stage is None:
-                raise InputError(
-                    f"costs: {kind.value} is missing; a V-schedule needs F, I and W, a number or a list each"
-                )
-            steps.append(per_stage[stage_of_step(devices, step)])
+        what = "a V-schedule needs F, I and W, a number or a list each"
+        times = dict(zip(KINDS, costs.needed_times(Placement.v_shape(devices), KINDS, what), strict=True))
+        steps = (times[kind][stage] for kind, stage in passes_of_steps(devices))
         return cls(tuple(steps), costs.transfer_time(TransferKind.SEND_F))
 
 

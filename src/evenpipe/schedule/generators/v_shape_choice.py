@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
-from .v_shape_blocks import Block, squeezed
-from .v_shape_list import list_moves
+from .v_shape_list import Rescheduling
 
 LAID_OUT_ANEW = 16
 """Number of candidates, the shortest unchanged ones, that are also rescheduled."""
@@ -18,47 +15,8 @@ FINALISTS = 4
 """Candidates that are compared with all microbatches, if there are many."""
 
 
-class Base(Protocol):
-    """A V-schedule of any number of microbatches."""
-
-    def rows(self, microbatches: int) -> Rows: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRows:
-    """A building block, repeated and squeezed."""
-
-    block: Block
-    limits: tuple[int, ...]
-    late: bool
-
-    def rows(self, microbatches: int) -> Rows:
-        """Return rows within the limits."""
-        return squeezed(self.block, microbatches, self.limits, self.late)
-
-
-@dataclass(frozen=True, slots=True)
-class Rescheduling:
-    """How a base is rescheduled; patience and strict are those of `list_moves`.
-
-    With `share`, each device may spend that share of the difference between its span and the longest span; in further
-    rounds, that share of the remaining difference.
-    """
-
-    patience: float = 1.0
-    strict: bool = True
-    share: float | None = None
-    rounds: int = 1
-
-    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
-        """Return the rescheduled moves of `base`."""
-        rows, spare = base, None
-        for _ in range(self.rounds):
-            if self.share is not None:
-                spans, _ = spans_and_makespan(rows, times)
-                spare = [self.share * (max(spans) - span) for span in spans]
-            rows = list_moves(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
-        return rows
+Base = Callable[[int], Rows]
+"""A V-schedule of any number of microbatches."""
 
 
 LAYOUTS = (
@@ -86,14 +44,14 @@ def shortest(
     seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
     found: list[tuple[tuple[float, float], Base, Rescheduling | None, Rows]] = []
     for base in bases:
-        rows = base.rows(few)
+        rows = base(few)
         key = tuple(map(tuple, rows))
         if key in seen:
             continue
         seen.add(key)
         found.append((_length(rows, times), base, None, rows))
         if enough is not None and found[-1][0][0] <= few * _work(times, len(limits)) + enough:
-            return base.rows(microbatches)
+            return base(microbatches)
     found.sort(key=lambda entry: entry[0])
     if enough is None:
         affordable = EFFORT // (6 * few * len(limits) * len(LAYOUTS))
@@ -107,7 +65,7 @@ def shortest(
     finalists: list[tuple[Base, Rescheduling | None]] = [(base, how) for _, base, how, _ in found[:FINALISTS]]
     finals = []
     for base, how in [*finalists, (bases[0], None)]:
-        rows = base.rows(microbatches)
+        rows = base(microbatches)
         finals.append(rows if how is None else how.rows(rows, limits, times))
     return min(finals, key=lambda rows: _length(rows, times))
 

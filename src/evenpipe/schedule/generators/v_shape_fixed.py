@@ -19,7 +19,7 @@ def v_half(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
     `squeeze=False` repeats the building block and leaves both ends unchanged: the bubble grows, for instance from 17
     to 26 on 8 devices, and passes keep the distances of the block.
     """
-    return _order(half_block(devices), devices, microbatches, half_peak(devices), squeeze)
+    return _order(half_block(devices), devices, microbatches, 2 * ((devices + 2) // 2), squeeze)
 
 
 def v_min(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
@@ -33,11 +33,6 @@ def v_min(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
     `squeeze=False` repeats the building block and leaves both ends unchanged.
     """
     return _order(min_block(devices), devices, microbatches, min_peak(devices), squeeze)
-
-
-def half_peak(devices: int) -> int:
-    """Return the stage activations that V-Half stores on a device."""
-    return 2 * ((devices + 2) // 2)
 
 
 def min_peak(devices: int) -> int:

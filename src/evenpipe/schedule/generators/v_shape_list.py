@@ -14,47 +14,50 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .v_shape import Move, Rows, StepTimes, device_of_step
+from .v_shape import Move, Rows, StepTimes, device_of_step, spans_and_makespan
 
 
-def list_moves(
-    base: Rows,
-    limits: Sequence[int],
-    times: StepTimes,
-    *,
-    patience: float = 1.0,
-    spare: Sequence[float] | None = None,
-    strict: bool = True,
-) -> Rows:
-    """Return rows with the moves of `base`, in an order for `times`.
+@dataclass(frozen=True, slots=True)
+class Rescheduling:
+    """How a base is rescheduled.
 
-    limits: stage activations per device, at least what `base` needs. patience: a W starts in a wait of at least this
-    share of its own time; 0 starts it in any wait. spare: how long each device may be idle in shorter waits before it
-    starts W's in them too; None is forever. strict: I's keep their place among the forwards; otherwise a device takes
-    the first ready move of `base`.
+    patience: a W starts in a wait of at least this share of its own time; 0 starts it in any wait.
+    strict: I's keep their place among the forwards; otherwise a device takes the first ready move of the base.
+    share: each device may be idle in shorter waits for this share of the difference between its span and the longest
+        span, before it starts W's in them too; in further rounds, for this share of the remaining difference. None is
+        forever.
     """
-    return _Plan(base, limits, times, patience=patience, spare=spare, strict=strict).run()
+
+    patience: float = 1.0
+    strict: bool = True
+    share: float | None = None
+    rounds: int = 1
+
+    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
+        """Return the moves of `base` in an order for `times`. limits: stage activations per device, at least what
+        `base` needs."""
+        rows, spare = base, [math.inf] * len(base)
+        for _ in range(self.rounds):
+            if self.share is not None:
+                spans, _ = spans_and_makespan(rows, times)
+                spare = [self.share * (max(spans) - span) for span in spans]
+            rows = _Plan(self, rows, limits, times, spare).run()
+        return rows
 
 
 class _Plan:
     """One run of the event loop, with its state per device."""
 
     def __init__(
-        self,
-        base: Rows,
-        limits: Sequence[int],
-        times: StepTimes,
-        *,
-        patience: float,
-        spare: Sequence[float] | None,
-        strict: bool,
+        self, how: Rescheduling, base: Rows, limits: Sequence[int], times: StepTimes, spare: list[float]
     ) -> None:
         devices = len(base)
         self.forwards, self.chain = 2 * devices, 4 * devices  # steps below are F, or F and I
-        self.queued = self.chain if strict else self.forwards  # steps below keep their order
-        self.limits, self.steps, self.hop, self.patience, self.strict = limits, times.steps, times.hop, patience, strict
+        self.queued = self.chain if how.strict else self.forwards  # steps below keep their order
+        self.how, self.limits, self.steps, self.hop, self.spare = how, limits, times.steps, times.hop, spare
         self.there = [device_of_step(devices, step) for step in range(6 * devices)]
         self.base = base
         self.place = [{move: at for at, move in enumerate(row) if move[0] < self.chain} for row in base]
@@ -65,13 +68,12 @@ class _Plan:
         self.ready: list[list[tuple[int, Move]]] = [[] for _ in base]  # those that have arrived, by place
         self.weights: list[deque[Move]] = [deque() for _ in base]
         self.held, self.free = [0] * devices, [0.0] * devices
-        self.spare = [math.inf] * devices if spare is None else list(spare)
         self.idling = [False] * devices
         self.rows: Rows = [[] for _ in base]
         self.events = [(0.0, device) for device in range(devices)]
 
     def run(self) -> Rows:
-        """Run until no move is left."""
+        """Return rows with the moves of `base`, in an order for `times`."""
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
@@ -104,7 +106,7 @@ class _Plan:
             return None
         if following is not None and not full:
             gap = self.gap(device, following, arrival, now)
-            if gap < self.patience * self.steps[weights[0][0]] and gap <= self.spare[device]:
+            if gap < self.how.patience * self.steps[weights[0][0]] and gap <= self.spare[device]:
                 self.idling[device] = True
                 return None
         return weights.popleft()
@@ -114,7 +116,7 @@ class _Plan:
         known = [self.coming[device][0][0]] if self.coming[device] else []
         if arrival is not None:
             known.append(arrival)
-        elif self.strict:  # its predecessor has not even started
+        elif self.how.strict:  # its predecessor has not even started
             known.append(now + self.steps[following[0] - 1])
         return min(known) - now if known else math.inf
 

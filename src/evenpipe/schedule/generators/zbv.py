@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
@@ -20,26 +20,19 @@ def zbv(devices: int, microbatches: int, *, costs: Costs | None = None) -> Order
     fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices) the shortest of that
     order, of building blocks that store no more, and of both rescheduled for these times.
     """
-    by_authors = ByHand(devices)
     if costs is None:
-        return v_order(devices, microbatches, by_authors.rows(microbatches))
+        return v_order(devices, microbatches, by_hand(devices, microbatches))
     limits = (2 * devices,) * devices
-    bases: list[Base] = [by_authors, *blocks_within(devices, limits)]
+    bases: list[Base] = [partial(by_hand, devices), *blocks_within(devices, limits)]
     return v_order(devices, microbatches, shortest(bases, microbatches, limits, StepTimes.of(devices, costs)))
 
 
-@dataclass(frozen=True, slots=True)
-class ByHand:
-    """The authors' order."""
-
-    devices: int
-
-    def rows(self, microbatches: int) -> Rows:
-        """Return the rows of every device."""
-        return [by_hand(self.devices, device, microbatches) for device in range(self.devices)]
+def by_hand(devices: int, microbatches: int) -> Rows:
+    """Return the authors' rows."""
+    return [_by_hand(devices, device, microbatches) for device in range(devices)]
 
 
-def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
+def _by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
     """Return one device's row: that of at least 2 * devices - 1 microbatches, without the extra ones.
 
     `down` is the stage away from device 0, `up` the one back to it.

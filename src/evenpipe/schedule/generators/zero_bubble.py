@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.placement import Placement
@@ -33,39 +35,31 @@ def zb_h2(devices: int, microbatches: int) -> Order:
 
 
 def _lagging(devices: int, microbatches: int, hop: int) -> Order:
-    """Turn x runs F of microbatch x, I of an earlier one, by `hop` per later device, and W of one earlier still."""
-    weight_lag = hop * (devices - 1)
-    rows = []
-    for stage in range(devices):
-        lag = hop * (devices - 1 - stage)
-        row = []
-        for turn in range(microbatches + weight_lag):
-            if turn < microbatches:
-                row.append(Pass(Kind.F, stage, turn))
-            if lag <= turn < microbatches + lag:
-                row.append(Pass(Kind.I, stage, turn - lag))
-            if turn >= weight_lag:
-                row.append(Pass(Kind.W, stage, turn - weight_lag))
-        rows.append(tuple(row))
-    return Order(Placement.linear(devices), microbatches, tuple(rows))
+    rows: list[list[Pass]] = [[] for _ in range(devices)]
+    for device, kind, microbatch in _turns(devices, microbatches, hop):
+        rows[device].append(Pass(kind, device, microbatch))
+    return Order(Placement.linear(devices), microbatches, tuple(map(tuple, rows)))
 
 
 def play_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
     """Run the same order at the times of `problem`; return None if it does not fit into memory, or once a device is
     later than `bound`."""
     step = Step(problem)
-    weight_lag = hop * (problem.devices - 1)
-    for turn in range(problem.microbatches + weight_lag):
-        if step.latest > bound:
+    run = {Kind.F: step.forward, Kind.I: step.backward, Kind.W: step.weight}
+    for device, kind, _ in _turns(problem.devices, problem.microbatches, hop):
+        if step.latest > bound or (kind is Kind.F and not step.fits(device)):
             return None
-        for device in range(problem.devices):
-            lag = hop * (problem.devices - 1 - device)
-            if turn < problem.microbatches:
-                if not step.fits(device):
-                    return None
-                step.forward(device)
-            if lag <= turn < problem.microbatches + lag:
-                step.backward(device)
-            if turn >= weight_lag:
-                step.weight(device)
+        run[kind](device)
     return step
+
+
+def _turns(devices: int, microbatches: int, hop: int) -> Iterator[tuple[int, Kind, int]]:
+    """Return device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier one, by `hop`
+    per later device, and W of one earlier still."""
+    last = hop * (devices - 1)
+    lags = [((Kind.F, 0), (Kind.I, last - hop * device), (Kind.W, last)) for device in range(devices)]
+    for turn in range(microbatches + last):
+        for device, kinds in enumerate(lags):
+            for kind, lag in kinds:
+                if lag <= turn < microbatches + lag:
+                    yield device, kind, turn - lag

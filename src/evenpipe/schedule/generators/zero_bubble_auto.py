@@ -17,7 +17,7 @@ from evenpipe.schedule.placement import Placement
 from .split_step import SplitProblem, Step
 from .zero_bubble import play_lagging
 from .zero_bubble_ready import play_ready
-from .zero_bubble_turns import Choices, WarmUp, play_turns
+from .zero_bubble_turns import WarmUp, play_turns
 
 
 def zb_auto(
@@ -43,15 +43,24 @@ def zb_auto(
     and zb-h1 and zb-h2 if they fit, so it is never longer than these. Time is linear in the number of passes.
     """
     limits = limits_per_device(devices if memory_limit is None else memory_limit, devices, least=1)
-    problem = _problem(devices, microbatches, costs or EQUAL_COSTS, limits, weight_share)
-    best = _best(problem)
-    return Order(Placement.linear(devices), microbatches, tuple(map(tuple, best.rows)))
+    if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
+        raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
+    placement, costs = Placement.linear(devices), costs or EQUAL_COSTS
+    times = forward, inputs, weights = costs.needed_times(placement, _KINDS, "a split backward needs F, I and W")
+    tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
+    hop = costs.transfer_time(TransferKind.SEND_F)
+    problem = SplitProblem(microbatches, forward, inputs, weights, hop, tolerance, limits, weight_share)
+    rows = []
+    for device, row in enumerate(_best(problem).rows):
+        turns = {kind: iter(range(microbatches)) for kind in _KINDS}
+        rows.append(tuple(Pass(kind, device, next(turns[kind])) for kind in row))
+    return Order(placement, microbatches, tuple(rows))
 
 
 def _best(problem: SplitProblem) -> Step:
     """Return the step with the shortest span. Candidates that cannot win are pruned."""
     plays: list[Callable[[float], Step | None]] = [
-        *(partial(play_turns, problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))),
+        *(partial(play_turns, problem, *choices) for choices in product(WarmUp, (False, True), (False, True))),
         *(partial(play_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),
         *(partial(play_lagging, problem, hop) for hop in (1, 2)),
     ]
@@ -62,30 +71,6 @@ def _best(problem: SplitProblem) -> Step:
             best = step
     assert best, "the first candidate is never pruned"
     return best
-
-
-def _problem(
-    devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float
-) -> SplitProblem:
-    if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
-        raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
-    given = costs.stage_times(Placement.linear(devices))
-    times = []
-    for kind in _KINDS:
-        per_stage = given[kind]
-        if per_stage is None:
-            raise InputError(f"costs: {kind.value} is missing; a split backward needs F, I and W")
-        times.append(per_stage)
-    passes = {
-        kind: [[Pass(kind, stage, microbatch) for microbatch in range(microbatches)] for stage in range(devices)]
-        for kind in _KINDS
-    }
-    forward, inputs, weights = times
-    tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
-    hop = costs.transfer_time(TransferKind.SEND_F)
-    return SplitProblem(
-        microbatches, forward, inputs, weights, hop, tolerance, limits, weight_share=weight_share, passes=passes
-    )
 
 
 _KINDS = (Kind.F, Kind.I, Kind.W)

@@ -7,7 +7,6 @@ late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 from .split_step import WHOLE, SplitProblem, Step
@@ -21,26 +20,17 @@ class WarmUp(Enum):
     TWO_PER_HOP = "two for each device behind, as in zb-h2"
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The open choices for a whole step.
+def play_turns(problem: SplitProblem, warm_up: WarmUp, skip: bool, fill: bool, bound: float) -> Step | None:
+    """Run the whole step under these choices; return None once a device is later than `bound`.
 
     skip: a device that is ahead may leave out a forward. fill: every gap gets a weight gradient, even a longer one.
     """
-
-    warm_up: WarmUp
-    skip: bool
-    fill: bool
-
-
-def play_turns(problem: SplitProblem, choices: Choices, bound: float) -> Step | None:
-    """Run the whole step under these choices; return None once a device is later than `bound`."""
     step = Step(problem)
-    _first_microbatch(step, choices.warm_up)
+    _first_microbatch(step, warm_up)
     for _ in range(1, problem.microbatches):
         if step.latest > bound:
             return None
-        _next_microbatch(step, choices)
+        _next_microbatch(step, skip, fill)
     for device in range(problem.devices):
         step.all_weights(device)
     return step
@@ -84,17 +74,17 @@ def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
     return counts
 
 
-def _next_microbatch(step: Step, choices: Choices) -> None:
+def _next_microbatch(step: Step, skip: bool, fill: bool) -> None:
     """Run a forward on the devices that take one, from the first; then a backward everywhere, from the last."""
-    for device in _takers(step, choices.skip):
+    for device in _takers(step, skip):
         while not step.fits(device):
             step.weight(device)
-        _fill(step, device, step.next_forward_input(device), choices.fill)
+        _fill(step, device, step.next_forward_input(device), fill)
         step.forward(device)
     for device in reversed(range(step.problem.devices)):
         if device == 0 and step.forwards[0] == step.problem.microbatches:
             step.all_weights(0)
-        _fill(step, device, step.next_backward_input(device), choices.fill)
+        _fill(step, device, step.next_backward_input(device), fill)
         step.backward(device)
 
 

@@ -39,7 +39,7 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
     """
     lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
-    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing, order.slices)
+    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, order.slices, sharing)
 
 
 class Lowering:
@@ -63,7 +63,7 @@ class Lowering:
         self._complete = len(times.happened) == graph.size
         self._routes: list[list[tuple[Route, range]]] = [[] for _ in range(order.devices)]
         """Per device, the routes that it is a member of, and the numbers of their transfers."""
-        for route, numbers in graph.by_route():
+        for route, numbers in graph.transfers.by_route():
             for device in route.members:
                 self._routes[device].append((route, numbers))
         self._collectives: dict[int, list[Transfer]] = {}
@@ -85,8 +85,8 @@ class Lowering:
         if shared is None:
             kind, stage, peer = route.end(device)
             members, root, communicator = route.members, route.root, route.communicator
-            _, first, first_slice = self._graph.carried(numbers.start)
-            slices = range(first_slice, first_slice + min(len(numbers), self._graph.slices))
+            _, first, first_slice = self._graph.transfers.carried(numbers.start)
+            slices = range(first_slice, first_slice + min(len(numbers), self._graph.transfers.slices))
             shared = [
                 Transfer(kind, stage, microbatch, slice_, members, root, communicator, peer)
                 for microbatch in range(first, first + len(numbers) // len(slices))
@@ -102,7 +102,7 @@ def _delay_reduces(order: Order, graph: Graph, times: EventTimes, instants: list
     placement = order.placement
     places = graph.places[placement.last_device].at
     quarter = interval_of(order, graph, times) / 4
-    for route, numbers in graph.by_route():
+    for route, numbers in graph.transfers.by_route():
         if route.kind is not TransferKind.DX or len(numbers) != order.units:
             continue
         for kind in (Kind.B, Kind.I):

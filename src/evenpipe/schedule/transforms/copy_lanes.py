@@ -7,12 +7,12 @@ host, that link in its direction.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from evenpipe.schedule.copy_streams import CopyStreams
 from evenpipe.schedule.links import CopyEngine
 
 OUT, BACK = False, True
@@ -62,13 +62,13 @@ class Lanes:
 
     def __init__(self, engine: CopyEngine) -> None:
         self._two_streams = engine.streams == 2
-        self._group = {device: number for number, group in enumerate(engine.shared) for device in group}
+        self._link_of = engine.link_of
         self._lanes: dict[tuple[str, int, bool], Lane] = {}
 
     def _of(self, device: int, direction: bool) -> Sequence[Lane]:
         keys = [("stream", device, self._two_streams and direction)]
-        if device in self._group:
-            keys.append(("link", self._group[device], direction))
+        if device in self._link_of:
+            keys.append(("link", self._link_of[device], direction))
         return [self._lanes.setdefault(key, Lane()) for key in keys]
 
     def earliest(self, device: int, direction: bool, time: float, takes: float) -> float:
@@ -113,53 +113,28 @@ class Copy:
 
 
 def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
-    """Return when copies end that each device issues in the given order.
-
-    A stream runs its copies in that order; a link carries one at a time in each direction, first come, first served.
-    """
-    two_streams = engine.streams == 2
-    group = {device: number for number, devices in enumerate(engine.shared) for device in devices}
-    streams: defaultdict[tuple[int, bool], deque[int]] = defaultdict(deque)  # the first one runs, or waits
-    links: defaultdict[tuple[int, bool], deque[int]] = defaultdict(deque)  # the first one is on the link
-    waiting: dict[int, int] = {}
+    """Return when copies end that each device issues in the given order."""
     ends = [inf] * len(copies)
+    following = {copy.behind: number for number, copy in enumerate(copies) if copy.behind is not None}
     events = [(copy.issued, number, False) for number, copy in enumerate(copies)]
     heapify(events)
 
-    def stream(number: int) -> deque[int]:
-        copy = copies[number]
-        return streams[copy.device, two_streams and copy.direction]
+    def waits(number: int) -> bool:
+        behind = copies[number].behind
+        return behind is not None and ends[behind] == inf
 
-    def first(number: int, now: float) -> None:
-        copy = copies[number]
-        if copy.behind is not None and ends[copy.behind] == inf:
-            waiting[copy.behind] = number
-            return
-        if copy.device in group:
-            line = links[group[copy.device], copy.direction]
-            line.append(number)
-            if len(line) > 1:
-                return
-        heappush(events, (now + copy.takes, number, True))
+    def begin(number: int, now: float) -> None:
+        heappush(events, (now + copies[number].takes, number, True))
 
+    places = [(copy.device, copy.direction) for copy in copies]
+    streams = CopyStreams(engine, places.__getitem__, waits, begin)
     while events:
         now, number, over = heappop(events)
-        line = stream(number)
         if not over:
-            line.append(number)
-            if len(line) == 1:
-                first(number, now)
+            streams.submit(number, now)
             continue
         ends[number] = now
-        line.popleft()
-        copy = copies[number]
-        if copy.device in group:
-            others = links[group[copy.device], copy.direction]
-            others.popleft()
-            if others:
-                heappush(events, (now + copies[others[0]].takes, others[0], True))
-        if number in waiting:
-            first(waiting.pop(number), now)
-        if line:
-            first(line[0], now)
+        if number in following:
+            streams.unblocked(following[number], now)
+        streams.done(number, now)
     return ends

@@ -27,13 +27,11 @@ from dataclasses import replace
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
-from evenpipe.schedule.timing import durations, run
 
-from .vocabulary import INTERVAL, apart_at_the_loss, interval_of
+from .vocabulary import INTERVAL, apart_at_the_loss, refuse_unfit, virtual_times
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
@@ -45,13 +43,10 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     vocabulary passes, only evaluates or has torch's sharding passes, and if costs are missing or all 0.
     """
     costs = EQUAL_COSTS if costs is None else costs
-    if order.barriers:
-        raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
+    refuse_unfit(order)
     if order.forward_only:
         raise InputError("an order that only evaluates cannot be interlaced")
     kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
-    if kinds & SHARDING_KINDS:
-        raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
     one_each = order.placement.is_chain and order.placement.stages == order.devices
     if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
@@ -60,13 +55,8 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 
 def at_instants(order: Order, costs: Costs) -> Order:
     """Return the base order with S and T inserted on every device when the last stage's forward ends."""
-    graph = Graph.of(order)
-    times = run(order, graph, durations(order, graph, costs))
-    interval = interval_of(order, graph, times)
-    if interval <= 0:
-        raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
+    graph, times, unit = virtual_times(order, costs)
     first, last = order.placement.first_stage, order.placement.last_stage
-    unit = INTERVAL / interval
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.
     base: list[list[tuple[int, int, float, Pass]]] = [[] for _ in range(order.devices)]
@@ -91,10 +81,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
     """Return the alternating layout for a chain of stages, one per device."""
-    times = costs.stage_times(placement)
-    forward, backward = times[Kind.F], times[Kind.B]
-    if forward is None or backward is None:
-        raise InputError(f"costs: {'F' if forward is None else 'B'} is missing; give a number or a list")
+    forward, backward = costs.needed_times(placement, (Kind.F, Kind.B), "give a number or a list")
     period = max(f + b for f, b in zip(forward, backward, strict=True)) * (1 + 1e-9)
     # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
     stages = placement.stages

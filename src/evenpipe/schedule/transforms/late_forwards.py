@@ -58,10 +58,9 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
 
 
 def _joins(order: Order, graph: Graph, times: EventTimes) -> Times:
-    """Return, by device, when its collectives begin: they wait for every member, which issues them after its preceding
-    passes."""
+    """Return, by device, when its collectives begin: every member issues them after its preceding passes."""
     joins: Times = [[] for _ in range(order.devices)]
-    for route, numbers in graph.by_route():
+    for route, numbers in graph.transfers.by_route():
         if route.kind not in HOP_KINDS:
             for device in route.members:
                 joins[device] += [times.start[number] for number in numbers]

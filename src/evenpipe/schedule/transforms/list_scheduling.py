@@ -16,7 +16,7 @@ far as it does in its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -29,7 +29,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
 from evenpipe.schedule.places import ABSENT, Places, having
-from evenpipe.schedule.timing import durations, run
+from evenpipe.schedule.timing import durations, timed
 
 from .memory_plan import MemoryPlan
 
@@ -45,8 +45,7 @@ class Timed:
     @classmethod
     def of(cls, order: Order, costs: Costs) -> Timed:
         """Return `order`, timed by the event model."""
-        graph = Graph.of(order)
-        times = run(order, graph, durations(order, graph, costs))
+        graph, times = timed(order, costs)
         rows = [(first, end) for first, end in pairwise(graph.first) if first < end]
         starts, ends = [times.start[first] for first, _ in rows], [times.end[end - 1] for _, end in rows]
         return cls(order, max(map(sub, ends, starts), default=0.0), max(ends, default=0.0) - min(starts, default=0.0))
@@ -77,7 +76,7 @@ def list_schedule(
     most: Sequence[int | None] = [None] * wishes.devices if limits is None else limits
     plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(most)]
     takes = durations(wishes, graph, costs)
-    for route, numbers in graph.by_route():
+    for route, numbers in graph.transfers.by_route():
         if reserve and route.kind not in HOP_KINDS:
             takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
     ran = _run(graph, links, plans, takes, first_stage=wishes.placement.first_stage)
@@ -103,14 +102,13 @@ class _Links:
 
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
-        """Return the links of an order in which every pass appears once and nothing is offloaded or recomputed; None
-        for others."""
-        if not graph.units or any(not here.at or here.joint or here.odd for here in graph.places):
+        """Return the links of an order that has every pass once, without offload or recomputation; else None."""
+        if not graph.transfers.units or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
         needs = bytearray(len(graph.items))
         followers: list[list[list[int]]] = [[] for _ in graph.waits]
-        consumers: list[list[list[int]]] = [[] for _ in graph.routes]
+        consumers: list[list[list[int]]] = [[] for _ in graph.transfers.routes]
         beside: list[dict[int, int]] = [{} for _ in graph.waits if order.slices > 1]
         for device, here in enumerate(graph.places):
             roles = _roles(here)
@@ -140,8 +138,7 @@ class _Links:
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Return numbers by unit of every kind and stage of a row, B and I as one; None if one is missing or
-    repeated."""
+    """Return numbers by unit of every kind and stage of a row, B and I as one; None if a pass is not there once."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
         if kind in _UNPLANNED:
@@ -189,57 +186,32 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
     return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
 
 
-@dataclass(slots=True)
-class _Queues:
-    """What may run next.
-
-    forwards, others: per device, heaps of ready passes. heap_of: by site, the heap for its passes. stored: by site,
-    whether they count in the memory plan. entrance: by site, whether they are the first stage's forwards. free: whether
-    each device is idle. asked: free devices that may have a new pass to start. events: a heap of ends of passes and
-    arrivals of transfers.
-    """
-
-    forwards: list[list[int]]
-    others: list[list[int]]
-    heap_of: list[list[int]]
-    stored: list[bool]
-    entrance: list[bool]
-    free: list[bool]
-    asked: list[int]
-    events: list[tuple[float, int]]
-
-    @classmethod
-    def of(cls, graph: Graph, first_stage: int) -> _Queues:
-        """Return empty queues."""
-        devices, sites = range(len(graph.places)), len(graph.waits)
-        forwards: list[list[int]] = [[] for _ in devices]
-        others: list[list[int]] = [[] for _ in devices]
-        heap_of: list[list[int]] = [[] for _ in range(sites)]
-        stored, entrance = [False] * sites, [False] * sites
-        for device, here in enumerate(graph.places):
-            for (kind, stage), numbers in here.at.items():
-                at = graph.site[max(numbers)]
-                heap_of[at] = (forwards if kind is Kind.F else others)[device]
-                stored[at] = kind in IN_FLIGHT
-                entrance[at] = kind is Kind.F and stage == first_stage
-        return cls(forwards, others, heap_of, stored, entrance, [True] * len(devices), list(devices), [])
-
-
-Met = Callable[[int], None]
-"""Takes a pass."""
-Complete = Callable[[int, float], None]
-"""Takes a pass or transfer, and the time."""
-
-
-def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[float]) -> tuple[Met, Complete, Met]:
-    """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
-    transfer."""
-    passes, units = len(graph.items), graph.units
+def _run(
+    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
+) -> list[list[int]]:
+    """Return the passes of each device as they ran."""
+    passes, units, sites, devices = len(graph.items), graph.transfers.units, len(graph.waits), len(plans)
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
-    needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
-    heap_of, free, asked, events, beside = queues.heap_of, queues.free, queues.asked, queues.events, links.beside
+    needs, followers, consumers, beside = links.needs, links.followers, links.consumers, links.beside
+    missing, held_back = graph.producers(), iter(links.embedding[links.ahead :])
+    rows: list[list[int]] = [[] for _ in plans]
+    forwards: list[list[int]] = [[] for _ in plans]  # heaps of ready passes
+    others: list[list[int]] = [[] for _ in plans]
+    heap_of: list[list[int]] = [[] for _ in range(sites)]  # one of these
+    stored, entrance = [False] * sites, [False] * sites  # counts in the memory plan; forwards of the first stage
+    free, asked = [True] * devices, list(range(devices))  # idle; idle, and may have a new pass to start
+    events: list[tuple[float, int]] = []  # a heap of ends of passes and arrivals of transfers
+    # Events so close together happen at once: sums of the same times in another order differ by less.
+    moment = 1e-9 * sum(takes[:passes]) / (devices * units)
+    for device, here in enumerate(graph.places):
+        for (kind, stage), numbers in here.at.items():
+            at = site[max(numbers)]
+            heap_of[at] = (forwards if kind is Kind.F else others)[device]
+            stored[at] = kind in IN_FLIGHT
+            entrance[at] = kind is Kind.F and stage == first_stage
 
     def met(number: int) -> None:
+        """Count one need of a pass as met."""
         needs[number] -= 1
         if needs[number] == 0:
             heappush(heap_of[site[number]], number)
@@ -247,6 +219,7 @@ def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[floa
                 asked.append(device_of[number])
 
     def complete(number: int, now: float) -> None:
+        """Process the end of a pass."""
         here, unit = site[number], offset[number]
         for waiting in followers[here]:
             met(waiting[unit])
@@ -266,23 +239,6 @@ def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[floa
         for waiting in consumers[route]:
             met(waiting[unit])
 
-    return met, complete, arrive
-
-
-def _run(
-    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
-) -> list[list[int]]:
-    """Return the passes of each device as they ran."""
-    passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
-    queues = _Queues.of(graph, first_stage)
-    forwards, others, stored, entrance = queues.forwards, queues.others, queues.stored, queues.entrance
-    free, asked, events = queues.free, queues.asked, queues.events
-    met, complete, arrive = _counting(graph, links, queues, takes)
-    held_back = iter(links.embedding[links.ahead :])
-    rows: list[list[int]] = [[] for _ in range(devices)]
-    # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * graph.units)
-
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait."""
         ready, first = others[device], forwards[device]
@@ -301,8 +257,8 @@ def _run(
 
     now = 0.0
     for number in range(passes):
-        if links.needs[number] == 0:
-            links.needs[number] = 1
+        if needs[number] == 0:
+            needs[number] = 1
             met(number)
     while True:
         while asked:

@@ -23,11 +23,12 @@ free for the copies that matter.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
@@ -102,10 +103,9 @@ def offloaded(order: Order) -> frozenset[Forward]:
     return frozenset((item.stage, unit_of(item, order.slices)) for item in found)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Stay:
-    """Activations of one forward on a device. Positions are numbers of passes in its row; a copy comes before that
-    pass."""
+    """Activations of one forward on a device. Positions are numbers of passes in its row."""
 
     device: int
     stage: int
@@ -117,17 +117,18 @@ class _Stay:
     """Position of the first pass that needs them."""
     ready: float
     needed: float
-    out: float = field(default=0.0, init=False)
-    """When the copy to the host starts, and when it ends."""
-    over: float = field(default=0.0, init=False)
-    back: float = field(default=0.0, init=False)
-    """When the copy back starts."""
-    sent: int = field(default=0, init=False)
-    """Position of O."""
-    given: int = field(default=0, init=False)
-    """Position of D."""
-    taken: int = field(default=0, init=False)
-    """Position of L."""
+
+
+class _Trip(NamedTuple):
+    """When copies to the host and back run, and the positions of O, D and L: each comes before that pass."""
+
+    out: float
+    over: float
+    """When the copy to the host ends."""
+    back: float
+    sent: int
+    given: int
+    taken: int
 
 
 class _Plan:
@@ -159,7 +160,7 @@ class _Plan:
         self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
         self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
         self.held = [BytesHeld(list(self._held(device))) for device in range(order.devices)]
-        self.moved: list[set[_Stay]] = [set() for _ in self.rows]
+        self.moved: list[dict[_Stay, _Trip]] = [{} for _ in self.rows]
         self.lanes = Lanes(costs.engine)
 
     # --- activations that can move -----------------------------------------------------------------------------
@@ -222,8 +223,7 @@ class _Plan:
                 self._force(device, limit * (1 + ROUNDING))
 
     def _lower(self) -> None:
-        """Move the activations that lower the most bytes of devices above their limits, as long as nothing is
-        delayed."""
+        """Move activations that lower the most bytes of devices above their limits, as long as nothing is delayed."""
         above = [
             (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
         ]
@@ -238,54 +238,50 @@ class _Plan:
         """Move the last-used activations among those held at a position; return False if none can move."""
         staying = [stay for stay in self._stays_at(device, where) if stay not in self.moved[device]]
         for stay in sorted(staying, key=lambda stay: -stay.used):
-            if self._in_time(stay) and stay.given <= where < stay.taken and self._host_has_room(stay):
-                self.lanes.take(device, OUT, stay.out, self.takes[Kind.O][stay.stage])
-                self.lanes.take(device, BACK, stay.back, self.takes[Kind.L][stay.stage])
-                self._add(stay)
+            trip = self._in_time(stay)
+            if trip and trip.given <= where < trip.taken and self._host_has_room(stay, trip):
+                self.lanes.take(device, OUT, trip.out, self.takes[Kind.O][stay.stage])
+                self.lanes.take(device, BACK, trip.back, self.takes[Kind.L][stay.stage])
+                self._add(stay, trip)
                 return True
         return False
 
-    def _add(self, stay: _Stay) -> None:
-        self.moved[stay.device].add(stay)
-        self.held[stay.device].add(stay.given, stay.taken, -stay.size)
+    def _add(self, stay: _Stay, trip: _Trip) -> None:
+        self.moved[stay.device][stay] = trip
+        self.held[stay.device].add(trip.given, trip.taken, -stay.size)
 
-    def _in_time(self, stay: _Stay) -> bool:
-        """Return whether there is time for both copies and a pass in between; find their positions."""
+    def _in_time(self, stay: _Stay) -> _Trip | None:
+        """Return a trip if there is time for both copies and a pass in between."""
         device, out, back = stay.device, self.takes[Kind.O][stay.stage], self.takes[Kind.L][stay.stage]
         start = self.lanes.earliest(device, OUT, stay.ready, out)
         if start + out + back > stay.needed + self.tolerance:
-            return False
+            return None
         self.lanes.take(device, OUT, start, out)
         latest = self.lanes.latest(device, BACK, stay.needed, back)
         self.lanes.release(device, OUT, start, out)
         if start + out > latest + self.tolerance:
-            return False
-        stay.out, stay.over, stay.back = start, start + out, latest
-        ends = self.ends[device]
-        stay.given = self._given(stay)
-        stay.sent = min(stay.given, max(stay.made + 1, bisect_right(ends, start + self.tolerance)))
-        stay.taken = min(stay.used, bisect_right(ends, latest + self.tolerance))
-        return stay.given < stay.taken
+            return None
+        # D comes at the first position after F that is reached when the copy to the host is over.
+        given = max(stay.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
+        sent = min(given, max(stay.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
+        taken = min(stay.used, bisect_right(self.ends[device], latest + self.tolerance))
+        return _Trip(start, start + out, latest, sent, given, taken) if given < taken else None
 
-    def _given(self, stay: _Stay) -> int:
-        """Return the first position after F that is reached when the copy to the host is over."""
-        return max(stay.made + 1, bisect_left(self.starts[stay.device], stay.over - self.tolerance))
-
-    def _host_has_room(self, stay: _Stay) -> bool:
+    def _host_has_room(self, stay: _Stay, trip: _Trip) -> bool:
         """Return whether the host stays within the device's limit from O to the end of L."""
         if self.host_limit is None:
             return True
-        first, last = self._on_host(stay)
+        first, last = self._on_host(stay, trip)
         events = [(first, stay.size), (last, -stay.size)]
-        for other in self.moved[stay.device]:
-            begin, end = self._on_host(other)
+        for other, its in self.moved[stay.device].items():
+            begin, end = self._on_host(other, its)
             if begin < last and end > first:
                 events += [(max(begin, first), other.size), (min(end, last), -other.size)]
         events.sort()
         return max(accumulate(size for _, size in events)) <= self.host_limit * (1 + ROUNDING)
 
-    def _on_host(self, stay: _Stay) -> tuple[float, float]:
-        return stay.out, stay.back + self.takes[Kind.L][stay.stage]
+    def _on_host(self, stay: _Stay, trip: _Trip) -> tuple[float, float]:
+        return trip.out, trip.back + self.takes[Kind.L][stay.stage]
 
     def _drop_late(self) -> bool:
         """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
@@ -296,41 +292,40 @@ class _Plan:
         scenarios = [[False for _ in devices], [True for _ in devices]]
         for one in devices if self.engine.shared else ():
             scenarios += [[device == one for device in devices], [device != one for device in devices]]
+        turns = [_turns(moved) for moved in self.moved]
         for early in scenarios:
-            late |= self._late(early)
+            late |= self._late(early, turns)
         for stay in late:
-            self.moved[stay.device].remove(stay)
+            trip = self.moved[stay.device].pop(stay)
             self.stays[stay.device].remove(stay)
-            self.held[stay.device].add(stay.given, stay.taken, stay.size)
-            self.lanes.release(stay.device, OUT, stay.out, self.takes[Kind.O][stay.stage])
-            self.lanes.release(stay.device, BACK, stay.back, self.takes[Kind.L][stay.stage])
+            self.held[stay.device].add(trip.given, trip.taken, stay.size)
+            self.lanes.release(stay.device, OUT, trip.out, self.takes[Kind.O][stay.stage])
+            self.lanes.release(stay.device, BACK, trip.back, self.takes[Kind.L][stay.stage])
         return bool(late)
 
-    def _late(self, early: Sequence[bool]) -> dict[_Stay, None]:
-        """Return the late copies if these devices run their forwards as early as they can, and the others as late as
-        planned."""
+    def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_Stay, None]:
+        """Return the late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_Stay, Kind], int] = {}
         for device, moved in enumerate(self.moved):
             clock = 0.0
-            for turn in _turns(moved):
-                stay = turn.stay
-                if turn.place:
-                    clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][turn.place - 1])
-                if turn.kind is Kind.D:
-                    clock = clock if early[device] else max(clock, stay.over)
+            for place, kind, stay in turns[device]:
+                if place:
+                    clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][place - 1])
+                if kind is Kind.D:
+                    clock = clock if early[device] else max(clock, moved[stay].over)
                     continue
-                numbers[stay, turn.kind] = len(copies)
-                behind = numbers[stay, Kind.O] if turn.kind is Kind.L else None
-                takes = self.takes[turn.kind][stay.stage]
-                copies.append(Copy(device, BACK if turn.kind is Kind.L else OUT, clock, takes, behind))
+                numbers[stay, kind] = len(copies)
+                behind = numbers[stay, Kind.O] if kind is Kind.L else None
+                takes = self.takes[kind][stay.stage]
+                copies.append(Copy(device, BACK if kind is Kind.L else OUT, clock, takes, behind))
         ends = ends_of(copies, self.engine)
         late: dict[_Stay, None] = {}
         for moved in self.moved:
             for stay in sorted(moved, key=_made):
                 over = ends[numbers[stay, Kind.O]]
                 too_late = ends[numbers[stay, Kind.L]] > stay.needed + self.tolerance
-                if too_late or over > self.starts[stay.device][stay.given] + self.tolerance:
+                if too_late or over > self.starts[stay.device][moved[stay].given] + self.tolerance:
                     late[stay] = None
         return late
 
@@ -340,25 +335,26 @@ class _Plan:
         while held.most > limit:
             where = held.where()
             there = list(self._stays_at(device, where))
-            under_way = [stay for stay in there if stay in moved and where < stay.given]
-            early = [stay for stay in there if stay in moved and stay.taken <= where]
+            under_way = [stay for stay in there if stay in moved and where < moved[stay].given]
+            early = [stay for stay in there if stay in moved and moved[stay].taken <= where]
             begin = self.starts[device][where]
             if under_way:
-                stay = min(under_way, key=lambda stay: stay.over)
-                held.add(where, stay.given, -stay.size)
-                stay.given, stay.sent, stay.over = where, min(stay.sent, where), min(stay.over, begin)
+                stay = min(under_way, key=lambda stay: moved[stay].over)
+                trip = moved[stay]
+                held.add(where, trip.given, -stay.size)
+                over, sent = min(trip.over, begin), min(trip.sent, where)
+                moved[stay] = trip._replace(over=over, sent=sent, given=where)
             elif early:
                 stay = max(early, key=lambda stay: stay.needed)
-                held.add(stay.taken, where + 1, -stay.size)
-                stay.taken, stay.back = where + 1, max(stay.back, begin)
+                trip = moved[stay]
+                held.add(trip.taken, where + 1, -stay.size)
+                moved[stay] = trip._replace(back=max(trip.back, begin), taken=where + 1)
             else:
                 for stay in sorted(there, key=lambda stay: -stay.used):
-                    if stay not in moved:
-                        stay.out, stay.over, stay.back = stay.ready, begin, begin
-                        stay.sent, stay.given, stay.taken = stay.made + 1, where, where + 1
-                        if self._host_has_room(stay):
-                            self._add(stay)
-                            break
+                    trip = _Trip(stay.ready, begin, begin, stay.made + 1, where, where + 1)
+                    if stay not in moved and self._host_has_room(stay, trip):
+                        self._add(stay, trip)
+                        break
                 else:
                     return
 
@@ -376,40 +372,29 @@ class _Plan:
         return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A copy, or the end of one, before the pass at `place`."""
-
-    place: int
-    kind: Kind
-    stay: _Stay
+_Turn = tuple[int, Kind, _Stay]
+"""Position of an O, D or L."""
 
 
-def _turns(moved: Collection[_Stay]) -> list[_Turn]:
-    """Return O, D and L of a device in the order of its row. At one position memory is freed first: `_given` makes sure
-    that no pass waits for it. Copies follow by time, as the engine takes them."""
+def _turns(moved: Mapping[_Stay, _Trip]) -> list[_Turn]:
+    """Return O, D and L of a device in the order of its row, each with its position. At one position memory is freed
+    first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
     turns = []
-    for stay in moved:
-        at_once = stay.sent == stay.given
-        turns.append((stay.sent, not at_once, stay.out, Kind.O, stay))
-        turns.append((stay.given, False, max(stay.out, stay.over), Kind.D, stay))
-        turns.append((stay.taken, True, stay.back, Kind.L, stay))
+    for stay, trip in moved.items():
+        at_once = trip.sent == trip.given
+        turns.append((trip.sent, not at_once, trip.out, Kind.O, stay))
+        turns.append((trip.given, False, max(trip.out, trip.over), Kind.D, stay))
+        turns.append((trip.taken, True, trip.back, Kind.L, stay))
     turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].unit, turn[3] is Kind.D))
-    return [_Turn(place, kind, stay) for place, _, _, kind, stay in turns]
+    return [(place, kind, stay) for place, _, _, kind, stay in turns]
 
 
-def _row(row: Sequence[Pass], moved: Collection[_Stay], slices: int) -> tuple[Pass, ...]:
-    turns = _turns(moved)
-    result: list[Pass] = []
-    done = 0
-    for place, item in enumerate(row):
-        while done < len(turns) and turns[done].place == place:
-            stay = turns[done].stay
-            result.append(Pass(turns[done].kind, stay.stage, *divmod(stay.unit, slices)))
-            done += 1
-        result.append(item)
-    assert done == len(turns), "every copy comes before a pass"
-    return tuple(result)
+def _row(row: Sequence[Pass], moved: Mapping[_Stay, _Trip], slices: int) -> tuple[Pass, ...]:
+    copies: dict[int, list[Pass]] = {}
+    for place, kind, stay in _turns(moved):
+        assert place < len(row), "every copy comes before a pass"
+        copies.setdefault(place, []).append(Pass(kind, stay.stage, *divmod(stay.unit, slices)))
+    return tuple(one for place, item in enumerate(row) for one in (*copies.get(place, ()), item))
 
 
 ROUNDING = 1e-12

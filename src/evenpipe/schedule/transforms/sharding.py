@@ -11,7 +11,7 @@ ahead: before the pass that uses the part so many parts before it. Freed between
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -36,11 +36,11 @@ def add_sharding(
     prefetch: parts; None: all parts are gathered at the start, or with `reshard` one part ahead.
     """
     ahead = 1 if prefetch is None and reshard else prefetch
-    rows: Any = tuple(
-        tuple(_Row(schedule, device, tied=tied).sharded(gathers=gathers, reshard=reshard, ahead=ahead))
-        for device in range(schedule.devices)
-    )  # of passes alone if they were so before
-    return replace(schedule, rows=rows)
+    rows: list[Any] = []  # of passes alone if they were so before
+    for device in range(schedule.devices):
+        parts = parts_of_device(schedule.placement, schedule.barriers, device, tied=tied)
+        rows.append(tuple(_sharded(schedule, device, parts, gathers=gathers, reshard=reshard, ahead=ahead)))
+    return replace(schedule, rows=tuple(rows))
 
 
 def without_sharding(schedule: Scheduled) -> Scheduled:
@@ -51,53 +51,50 @@ def without_sharding(schedule: Scheduled) -> Scheduled:
     return replace(schedule, rows=rows)
 
 
-class _Row:
-    def __init__(self, schedule: Order | Program, device: int, *, tied: bool) -> None:
-        placement, barriers = schedule.placement, schedule.barriers
-        self._row = [item for item in schedule.rows[device] if item is not None]
-        self._sums = not schedule.forward_only
-        self._parts = parts_of_device(placement, barriers, device, tied=tied)
-        users = Users(placement, barriers, self._parts)
-        self._uses = [users.parts(item) if isinstance(item, Pass) else () for item in self._row]
-        self._last = {part: position for position, parts in enumerate(self._uses) for part in parts}
-
-    def sharded(self, *, gathers: bool, reshard: bool, ahead: int | None) -> list[Item]:
-        """Arguments as for `add_sharding`; `ahead`: parts, None for all."""
-        given = [item for item in self._row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
-        summed = {part_of(item) for item in given if item.kind in REDUCING_KINDS}
-        placed = {part_of(item) for item in given if item.kind not in REDUCING_KINDS}
-        wanted = self._next_parts({part for part in self._parts if gathers and part not in placed}, ahead)
-        gathered: list[Part] = []
-        begun: set[Part] = set()
-        result: list[Item] = []
-        for position, item in enumerate(self._row):
-            soon = wanted[position] if self._uses[position] else ()
-            if reshard and soon:
-                for part in [part for part in gathered if part not in soon]:
+def _sharded(
+    schedule: Order | Program, device: int, parts: Collection[Part], *, gathers: bool, reshard: bool, ahead: int | None
+) -> list[Item]:
+    """Return the row of a device that has these parts. `ahead`: parts, None for all."""
+    row = [item for item in schedule.rows[device] if item is not None]
+    users = Users(schedule.placement, schedule.barriers, parts)
+    uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]
+    last = {part: position for position, used in enumerate(uses) for part in used}
+    given = [item for item in row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
+    summed = {part_of(item) for item in given if item.kind in REDUCING_KINDS}
+    placed = {part_of(item) for item in given if item.kind not in REDUCING_KINDS}
+    wanted = _next_parts(uses, {part for part in parts if gathers and part not in placed}, ahead)
+    gathered: list[Part] = []
+    begun: set[Part] = set()
+    result: list[Item] = []
+    for position, item in enumerate(row):
+        soon = wanted[position] if uses[position] else ()
+        if reshard and soon:
+            for part in [part for part in gathered if part not in soon]:
+                gathered.remove(part)
+                result.append(sharding_pass(Kind.RESHARD, part))
+        for part in soon:
+            if part not in gathered and (reshard or part not in begun):
+                gathered.append(part)
+                begun.add(part)
+                result.append(sharding_pass(Kind.UNSHARD, part))
+        result.append(item)
+        for part in parts:
+            if last.get(part) == position:
+                if not schedule.forward_only and part not in summed:
+                    result.append(sharding_pass(Kind.REDUCE_GRAD, part))
+                if part in gathered:
                     gathered.remove(part)
                     result.append(sharding_pass(Kind.RESHARD, part))
-            for part in soon:
-                if part not in gathered and (reshard or part not in begun):
-                    gathered.append(part)
-                    begun.add(part)
-                    result.append(sharding_pass(Kind.UNSHARD, part))
-            result.append(item)
-            for part in self._parts:
-                if self._last.get(part) == position:
-                    if self._sums and part not in summed:
-                        result.append(sharding_pass(Kind.REDUCE_GRAD, part))
-                    if part in gathered:
-                        gathered.remove(part)
-                        result.append(sharding_pass(Kind.RESHARD, part))
-        return result
+    return result
 
-    def _next_parts(self, parts: Collection[Part], ahead: int | None) -> list[tuple[Part, ...]]:
-        """Return, by position, the parts among these that the passes from there on use: all of the first pass, and
-        others in the order of their next use, so many ahead (None: all)."""
-        soon: list[Part] = []
-        found = []
-        for used in reversed(self._uses):
-            here = [part for part in used if part in parts]
-            soon = [*here, *(part for part in soon if part not in here)]
-            found.append(tuple(soon if ahead is None else soon[: max(len(here), ahead + 1)]))
-        return found[::-1]
+
+def _next_parts(uses: Sequence[tuple[Part, ...]], parts: Collection[Part], ahead: int | None) -> list[tuple[Part, ...]]:
+    """Return, by position, the parts among these that the passes from there on use: all of the first pass, and others
+    in the order of their next use, so many ahead (None: all)."""
+    soon: list[Part] = []
+    found = []
+    for used in reversed(uses):
+        here = [part for part in used if part in parts]
+        soon = [*here, *(part for part in soon if part not in here)]
+        found.append(tuple(soon if ahead is None else soon[: max(len(here), ahead + 1)]))
+    return found[::-1]

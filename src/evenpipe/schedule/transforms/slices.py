@@ -31,7 +31,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
-from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.schedule.timing import EventTimes, timed
 
 from .vocabulary import interval_of
 
@@ -50,8 +50,7 @@ def add_slices(order: Order, slices: int) -> Order:
     if slices == 1:
         return order
     _refuse_unfit(order, slices)
-    graph = Graph.of(order)
-    times = run(order, graph, durations(order, graph, EQUAL_COSTS))
+    graph, times = timed(order, EQUAL_COSTS)
     later = _delay(order, graph, times, slices)
     rows = []
     for device in range(order.devices):

@@ -42,7 +42,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.schedule.timing import EventTimes, timed
 
 from .list_scheduling import Timed, list_schedule
 
@@ -50,8 +50,7 @@ MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 """Passes that follow from the backward of the last stage, or prepare for such passes."""
 
 INTERVAL = 2**20
-"""Virtual times are whole numbers, with this many per interval: rounding does not break ties, and half an interval is
-exact."""
+"""Virtual times are whole numbers, with this many per interval: no tie is broken by rounding, and a half is exact."""
 
 Ranks = Mapping[Kind, int]
 """Of passes with the same virtual time, the lower rank comes first. Passes of the base order have rank 1."""
@@ -150,8 +149,7 @@ def apart_at_the_loss(order: Order) -> Order:
 
 
 def peak_limits(order: Order, barriers: int) -> list[int]:
-    """Return, per device, the stage activations it may hold: those of `order`, plus one per barrier and stage of the
-    device."""
+    """Return the stage activations each device may hold: those of `order`, and one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
     return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
 
@@ -187,18 +185,11 @@ class VirtualTimes:
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
         """Return the virtual times of `order` by the rules above."""
-        if order.barriers:
-            raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
-        graph = Graph.of(order)
-        if any(item.kind in SHARDING_KINDS for item in graph.items):
-            raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-        times = run(order, graph, durations(order, graph, costs))
-        interval = interval_of(order, graph, times)
-        if interval <= 0:
-            raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-        unit = INTERVAL / interval
+        refuse_unfit(order)
+        graph, times, unit = virtual_times(order, costs)
         passes: list[Pass] = []
-        forwards, backwards, weights = (_empty_rows(order.devices) for _ in range(3))
+        groups: list[list[list[int]]] = [[[] for _ in order.rows] for _ in range(3)]
+        forwards, backwards, weights = groups
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
         delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
         companions: list[tuple[int, Pass]] = []
@@ -241,10 +232,6 @@ class VirtualTimes:
         return replace(order, rows=tuple(rows), barriers=self.barriers)
 
 
-def _empty_rows(devices: int) -> list[list[int]]:
-    return [[] for _ in range(devices)]
-
-
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
     """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     unit = part.microbatch, part.slice
@@ -260,6 +247,23 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
             yield end + INTERVAL // 2, Pass(Kind.C, None, *unit)
     if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
         yield start + INTERVAL, Pass(Kind.G, None, *unit)
+
+
+def refuse_unfit(order: Order) -> None:
+    """Raise InputError for an order to which no vocabulary passes can be added."""
+    if order.barriers:
+        raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
+    if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
+        raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
+
+
+def virtual_times(order: Order, costs: Costs) -> tuple[Graph, EventTimes, float]:
+    """Return when everything in the base order runs, and the virtual time per unit of time."""
+    graph, times = timed(order, costs)
+    interval = interval_of(order, graph, times)
+    if interval <= 0:
+        raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
+    return graph, times, INTERVAL / interval
 
 
 def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
