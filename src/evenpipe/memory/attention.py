@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from evenpipe.memory.cut import Sizes
-from evenpipe.memory.elementwise import WIDE
-from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.norms import Norms
-from evenpipe.memory.sketch import Sketch, Tape
-from evenpipe.model.shape import LayerShape
-
-
-def is_eager(shape: LayerShape, kernels: Kernels) -> bool:
-    """Return whether attention stores all of its probabilities."""
-    return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention.eager)
+from evenpipe.memory.operations import WIDE
+from evenpipe.memory.sketch import Sketch
 
 
 class Attention(Norms):
-    """Of one layer on one tape.
-
-    Args:
-        tables: cosines and sines; empty without rotary embedding.
-        masked: attention needs a mask.
-    """
-
-    def __init__(
-        self,
-        tape: Tape,
-        shape: LayerShape,
-        kernels: Kernels,
-        sizes: Sizes,
-        *,
-        tables: tuple[Sketch, ...] = (),
-        masked: bool = False,
-        again: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(tape, shape, kernels, sizes, again)
-        self._tables, self._masked = tables, masked
-        self._is_flash = not is_eager(shape, kernels)
+    """Of one layer on one tape."""
 
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         """Return the result, and the probabilities if there are any."""
@@ -183,11 +155,13 @@ class Attention(Norms):
         weights = operations.offset(weights)  # plus the mask
         if shape.attention.wide_softmax:
             weights = operations.to(weights, WIDE)
-        weights = operations.to(operations.softmax(weights, "probabilities"), sizes.element, "probabilities")
+        weights = operations.to(
+            operations.elementwise(weights, "probabilities", saves_result=True), sizes.element, "probabilities"
+        )
         size = sizes.tokens * sizes.heads * shape.attention.head_size
         result = operations.product(weights, self._by_heads(value, groups > 1), size)
         result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
         return result, weights
 
     def _by_heads(self, x: Sketch, lies_so: bool) -> Sketch:
-        return x if lies_so or self._sizes.batch == 1 else self._operations.clone(x, x.storage.name)
+        return x if lies_so or self._sizes.batch == 1 else self._operations.offset(x, x.storage.name)

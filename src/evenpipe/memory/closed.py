@@ -10,17 +10,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import PassPeaks, StageBytes
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
-from evenpipe.memory.layers import SMALLEST_MOVED, LayerBytes, check_has_closed_form, given, layer_bytes
-from evenpipe.memory.sketch import Tape, held
+from evenpipe.memory.layers import (
+    INPUT,
+    SMALLEST_MOVED,
+    LayerBytes,
+    LayerRun,
+    check_has_closed_form,
+    given,
+    layer_bytes,
+)
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
@@ -69,22 +75,12 @@ class ClosedForms:
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
             raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
-        cut: dict[str, Any] = {
-            "tokens": portion.microbatch_size * portion.sequence,
-            "sequence": portion.sequence,
-            "element": portion.element,
-            "tp": portion.tp,
-            "sequence_parallel": portion.sequence_parallel and portion.tp > 1,
-            "cp": portion.cp,
-        }
 
         def layers(choices: Sequence[str]) -> list[LayerBytes]:
-            return [
-                self._layer(shape, kernels, **cut, checkpointing=choice)
-                for shape, choice in zip(shapes[first:last], choices, strict=True)
-            ]
+            own = zip(shapes[first:last], choices, strict=True)
+            return [self._layer(shape, kernels, portion, choice) for shape, choice in own]
 
-        sizes, element = sizes_of(shapes[0], **cut), portion.element
+        sizes, element = sizes_of(shapes[0], portion), portion.element
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
@@ -128,27 +124,13 @@ class _Norm:
 
 
 def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: bool) -> _Norm:
-    tape = Tape()
-    tape.recording = owned
-    hidden = tape.new(sizes.stream, sizes.element)
-    hidden.node = tape.leaf()
-    live, meter = tape.meter.live, tape.meter
-    meter.reset()
-    output = Block(tape, shape, kernels, sizes).last_norm(hidden)
-    forward_peak, saved = meter.peak - live, meter.live - live - output.bytes
+    run = LayerRun(shape, kernels, sizes, part=lambda block, hidden: block.norm(hidden, "last norm"))
+    run.tape.recording = owned
+    run.forward()
     if not owned:
-        return _Norm(0, 0, False, forward_peak, 0)
-    assert output.node is not None
-    root, storages = output.node, held(output.node)
-    saves_input = any(one is hidden.storage for one in storages)
-    moved = sum(one.bytes for one in storages if one is not hidden.storage and one.bytes >= SMALLEST_MOVED)
-    del storages
-    del output
-    gradient = tape.new(sizes.stream, sizes.element)  # held by its receiver
-    live = meter.live
-    meter.reset()
-    tape.backward(root, [gradient])
-    return _Norm(saved, moved, saves_input, forward_peak, meter.peak - live)
+        return _Norm(0, 0, False, run.peak, 0)
+    saves_input = any(one.name == INPUT for one in run.saved_storages())
+    return _Norm(run.saved, run.moved(()), saves_input, run.peak, run.backward(True, True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +208,7 @@ class _Stage:
                 forward=forward.above,
                 backward=self._backward().above,
                 input=self._backward(split=True).above,
-                weight=joined(Stretch(one.weight_peak, -one.queued) for one in reversed(self._layers)).above,
+                weight=joined(Stretch(one.peaks.weight, -one.queued) for one in reversed(self._layers)).above,
                 recompute=forward.above if recomputed is None else recomputed.peaks.forward,
                 bare_forward=bare.above,
             ),
@@ -266,7 +248,7 @@ class _Stage:
             if not place:
                 goes += ends.early
             kept = 0 if bare else layer.saved
-            row.append(Stretch(layer.bare_forward_peak if bare else layer.forward_peak, kept + stream - goes))
+            row.append(Stretch(layer.peaks.bare_forward if bare else layer.peaks.forward, kept + stream - goes))
         norm = ends.norm
         kept = -goes_at_end
         if ends.is_last:
@@ -289,5 +271,5 @@ class _Stage:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
             holds_input = not place and not ends.begins
-            row.append(Stretch(layer.peaks[received, holds_input][split], kept))
+            row.append(Stretch(layer.peaks.backward[received, holds_input][split], kept))
         return joined([*row, Stretch(0, -self._shared)])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from evenpipe.errors import InputError
+from evenpipe.model.shape import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,10 @@ class Kernels:
     """Output layer and loss: "evenpipe" is S, C and T of this library; the others are those of frameworks: logits in
     fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
     bf16 logits, and a recomputed head and loss in chunks."""
+
+    def is_eager(self, shape: LayerShape) -> bool:
+        """Return whether attention stores all of its probabilities."""
+        return self.attention == "eager" or (self.attention == "sdpa" and shape.attention.eager)
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():

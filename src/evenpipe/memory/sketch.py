@@ -78,6 +78,11 @@ class Sketch:
     """Its number among the node's outputs."""
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Elements, and bytes of each."""
+        return self.elements, self.element
+
+    @property
     def bytes(self) -> int:
         return self.elements * self.element
 
