@@ -289,6 +289,8 @@ def test_every_item_of_a_real_step_holds_what_is_predicted(case: Case) -> None:
     }
     shape = VocabularyShape(rows=ROWS, hidden_size=HIDDEN, sequences=1, tokens=TOKENS, element=compute.itemsize)
     vocabulary = vocabulary_bytes(case.mode, 0, program.placement, shape, machine=MACHINE)
+    matrix = PartBytes(gradients=4 * ROWS * HIDDEN)
+    vocabulary = replace(vocabulary, parameters=matrix, embedding=replace(vocabulary.embedding, parameters=matrix))
     pipeline.step(ids)
     for exist in (True, False):
         if not exist:

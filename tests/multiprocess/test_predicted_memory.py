@@ -196,7 +196,6 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
         sequences=SEQUENCES,
         tokens=TOKENS,
         element=element,
-        tied=case.tied,
         options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
     )
     vocabulary = vocabulary_bytes(

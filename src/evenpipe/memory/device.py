@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
-from evenpipe.vocabulary import LossOptions
+from evenpipe.vocabulary import LossOptions, split
 
 from .bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
-from .heads import Head, whole_head
 from .model_bytes import ModelBytes
-from .parameters import Held, padded_rows
+from .parameters import Held
 from .programs import Planned
 from .settings import Settings
 from .states import ELEMENT_BYTES, part_bytes, state_bytes
@@ -115,26 +114,27 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
 # --- vocabulary ------------------------------------------------------------------------------------------------------
 
 
+def _padded_rows(source: ModelBytes, settings: Settings) -> int:
+    multiple = settings.framework.vocabulary_multiple * settings.parallelism.tp
+    return -(-source.description.vocabulary_size // multiple) * multiple
+
+
 def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) -> tuple[int, int]:
     """Return the rows of the embedding and of the output layer on each GPU of a device."""
-    tp = settings.parallelism.tp
-    rows = padded_rows(source.description.vocabulary_size, settings.framework.vocabulary_multiple * tp)
-    placement = plan.program.placement
+    tp, placement = settings.parallelism.tp, plan.program.placement
+    rows = _padded_rows(source, settings)
     if settings.sharded:
-        part = -(-rows // (placement.devices * tp))  # as `vocabulary.shards.split` cuts them
-        own = max(0, min(rows - device * tp * part, part))
+        own = split(rows, placement.devices * tp)[device * tp].rows
         return own, own
-    part = -(-rows // tp)
-    return part * (device == placement.first_device), part * (device == placement.last_device)
+    return rows // tp * (device == placement.first_device), rows // tp * (device == placement.last_device)
 
 
 def _vocabulary(
     source: ModelBytes, plan: Planned, settings: Settings, device: int, *, rows: tuple[int, int], hidden: int
 ) -> VocabularyBytes:
     description, placement = source.description, plan.program.placement
-    multiple = settings.framework.vocabulary_multiple * settings.parallelism.tp
     shape = VocabularyShape(
-        rows=padded_rows(description.vocabulary_size, multiple),
+        rows=_padded_rows(source, settings),
         hidden_size=description.hidden_size,
         sequences=settings.microbatch_size,
         tokens=settings.sequence // settings.parallelism.cp,
@@ -142,34 +142,22 @@ def _vocabulary(
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
         options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
-        tied=description.tied,
     )
     found = vocabulary_bytes(
         settings.recipe.vocabulary,
         device,
         placement,
         shape,
-        kernels=settings.kernels,
+        loss=settings.kernels.loss,
+        stream=hidden,
+        gathers=settings.sequence_parallel and settings.framework.gathered_head,
         machine=settings.machine,
         tensor_parallel=settings.parallelism.tp,
     )
-    if settings.sharded:
-        return found
-    if settings.framework.placeholders and device == placement.first_device:
-        peak = (
-            rows[0] * description.hidden_size * settings.element
-        )  # the gradient of all rows, before it is added to the sum
+    if settings.framework.placeholders and not settings.sharded and device == placement.first_device:
+        # The gradient of all rows, before it is added to the sum.
+        peak = rows[0] * description.hidden_size * settings.element
         found = replace(found, embedding=replace(found.embedding, backward_peak=peak))
-    if device == placement.last_device and settings.kernels.loss != "evenpipe":
-        head = Head(
-            tokens=settings.tokens_here,
-            rows=rows[1],
-            hidden_size=description.hidden_size,
-            element=settings.element,
-            hidden=hidden,
-            gathers=settings.sequence_parallel,
-        )
-        found = whole_head(found, head, settings.kernels.loss, settings.framework)
     return found
 
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from evenpipe.memory.emulation import replaced
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import Description
 from evenpipe.model.modules import ModuleStage, Part
@@ -47,17 +48,13 @@ class _GroupedProducts(TorchDispatchMode):
 def _nothing_packed() -> Iterator[None]:
     """transformers looks at position ids for sequences that share a row; without values it would have to assume some,
     and make a mask. This computes the same intermediates and answers no."""
-    find = masking_utils.find_packed_sequence_indices
 
     def found_none(position_ids: Tensor) -> None:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         (steps != 1).cumsum(-1)
 
-    masking_utils.find_packed_sequence_indices = found_none
-    try:
+    with replaced(masking_utils, "find_packed_sequence_indices", found_none):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
 
 
 def empty_stage(

@@ -266,11 +266,6 @@ def _is_small(elements: int) -> bool:
     return elements < ALONE_ELEMENTS
 
 
-def padded_rows(rows: int, multiple: int) -> int:
-    """Return the rows of a vocabulary matrix padded to a multiple."""
-    return -(-rows // multiple) * multiple
-
-
 def _common(layers: list[Any], name: str) -> int | None:
     """Return the greatest common divisor of this number over all layers; None if a layer has no such number."""
     numbers = [getattr(layer, name, None) for layer in layers]
