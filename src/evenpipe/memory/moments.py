@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from evenpipe.memory.things import ROOMS, Thing
 
-
-class Moment(NamedTuple):
-    """Counts of held things, and additional things during a pass."""
-
-    counts: tuple[int, ...]
-    above: int
-    """Number of a thing, or -1."""
+Moment = tuple[tuple[int, ...], int]
+"""Counts of held things, and the number of an additional thing during a pass, or -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class Moments:
         self.label = ""
         self._number: dict[Thing, int] = {}
         self._counts: list[int] = []
-        self._found: dict[tuple[tuple[int, ...], int], int] = {}
+        self._found: dict[Moment, int] = {}
         self._labels: list[str] = []
         self._after: list[int] = []
 
@@ -86,7 +80,7 @@ class Moments:
     def walk(self) -> Walk:
         """Return the result. Things that appeared late count 0 in earlier moments."""
         width = len(self._counts)
-        moments = tuple(Moment((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
+        moments = tuple(((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
         held = zip(self._number, self._counts, strict=True)
         rooms = tuple(count if thing.size in ROOMS else 0 for thing, count in held)
         return Walk(tuple(self._number), moments, tuple(self._labels), tuple(self._after), rooms)

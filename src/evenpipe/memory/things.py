@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 NO_STAGE = -1
 """Stage number of things without a stage."""
+RECOMPUTED = "recomputed_"
+"""Prefix of the sizes of a microbatch that has R."""
 
 
 class Thing(NamedTuple):
@@ -16,14 +18,12 @@ class Thing(NamedTuple):
     term: str
 
 
-PARAMETERS, ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
-    "parameters",
-    "activations",
-    "vocabulary",
-    "buffers",
-    "gradients",
-    "transient",
-)
+PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
+BUFFERS, GRADIENTS, TRANSIENT = "buffers", "gradients", "transient"
+
+
+def peak(size: str, stage: int = NO_STAGE) -> Thing:
+    return Thing(size, stage, TRANSIENT)
 
 
 def input_of(stage: int) -> Thing:
@@ -73,9 +73,9 @@ def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartTh
     return PartThings(
         gradients,
         Thing(f"{prefix}.gathered", stage, PARAMETERS),
-        Thing(f"{prefix}.gathering_peak", stage, TRANSIENT),
+        peak(f"{prefix}.gathering_peak", stage),
         Thing(f"{prefix}.reduced", stage, GRADIENTS),
-        Thing(f"{prefix}.reducing_peak", stage, TRANSIENT),
+        peak(f"{prefix}.reducing_peak", stage),
     )
 
 
@@ -87,13 +87,6 @@ def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
     return Thing(size, NO_STAGE, term)
 
 
-EMBEDDING_PEAK = _of_vocabulary("embedding.forward_peak", TRANSIENT)
-EMBEDDING_BACKWARD_PEAK = _of_vocabulary("embedding.backward_peak", TRANSIENT)
-OUTPUT_PEAK = _of_vocabulary("peaks.output", TRANSIENT)
-COMBINE_PEAK = _of_vocabulary("peaks.combine", TRANSIENT)
-OUTPUT_GRADIENT_PEAK = _of_vocabulary("peaks.gradient", TRANSIENT)
-OUTPUT_BACKWARD_PEAK = _of_vocabulary("peaks.backward", TRANSIENT)
-OUTPUT_WEIGHT_PEAK = _of_vocabulary("peaks.weight", TRANSIENT)
 ROWS_INPUT = _of_vocabulary("embedding.rows")
 ROWS_RECEIVED = _of_vocabulary("embedding.rows", BUFFERS)
 ROWS_ALL = _of_vocabulary("embedding.all_rows")

@@ -24,22 +24,17 @@ from evenpipe.memory.moments import Moments, Walk
 from evenpipe.memory.parts import Parts
 from evenpipe.memory.things import (
     ACTIVATIONS,
-    COMBINE_PEAK,
     COMBINED,
     DX,
-    EMBEDDING_BACKWARD_PEAK,
     EMBEDDING_GRADIENTS,
-    EMBEDDING_PEAK,
     GRADIENTS,
     HANDED_ON,
-    OUTPUT_BACKWARD_PEAK,
-    OUTPUT_GRADIENT_PEAK,
+    NO_STAGE,
     OUTPUT_GRADIENTS,
-    OUTPUT_PEAK,
     OUTPUT_STORED,
-    OUTPUT_WEIGHT_PEAK,
     OWN_STATISTICS,
     PRODUCT,
+    RECOMPUTED,
     ROOM,
     ROOMS,
     ROWS_ALL,
@@ -47,7 +42,6 @@ from evenpipe.memory.things import (
     ROWS_INPUT,
     ROWS_RECEIVED,
     STATISTICS,
-    TRANSIENT,
     Thing,
     X,
     gradient_of,
@@ -56,6 +50,7 @@ from evenpipe.memory.things import (
     input_of,
     moved_of,
     output_of,
+    peak,
     received,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
@@ -186,7 +181,7 @@ class _Walker:
         for before in placement.predecessors(stage):
             self._drop(received(stage, "input") if self._is_elsewhere(before) else output_of(before))
         self._hold(input_of(stage))
-        self._moment(Thing("peaks.bare_forward" if bare else "peaks.forward", stage, TRANSIENT))
+        self._peak("peaks.bare_forward" if bare else "peaks.forward", stage)
         self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
             self._drop(input_of(stage))
@@ -195,18 +190,25 @@ class _Walker:
             self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
             self._take_buffer()
-            self._moment(OUTPUT_PEAK)
+            self._peak("peaks.output")
             self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
-            self._moment(COMBINE_PEAK)
+            self._peak("peaks.combine")
             self._drop(OWN_STATISTICS, output_of(stage))
             self._hold(COMBINED)
 
     def _is_elsewhere(self, stage: int) -> bool:
         return self._program.placement.device_of(stage) != self._device
 
+    def _peak(self, size: str, stage: int = NO_STAGE) -> None:
+        """Record a moment with a peak within a pass, above what is held."""
+        self._moment(peak(size, stage))
+
+    def _sized(self, size: str, item: Pass) -> str:
+        """Return the name of a size of a stage for the microbatch of `item`."""
+        return RECOMPUTED + size if self._key(item) in self._recomputed else size
+
     def _stored(self, item: Pass) -> Thing:
-        recomputed = self._key(item) in self._recomputed
-        return Thing("recomputed_stored" if recomputed else "stored", _stage(item), ACTIVATIONS)
+        return Thing(self._sized("stored", item), _stage(item), ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
@@ -219,13 +221,14 @@ class _Walker:
         else:
             if not self._spread:
                 self._whole_output_gradient(split=split)
-            self._moment(Thing("copied_gradient", stage, TRANSIENT))
+            self._peak("copied_gradient", stage)
             self._drop(DX)
             self._hold(gradient)
-        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
-        first = "first_" if self._makes_gradients(stage, split=split) else ""
-        self._moment(Thing(f"{recomputed}peaks.{first}{'input' if split else 'backward'}", stage, TRANSIENT))
-        self._hold_gradients(stage, split=split)
+        added = gradient_parts(stage)[: 1 if split else 2]
+        first = "first_" if any(map(self._parts.lacks, added)) else ""
+        self._peak(self._sized(f"peaks.{first}{'input' if split else 'backward'}", item), stage)
+        for part in added:
+            self._parts.make(part)
         self._free(item)
         self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
         self._keep(item)
@@ -239,36 +242,27 @@ class _Walker:
         """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
         if not self._spread:
             self._parts.make(EMBEDDING_GRADIENTS)
-            self._moment(EMBEDDING_BACKWARD_PEAK)
+            self._peak("embedding.backward_peak")
         elif not self._alone:
             self._hold(ROWS_GRADIENT)
             self._moment()
         if not (self._spread and self._alone):
             self._drop(input_gradient_of(self._first))
 
-    def _makes_gradients(self, stage: int, *, split: bool) -> bool:
-        parts = gradient_parts(stage)
-        return self._parts.lacks(parts[0]) or (not split and self._parts.lacks(parts[1]))
-
-    def _hold_gradients(self, stage: int, *, split: bool) -> None:
-        for part in gradient_parts(stage)[: 1 if split else 2]:
-            self._parts.make(part)
-
     def _weights(self, item: Pass) -> None:
         stage = _stage(item)
         if stage == self._last and not self._spread:
             self._parts.make(OUTPUT_GRADIENTS)
-            self._moment(OUTPUT_WEIGHT_PEAK)
+            self._peak("peaks.weight")
             self._release_output()
-        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         rest = gradient_parts(stage)[1]
         first = "first_" if self._parts.lacks(rest) else ""
-        self._moment(Thing(f"{recomputed}peaks.{first}weight", stage, TRANSIENT))
+        self._peak(self._sized(f"peaks.{first}weight", item), stage)
         self._parts.make(rest)
         self._free(item)
 
     def _recompute(self, item: Pass) -> None:
-        self._moment(Thing("peaks.recompute", _stage(item), TRANSIENT))
+        self._peak("peaks.recompute", _stage(item))
         self._hold(self._stored(item))
 
     def _moves_graph(self, item: Pass) -> bool:
@@ -285,7 +279,7 @@ class _Walker:
         """Return what a stage's pass keeps or frees on the device, as things with bytes."""
         stage, recomputed = _stage(item), self._key(item) in self._recomputed
         if held is Kept.WEIGHT_INPUTS:
-            return (Thing("recomputed_queued" if recomputed else "queued", stage, ACTIVATIONS),)
+            return (Thing(self._sized("queued", item), stage, ACTIVATIONS),)
         if held is not Kept.ACTIVATIONS:  # on the host
             return ()
         if item.kind in OFFLOAD_KINDS:
@@ -298,11 +292,11 @@ class _Walker:
 
     def _whole_output_gradient(self, *, split: bool) -> None:
         if split:  # the inputs of W stay
-            self._moment(OUTPUT_GRADIENT_PEAK)
+            self._peak("peaks.gradient")
             self._hold(DX)
             return
         self._parts.make(OUTPUT_GRADIENTS)
-        self._moment(OUTPUT_BACKWARD_PEAK)
+        self._peak("peaks.backward")
         self._release_output()
         self._hold(DX)
 
@@ -323,12 +317,12 @@ class _Walker:
     # --- vocabulary passes --------------------------------------------------------------------------------------
 
     def _embed(self, item: Pass) -> None:
-        self._moment(EMBEDDING_PEAK)
+        self._peak("embedding.forward_peak")
         self._hold(ROWS_INPUT)
 
     def _embedding_gradient(self, item: Pass) -> None:
         self._parts.make(EMBEDDING_GRADIENTS)
-        self._moment(EMBEDDING_BACKWARD_PEAK)
+        self._peak("embedding.backward_peak")
         if self._alone:
             self._drop(input_gradient_of(self._first))
         elif self._device == self._program.placement.first_device:
@@ -343,7 +337,7 @@ class _Walker:
 
     def _output(self, item: Pass) -> None:
         self._take_buffer()
-        self._moment(OUTPUT_PEAK)
+        self._peak("peaks.output")
         root = self._device == self._program.placement.last_device
         self._drop(output_of(self._last) if root else X)
         self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
@@ -351,13 +345,13 @@ class _Walker:
     def _open_barrier(self) -> None:
         if not self._alone:
             self._drop(OWN_STATISTICS)
-        self._moment(COMBINE_PEAK)
+        self._peak("peaks.combine")
         self._drop(OWN_STATISTICS if self._alone else STATISTICS)
         self._hold(COMBINED)
 
     def _combine(self, item: Pass) -> None:
         self._open_barrier()
-        self._moment(OUTPUT_GRADIENT_PEAK)
+        self._peak("peaks.gradient")
         self._drop(PRODUCT)
         self._hold(DX)
 
@@ -366,7 +360,7 @@ class _Walker:
             self._open_barrier()
             self._drop(PRODUCT)
         self._parts.make(OUTPUT_GRADIENTS)
-        self._moment(OUTPUT_BACKWARD_PEAK)
+        self._peak("peaks.backward")
         self._drop(OUTPUT_STORED, COMBINED)
         self._free_buffers += 1
         if self._program.barriers == 2:
