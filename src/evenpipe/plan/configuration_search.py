@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from evenpipe.costs.analytic import whole_head_time
+from evenpipe.costs.analytic import least_seconds, whole_head_time
 from evenpipe.recipe.recipe import Recipe
 
 from .bounds import layout_bound, order_bound, work_bound
@@ -228,9 +228,9 @@ def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
     setting = problem.setting(layout)
     description = problem.description
-    head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
+    head = least_seconds(whole_head_time(description.hidden_size, description.vocabulary_size, setting))
     layer = layer_times(problem, replace(layout, vocabulary="first-last"))[-1]
-    return head.seconds / (layer.forward + layer.backward)
+    return head / (layer.forward + layer.backward)
 
 
 def _mode(one: Configuration) -> str | None:
