@@ -360,19 +360,16 @@ def costs_of_cut(
 
 def _stage_times(cut: Cut, layers: Sequence[LayerTime], correction: Correction) -> dict[str, list[float]]:
     """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers."""
+    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
     stages: dict[str, list[float]] = {name: [] for name in PASSES}
     first = 0
     for count in cut.layers_per_stage:
         own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
         again = sum(map(LayerTime.again, own, choices))
-        times = {
-            "F": sum(map(LayerTime.forward_of, own, choices)),
-            "B": again + sum(layer.whole for layer in own),
-            "I": again + sum(layer.inputs for layer in own),
-            "W": sum(layer.weights for layer in own),
-        }
-        for name, time in times.items():
-            stages[name].append(correction.stage.get(name, 0.0) + time)
+        stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
+        stages["B"].append(beside["B"] + again + sum(layer.whole for layer in own))
+        stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
+        stages["W"].append(beside["W"] + sum(layer.weights for layer in own))
         first += count
     return stages
 

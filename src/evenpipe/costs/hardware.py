@@ -16,6 +16,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
 
+from .cost_file import toml_lines
 from .measured_passes import MeasuredPasses, is_number
 
 GIB = 2**30
@@ -315,21 +316,9 @@ def hardware_to_toml(hardware: Hardware) -> str:
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):
             for table in value:
-                tables += ["", f"[[{name}]]", *_lines(table)]
+                tables += ["", f"[[{name}]]", *toml_lines(table)]
         elif isinstance(value, Mapping):
-            tables += ["", f"[{name}]", *_lines(value)]
+            tables += ["", f"[{name}]", *toml_lines(value)]
         else:
-            plain.append(f"{name} = {_written(value)}")
+            plain += toml_lines({name: value})
     return "\n".join([*plain, *tables]) + "\n"
-
-
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_written(one)}" for key, one in table.items()]
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_written(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-    return str(value) if isinstance(value, int) else f"{value:.6g}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from evenpipe.model import Description
+from evenpipe.model.shrink import said_of_layers
 
 _INDEX = re.compile(r"(layer_?)?(idx|index|id|number)")
 
@@ -17,16 +17,9 @@ def kinds_of_layers(description: Description) -> tuple[int, ...]:
     """Return a number for each layer of a model; layers with the same number have the same modules, shapes and
     settings.
 
-    Settings are plain attributes of modules, except their own number, and the entries of per-layer lists of the config
-    ("layer_types").
+    Settings are plain attributes of modules, except their own number, and the per-layer settings of the config.
     """
-    lists: list[Sequence[Any]] = []
-    if description.config is not None:
-        lists = [
-            values
-            for values in vars(description.config.get_text_config()).values()
-            if isinstance(values, (list, tuple)) and len(values) == description.layers
-        ]
+    lists = [] if description.config is None else said_of_layers(description.config, description.layers)
     found: dict[Any, int] = {}
     return tuple(
         found.setdefault((_settings(description.layer(index)), tuple(str(one[index]) for one in lists)), len(found))

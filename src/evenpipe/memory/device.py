@@ -35,7 +35,7 @@ class DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, settings.parallelism
         last_stage = placement.last_stage
-        split_backwards = plan.splits(device)
+        split_backwards = plan.splits[device]
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0
         for stage in placement.stages_of(device):

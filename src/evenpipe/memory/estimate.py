@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
@@ -26,10 +26,9 @@ from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .programs import Planned
-from .reserved import ProcessMemory, overheads_of, process_memory
+from .reserved import ProcessMemory, Verdict, communicators_of, overheads_of, process_memory, verdict_of
 from .settings import Settings
 from .states import MIXED, SINGLE, Dtypes
-from .verdict import Verdict, verdict_of, worst
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
 """Parts of a device's peak."""
@@ -109,15 +108,10 @@ class Estimate:
         return self.settings.recipe
 
     @property
-    def dtypes(self) -> Dtypes:
-        """Precisions."""
-        return self.settings.dtypes
-
-    @property
     def verdict(self) -> Verdict | None:
         """Verdict for the worst device; None if no GPU memory is given."""
         verdicts = [device.verdict for device in self.devices if device.verdict is not None]
-        return worst(verdicts) if verdicts else None
+        return max(verdicts, key=get_args(Verdict).index, default=None)
 
     @property
     def fits(self) -> bool | None:
@@ -139,7 +133,7 @@ class Estimate:
             "microbatches": self.recipe.microbatches,
             "microbatch_size": self.settings.microbatch_size,
             "sequence": self.settings.sequence,
-            "dtypes": asdict(self.dtypes),
+            "dtypes": asdict(self.settings.dtypes),
             "layers_per_stage": list(self.layers_per_stage),
             "devices": [device.to_dict() for device in self.devices],
             "gpu_memory": self.memory,
@@ -221,7 +215,7 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
     process = process_memory(
         found.peak,
         settings.overheads,
-        communicators=plan.communicators(device, settings.parallelism, settings.framework),
+        communicators=communicators_of(device, settings.parallelism, settings.framework, plan.transfers),
         context_parallel=settings.parallelism.cp > 1,
     )
     placement = plan.program.placement

@@ -308,17 +308,15 @@ class Tape:
                 assert one is not None, "an operation returned too few gradients"
                 follower, slot = edge
                 there = waiting.setdefault(follower, {})
-                there[slot] = self._sum(there.pop(slot), one) if slot in there else one
-                del one
+                first = there.pop(slot, None)
+                there[slot] = one if first is None else self.new(one.elements, max(first.element, one.element))
+                del first, one
                 awaited[follower] -= 1
                 if not awaited[follower]:
                     number += 1
                     # The gradient of a leaf is stored before anything else.
                     heapq.heappush(ready, (-follower.order if follower.edges else -self._order - 1, number, follower))
         return gradients
-
-    def _sum(self, first: Sketch, second: Sketch) -> Sketch:
-        return self.new(first.elements, max(first.element, second.element))
 
 
 def _run(node: Node, waiting: dict[Node, dict[int, Sketch]]) -> list[Sketch | None]:

@@ -25,6 +25,7 @@ from evenpipe.parallel.fsdp import BUCKET_ELEMENTS
 
 from .bytes import PartBytes, StateBytes
 from .framework import EVENPIPE, Framework
+from .kernels import check_literals
 from .optimizers import bytes_in_step, check_optimizer_name, kept_numbers, step_counters
 from .parameters import Held
 
@@ -46,17 +47,8 @@ class Dtypes:
     """Type of the two moments of Adam."""
 
     def __post_init__(self) -> None:
-        for name, accepted in _ACCEPTED.items():
-            if getattr(self, name) not in accepted:
-                raise InputError(f"dtypes: {name} is {getattr(self, name)!r}, expected {' or '.join(accepted)}")
+        check_literals("dtypes", self)
 
-
-_ACCEPTED = {
-    "compute": ("bf16", "fp16", "fp32"),
-    "gradients": ("fp32", "bf16", "fp16"),
-    "masters": ("fp32", "bf16", "fp16"),
-    "moments": ("fp32", "bf16", "fp16", "fp8"),
-}
 
 MIXED = Dtypes()
 """Precisions of `evenpipe train` on GPU."""
