@@ -14,7 +14,8 @@ from transformers import AutoConfig, LlamaConfig
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
-from evenpipe.memory.estimate import TERMS, DeviceEstimate, Estimate, estimate
+from evenpipe.memory.bytes import TERMS
+from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.framework import MEGATRON
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of

@@ -73,6 +73,11 @@ class StageBytes:
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
 
+    @property
+    def copied(self) -> int:
+        """Bytes of a copy of one microbatch's activations to the host, if its forward keeps its graph."""
+        return self.input + self.stored if self.moved is None else self.moved
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBytes:
@@ -157,6 +162,10 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer + self.copies
 
 
+TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
+"""Parts of a device's peak."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """The peak of one device, and its parts at that moment."""
@@ -166,7 +175,6 @@ class DeviceMemory:
     binding_event: str
     """The moment: "F of stage 0, microbatch 3", "optimizer step", ..."""
     terms: dict[str, int] = field(default_factory=dict)
-    """parameters, gradients, optimizer, activations, vocabulary, buffers, transient: at that moment; they add up to
-    `peak`."""
+    """Bytes by `TERMS` at that moment; they add up to `peak`."""
     curve: tuple[int, ...] = ()
     """Live bytes after each item of the device's row, if requested."""

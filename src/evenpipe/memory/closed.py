@@ -80,20 +80,12 @@ class ClosedForms:
             own = zip(shapes[first:last], choices, strict=True)
             return [self._layer(shape, kernels, portion, choice) for shape, choice in own]
 
-        sizes, element = sizes_of(shapes[0], portion), portion.element
+        sizes = sizes_of(shapes[0], portion)
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
-        ends = _Ends(
-            stream=sizes.stream * element,
-            made=sum(made.values()),
-            start=self._start,
-            is_first=is_first,
-            positions=sizes.tokens // sizes.batch * sizes.hidden * element if self._start == "positions" else 0,
-            indices=8 * {"positions": sizes.tokens // sizes.batch, "scaled": sizes.tokens}.get(self._start, 0),
-            norm=_norm_bytes(shapes[0], kernels, sizes, owned=is_last),
-            is_last=is_last,
-        )
+        norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last)
+        ends = _ends(self._start, sizes, sum(made.values()), norm, is_first=is_first, is_last=is_last)
         moves = [layer not in kept_layers for layer in range(first, last)]
         stage = _Stage(layers(choices[first:last]), ends, moves)
         plain = ["none"] * (last - first)
@@ -135,43 +127,48 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ends:
-    """The parts of a stage besides its layers."""
+    """The parts of a stage besides its layers, in bytes."""
 
     stream: int
-    """Bytes of the hidden states."""
-    made: int
-    """Tables, masks and positions that the model's forward computes for all its layers."""
-    start: Start
-    is_first: bool
-    positions: int
-    """Learned positions of one sequence."""
+    """The hidden states."""
+    begins: bool
+    """Whether it allocates a tensor for the first layer."""
+    holds_first: bool
+    """Whether that stays until the end of the forward."""
+    lasting: int
+    """Live during the model's forward, besides what layers leave; this includes zeros that replace the hidden states of
+    other stages."""
+    early: int
+    """Freed after the first layer."""
+    looked_up: int
+    """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
     indices: int
-    """Rows that the first stage's look-ups saved."""
+    """Rows that its look-ups save for the backward."""
     norm: _Norm
     is_last: bool
 
-    @property
-    def begins(self) -> bool:
-        """Whether it allocates a tensor for the first layer."""
-        return self.is_first and self.start != "nothing"
 
-    @property
-    def lasting(self) -> int:
-        """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
-        the hidden states of other stages."""
-        zeros = 0 if self.is_first and self.is_last else self.stream
-        multiplied = self.stream if self.start == "multiplied" and not self.is_first else 0
-        return self.made + zeros + multiplied + self.positions
-
-    @property
-    def early(self) -> int:
-        """Bytes that are freed after the first layer."""
-        return self.stream if self.start == "positions" and not self.is_first else 0
-
-    @property
-    def holds_first(self) -> bool:
-        """Whether its first tensor stays until the end of the forward."""
-        return self.begins and self.start != "positions"
+def _ends(start: Start, sizes: Sizes, made: int, norm: _Norm, *, is_first: bool, is_last: bool) -> _Ends:
+    """made: tables, masks and positions that the model's forward computes for all its layers."""
+    stream, tokens = sizes.stream * sizes.element, sizes.tokens // sizes.batch
+    begins = is_first and start != "nothing"
+    lasting = made + (0 if is_first and is_last else stream)
+    if start == "multiplied" and not is_first:
+        lasting += stream
+    if start == "positions":  # learned positions of one sequence
+        lasting += tokens * sizes.hidden * sizes.element
+    indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if begins else 0
+    return _Ends(
+        stream=stream,
+        begins=begins,
+        holds_first=begins and start != "positions",
+        lasting=lasting,
+        early=stream if start == "positions" and not is_first else 0,
+        looked_up=indices if start == "scaled" else 0,
+        indices=indices,
+        norm=norm,
+        is_last=is_last,
+    )
 
 
 class _Stage:
@@ -179,7 +176,7 @@ class _Stage:
 
     def __init__(self, layers: Sequence[LayerBytes], ends: _Ends, moves: Sequence[bool]) -> None:
         self._layers, self._ends, self._moves = layers, ends, moves
-        shared = {"indices": ends.indices if ends.begins else 0}
+        shared = {"indices": ends.indices}
         self._goes_with: dict[int, int] = {}
         given: set[str] = set()
         for place, layer in enumerate(layers):
@@ -218,7 +215,7 @@ class _Stage:
     def _moved(self) -> int:
         """Return the bytes of copies to the host."""
         ends = self._ends
-        moved, sizes, seen = 0, [ends.indices if ends.begins else 0], set[str]()
+        moved, sizes, seen = 0, [ends.indices], set[str]()
         for layer, moves in zip(self._layers, self._moves, strict=True):
             if moves:
                 moved += layer.moved
@@ -237,7 +234,7 @@ class _Stage:
 
     def _forward(self, *, bare: bool) -> Stretch:
         ends, stream = self._ends, self._ends.stream
-        looked_up = ends.indices if ends.begins and ends.start == "scaled" and not bare else 0
+        looked_up = 0 if bare else ends.looked_up
         started = ends.lasting + looked_up + ends.early + (stream if ends.begins else 0)
         row = [Stretch(started, started)]
         goes_at_end = ends.lasting + looked_up - (0 if bare else self._shared + self._given)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
+from evenpipe.schedule import Item, Kind, Pass, parts_of
 from evenpipe.vocabulary import LossOptions, split
 
 from .bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
@@ -71,6 +72,22 @@ class DeviceBytes:
             state=state,
             fixed=_fixed(plan, settings, device, held=held, hidden=hidden) + buffers,
         )
+
+    def host(self, row: Sequence[Item | None]) -> int:
+        """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
+        activations, from O until they are copied back (L)."""
+        # A forward that has R keeps only its input.
+        passes = [part for item in row if isinstance(item, Pass) for part in parts_of(item)]
+        again = {(part.stage, part.microbatch) for part in passes if part.kind is Kind.R}
+        held = most = 0
+        for part in passes:
+            if part.kind in (Kind.O, Kind.L):
+                assert part.stage is not None
+                stage = self.stages[part.stage]
+                size = stage.input if (part.stage, part.microbatch) in again else stage.copied
+                held += size if part.kind is Kind.O else -size
+                most = max(most, held)
+        return most
 
 
 def _stage(

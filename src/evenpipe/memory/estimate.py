@@ -22,16 +22,12 @@ from evenpipe.recipe.recipe import Recipe
 from .bytes import DeviceMemory
 from .device import DeviceBytes
 from .framework import FRAMEWORKS, Framework
-from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .programs import Planned
 from .reserved import ProcessMemory, Verdict, communicators_of, overheads_of, process_memory, verdict_of
 from .settings import Settings
 from .states import MIXED, SINGLE, Dtypes
-
-TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
-"""Parts of a device's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class DeviceEstimate:
     @property
     def terms(self) -> Mapping[str, int]:
         """Bytes by `TERMS` at that moment; they add up to the bytes of all tensors."""
-        return {name: self.memory.terms.get(name, 0) for name in TERMS}
+        return self.memory.terms
 
     @property
     def peak_allocated(self) -> int:
@@ -227,8 +223,8 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
         memory=found,
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
-        host=host_bytes(plan.program, device, held.stages),
-        copied=tuple(copied_bytes(held.stages[stage]) for stage in stages),
+        host=held.host(plan.program.rows[device]),
+        copied=tuple(held.stages[stage].copied for stage in stages),
     )
 
 

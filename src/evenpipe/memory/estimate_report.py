@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from evenpipe.model import Description
 from evenpipe.schedule.words import count
 
-from .estimate import TERMS, Estimate
+from .bytes import TERMS
+from .estimate import Estimate
 from .paper import FEASIBLE, PaperEstimate
 from .sizes import GIB
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.memory.bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.bytes import TERMS, DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.things import NO_STAGE, RECOMPUTED, Thing
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
@@ -71,30 +71,17 @@ class Replay:
         rooms = int(self._rooms @ sizes)
         at_step = state.total + state.step_peak + rooms
         values = tuple(int(size) for size in held[self._after] + always) if curve else ()
+        terms = dict.fromkeys(TERMS, 0)
+        terms |= {"parameters": state.parameters + state.copies, "optimizer": state.optimizer}
         if at_step > peak or moment < 0:
-            terms = self._fixed(state, 0, gradients=True)
-            terms["vocabulary"] += rooms
-            terms["transient"] += state.step_peak
+            terms |= {"gradients": state.gradients, "vocabulary": rooms, "transient": state.step_peak}
             return DeviceMemory(peak=at_step, binding_event=OPTIMIZER_STEP, terms=terms, curve=values)
-        terms = self._fixed(state, batch, gradients=self._gradients_exist)
+        terms |= {"gradients": state.gradients if self._gradients_exist else 0, "buffers": batch}
         terms["parameters"] += state.unsharded
         for term, share in zip(self._terms, self._counts[moment] * sizes, strict=True):
             terms[term] += int(share)
         terms["transient"] += int(whole[moment] - held[moment])
         return DeviceMemory(peak=peak, binding_event=self._walk.labels[moment], terms=terms, curve=values)
-
-    @staticmethod
-    def _fixed(state: StateBytes, batch: int, *, gradients: bool) -> dict[str, int]:
-        """Return the bytes that do not depend on the moment."""
-        return {
-            "parameters": state.parameters + state.copies,
-            "gradients": state.gradients if gradients else 0,
-            "optimizer": state.optimizer,
-            "activations": 0,
-            "vocabulary": 0,
-            "buffers": batch,
-            "transient": 0,
-        }
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

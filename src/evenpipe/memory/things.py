@@ -30,8 +30,14 @@ def input_of(stage: int) -> Thing:
     return Thing("input", stage, ACTIVATIONS)
 
 
-def output_of(stage: int) -> Thing:
+def output_buffer(stage: int) -> Thing:
+    """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
     return Thing("output", stage, BUFFERS)
+
+
+def input_buffer(stage: int) -> Thing:
+    """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
+    return Thing("input", stage, BUFFERS)
 
 
 def moved_of(stage: int) -> tuple[Thing, Thing]:
@@ -43,14 +49,6 @@ def moved_of(stage: int) -> tuple[Thing, Thing]:
 def gradient_of(stage: int) -> Thing:
     """Return the input of B: the gradient of the stage's output."""
     return Thing("output", stage, ACTIVATIONS)
-
-
-def input_gradient_of(stage: int) -> Thing:
-    return Thing("input", stage, BUFFERS)
-
-
-def received(stage: int, size: str) -> Thing:
-    return Thing(size, stage, BUFFERS)
 
 
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
