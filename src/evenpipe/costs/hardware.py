@@ -125,10 +125,6 @@ class Hardware:
             best = min(best, math.ceil(tiles / self.units) * height * width)
         return max(1.0, best / needed)
 
-    def achieved(self, flops: float, dtype: str) -> float:
-        """Return the fraction of the peak that a matrix product of `flops` reaches."""
-        return flops / self.product_seconds(flops, dtype) / self.peak(dtype)
-
     def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
         """Return the time of operations that read and write `size` bytes in total."""
         return size / self.memory_bandwidth + operations * self.operation_seconds

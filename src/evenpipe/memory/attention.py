@@ -112,10 +112,8 @@ class Attention(Norms):
         if not self._is_flash:
             return self._eager(query, key, value)
         mask = None
-        groups = sizes.heads // sizes.key_value_heads
         if self._masked:
-            if groups > 1:
-                key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+            key, value = self._for_every_head(key), self._for_every_head(value)
             size = sizes.batch * sizes.context**2
             inverted = self._tape.new(size, 1)
             mask = self._tape.new(size, sizes.element, "mask of one layer")
@@ -137,15 +135,14 @@ class Attention(Norms):
 
     def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
         operations, sizes, shape = self._operations, self._sizes, self._shape
-        groups = sizes.heads // sizes.key_value_heads
-        if groups > 1:
-            key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+        grouped = sizes.heads > sizes.key_value_heads
+        key, value = self._for_every_head(key), self._for_every_head(value)
         scores = sizes.tokens * sizes.heads * sizes.context
         # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
         lies_by_heads = shape.rotary.joined
         weights = operations.scaled(
             operations.product(
-                self._by_heads(query, lies_by_heads), self._by_heads(key, groups > 1 or lies_by_heads), scores
+                self._by_heads(query, lies_by_heads), self._by_heads(key, grouped or lies_by_heads), scores
             )
         )
         if shape.attention.soft_cap:
@@ -159,9 +156,13 @@ class Attention(Norms):
             operations.elementwise(weights, "probabilities", saves_result=True), sizes.element, "probabilities"
         )
         size = sizes.tokens * sizes.heads * shape.attention.head_size
-        result = operations.product(weights, self._by_heads(value, groups > 1), size)
+        result = operations.product(weights, self._by_heads(value, grouped), size)
         result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
         return result, weights
 
     def _by_heads(self, x: Sketch, lies_so: bool) -> Sketch:
         return x if lies_so or self._sizes.batch == 1 else self._operations.offset(x, x.storage.name)
+
+    def _for_every_head(self, x: Sketch) -> Sketch:
+        groups = self._sizes.heads // self._sizes.key_value_heads
+        return self._operations.repeated(x, groups) if groups > 1 else x

@@ -149,12 +149,12 @@ def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) ->
 def _vocabulary(
     source: ModelBytes, plan: Planned, settings: Settings, device: int, *, rows: tuple[int, int], hidden: int
 ) -> VocabularyBytes:
-    description, placement = source.description, plan.program.placement
+    description, placement, parallelism = source.description, plan.program.placement, settings.parallelism
     shape = VocabularyShape(
         rows=_padded_rows(source, settings),
         hidden_size=description.hidden_size,
         sequences=settings.microbatch_size,
-        tokens=settings.sequence // settings.parallelism.cp,
+        tokens=settings.sequence // parallelism.cp,
         element=settings.element,
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
@@ -167,9 +167,9 @@ def _vocabulary(
         shape,
         loss=settings.kernels.loss,
         stream=hidden,
-        gathers=settings.sequence_parallel and settings.framework.gathered_head,
+        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathered_head,
         machine=settings.machine,
-        tensor_parallel=settings.parallelism.tp,
+        tensor_parallel=parallelism.tp,
     )
     if settings.framework.placeholders and not settings.sharded and device == placement.first_device:
         # The gradient of all rows, before it is added to the sum.

@@ -18,8 +18,7 @@ from transformers import masking_utils
 
 from evenpipe.memory.emulation import replaced
 from evenpipe.memory.tracker import Tracker
-from evenpipe.model import Description
-from evenpipe.model.modules import ModuleStage, Part
+from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 
 
@@ -55,31 +54,6 @@ def _nothing_packed() -> Iterator[None]:
 
     with replaced(masking_utils, "find_packed_sequence_indices", found_none):
         yield
-
-
-def empty_stage(
-    description: Description,
-    first: int,
-    last: int,
-    *,
-    is_first: bool,
-    is_last: bool,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-) -> Stage | ModuleStage:
-    """Return layers [first, last) on the meta device, from anywhere in the model: unlike a trainable stage it may own
-    an end that it does not reach. For `give_storage`."""
-    build = ModuleStage if description.config is None else Stage
-    part = Part(
-        first=first,
-        last=last,
-        is_first=is_first,
-        is_last=is_last,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        torch_device="meta",
-    )
-    return build(description, part)
 
 
 def give_storage(stage: Stage | ModuleStage) -> None:

@@ -263,10 +263,8 @@ class Operations:
         node = tape.begin((x,), backward, () if queue is not None else (x,))
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
-        if queue is not None and tape.only_saves:
-            result = tape.new(size, element, name)
-        else:
-            result = tape.product(size, element, name)
+        only_saves = queue is not None and tape.call is not None and tape.call.only_saves
+        result = (tape.new if only_saves else tape.product)(size, element, name)
         del there, before
         if queue is not None:
             tape.save(node, x)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evenpipe.memory.moments import Moments
-from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, PartThings, Thing, things_of_stage
+from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, things_of_stage
 from evenpipe.schedule import Pass, Program
 from evenpipe.schedule.sharding import Part, RowSharding, Users, part_of
 

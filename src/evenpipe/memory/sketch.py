@@ -120,7 +120,7 @@ class Call:
         """Kept results; taken out one after the other during recomputation."""
         self.again = False
 
-    def forget(self, storage: Storage) -> Storage | Placeholder:
+    def forget(self) -> Placeholder:
         """Return a placeholder for a storage of the first run."""
         placeholder = Placeholder(self)
         self._saved.append(ref(placeholder))
@@ -141,8 +141,8 @@ class Call:
         return [one.storage for one, _ in self._inputs] + (self.products or [])
 
     @property
-    def wants_one_more(self) -> bool:
-        """Recompute all of it; the next storage is the last needed one."""
+    def only_saves(self) -> bool:
+        """All of it is being recomputed, and the next storage is the last needed one."""
         return self.again and self.products is None and self._found == len(self._saved) - 1
 
     def recall(self) -> None:
@@ -206,7 +206,8 @@ class Tape:
         self.queue: list[Queued] | None = None
         """Where linear layers leave the inputs of W; None: the backward is not split."""
         self._order = 0
-        self._call: Call | None = None
+        self.call: Call | None = None
+        """The recomputed part that runs."""
 
     # --- forward -----------------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Tape:
 
     def product(self, elements: int, element: int, name: str = "") -> Sketch:
         """Return the result of a product or of attention, which "selective" checkpointing keeps."""
-        call = self._call
+        call = self.call
         if call is None or call.products is None:
             return self.new(elements, element, name)
         if call.again:
@@ -254,14 +255,9 @@ class Tape:
         for slot, output in enumerate(outputs):
             output.node, output.slot = node, slot
 
-    @property
-    def only_saves(self) -> bool:
-        """Record that a recomputation needs only one more storage."""
-        return self._call is not None and self._call.wants_one_more
-
     def _packed(self, storage: Storage) -> Storage | Placeholder:
-        if self._call is not None:
-            return self._call.find(storage) if self._call.again else self._call.forget(storage)
+        if self.call is not None:
+            return self.call.find(storage) if self.call.again else self.call.forget()
         return storage if storage.again is None else storage.again.forget()
 
     def checkpointed(self, function: Callable[..., Sketch], *inputs: Sketch, keeps_products: bool = False) -> Sketch:
@@ -273,11 +269,11 @@ class Tape:
     @contextmanager
     def within(self, call: Call) -> Iterator[None]:
         """Assign operations recorded inside to that call."""
-        outer, self._call = self._call, call
+        outer, self.call = self.call, call
         try:
             yield
         finally:
-            self._call = outer
+            self.call = outer
 
     # --- backward ----------------------------------------------------------------------------------------------
 

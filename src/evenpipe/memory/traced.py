@@ -25,10 +25,12 @@ from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
-from evenpipe.memory.fakes import empty_stage, give_storage, without_memory
+from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
+from evenpipe.model.modules import ModuleStage, Part
+from evenpipe.model.stage import Stage
 
 
 class StageTracer:
@@ -106,14 +108,16 @@ class StageTracer:
         """run: for each layer, its kind, its checkpointing and whether it is moved."""
         description = self._description
         choices = [choice for _, choice, _ in run]
-        stage = empty_stage(
-            description,
-            first,
-            first + len(choices),
+        # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
+        part = Part(
+            first=first,
+            last=first + len(choices),
             **ends,
             dtype=self._parameter_dtype,
             compute_dtype=self._compute_dtype,
+            torch_device="meta",
         )
+        stage = (ModuleStage if description.config is None else Stage)(description, part)
         layers = description.structure.layers_name
         try:
             with without_memory() as tracker, emulated(stage, self._kernels):

@@ -64,22 +64,18 @@ def vocabulary_bytes(
     return found
 
 
-def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accumulator: int = 4) -> int:
+def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:
     """Return the bytes of the inputs of one step on one device, which stay from its beginning to its end.
 
-    Token weights; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token ids,
+    Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token ids,
     labels and targets, which otherwise stay in host memory.
 
     Args:
         tokens: of the whole step, all microbatches.
         shards: of the embedding.
     """
-    found = tokens * accumulator
-    if shards > 1:
-        found += 2 * INDEX * tokens
-    if machine != "gpu":
-        found += 3 * INDEX * tokens
-    return found
+    indices = 2 * (shards > 1) + 3 * (machine != "gpu")
+    return tokens * (4 + INDEX * indices)
 
 
 # --- E, G, S, C and T ---------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from evenpipe.memory import things
-from evenpipe.memory.moments import Moments, Walk
 from evenpipe.memory.parts import Parts
-from evenpipe.memory.things import Thing
+from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
 from evenpipe.schedule.passes import (
