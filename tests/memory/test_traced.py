@@ -13,11 +13,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 from evenpipe.errors import InputError
-from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.stretches import Profile, Stretch, joined, window
-from evenpipe.memory.traced import StageTracer
+from evenpipe.memory.traced import StageTracer, kinds_of_layers
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import build_stage, describe, describe_modules, fill_parameters
 

@@ -27,6 +27,16 @@ class PartBytes:
     reducing_peak: int = 0
     """Peak within REDUCE_GRAD, above; the gradients exist."""
 
+    @property
+    def weight_gradients(self) -> int:
+        """The part of the gradients that W computes."""
+        return self.gradients - self.input_gradients
+
+    @property
+    def summed(self) -> int:
+        """Live from REDUCE_GRAD to the end of the step."""
+        return self.gradients if self.reduced is None else self.reduced
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPeaks:
@@ -72,6 +82,11 @@ class StageBytes:
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
+
+    @property
+    def uncopied(self) -> int:
+        """The rest of `input` and `stored`."""
+        return self.input + self.stored - self.copied
 
     @property
     def copied(self) -> int:

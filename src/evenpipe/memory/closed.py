@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -104,8 +104,7 @@ def start_of(description: Description) -> Start:
     return "multiplied" if hasattr(config, "embedding_multiplier") else "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
+class _Norm(NamedTuple):
     """The norm after the layers, or its operations on zeros if the stage does not own it."""
 
     saved: int

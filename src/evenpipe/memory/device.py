@@ -97,7 +97,7 @@ def _stage(
     whole = parallelism.tp == parallelism.cp == 1
     if settings.traced and not whole:
         raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
-    if settings.traced or (whole and not source.has_closed_form):
+    if settings.traced or (whole and source.closed is None):
         found = source.traced_stage(bounds, ends, settings, split=split)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
@@ -120,8 +120,9 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
     exchanged = settings.parallelism.cp > 1 and settings.parallelism.cp_exchange == "all-to-all"
     if not settings.framework.attention_copies or not (settings.microbatch_size > 1 or exchanged):
         return 0
+    assert source.closed is not None
     total = 0
-    for shape, choice in zip(source.shapes[first:last], settings.checkpointing[first:last], strict=True):
+    for shape, choice in zip(source.closed.shapes[first:last], settings.checkpointing[first:last], strict=True):
         if choice not in COPIES_NOTHING:
             width = shape.attention.heads * shape.attention.head_size
             total += settings.tokens_here * width * settings.element // settings.parallelism.tp

@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.memory.bytes import TERMS, DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.bytes import TERMS, DeviceMemory, StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.things import NO_STAGE, RECOMPUTED, Thing
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
@@ -91,7 +91,7 @@ Size = Callable[[Mapping[int, StageBytes], VocabularyBytes], int]
 
 
 def _size_of(thing: Thing) -> Size:
-    """Return the size of a thing. Its name is a field, with the fields that lead to it, or one of those below."""
+    """Return the size of a thing. Its name is an attribute, with the fields that lead to it, or one of those below."""
     name, number = thing.size, thing.stage
     if number == NO_STAGE:
         of_vocabulary = _OF_VOCABULARY.get(name, attrgetter(name))
@@ -99,44 +99,27 @@ def _size_of(thing: Thing) -> Size:
     if name == "copied_gradient":
         return lambda stages, vocabulary: 0 if vocabulary.gradient == stages[number].output else stages[number].output
     again, name = name.startswith(RECOMPUTED), name.removeprefix(RECOMPUTED)
-    derived = _OF_STAGE.get(name)
-    given = None if name in _ONLY_DERIVED else attrgetter(name)
+    given: Callable[[StageBytes], int | None] = attrgetter(name)
 
     def size(stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
         stage = stages[number]
-        if again:
-            stage = stage.recomputed or stage
-        found: int | None = None if given is None else given(stage)
-        if found is None:
-            assert derived is not None
-            found = derived(stage)
-        return found
+        stage = (stage.recomputed or stage) if again else stage
+        found = given(stage)
+        return _OF_STAGE[name](stage) if found is None else found
 
     return size
 
 
-def _reduced(part: PartBytes) -> int:
-    return part.gradients if part.reduced is None else part.reduced
-
-
 _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
     "stored": lambda one: one.stored - one.product - one.handed_on,
-    "parameters.reduced": lambda one: _reduced(one.parameters),
-    "embedding.parameters.reduced": lambda one: _reduced(one.embedding.parameters),
     "peaks.output": lambda one: one.peaks.output - one.handed_on,
 }
 """`product` and `handed_on` are separate things."""
 
 _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
-    "moved": lambda one: one.input + one.stored,
-    "unmoved": lambda one: 0 if one.moved is None else one.input + one.stored - one.moved,
-    "weight_gradients": lambda one: one.parameters.gradients - one.parameters.input_gradients,
-    "parameters.reduced": lambda one: _reduced(one.parameters),
     "peaks.bare_forward": lambda one: one.peaks.forward,
     "peaks.first_backward": lambda one: one.peaks.backward + one.parameters.gradients,
     "peaks.first_input": lambda one: one.peaks.input + one.parameters.input_gradients,
-    "peaks.first_weight": lambda one: one.peaks.weight + one.parameters.gradients - one.parameters.input_gradients,
+    "peaks.first_weight": lambda one: one.peaks.weight + one.parameters.weight_gradients,
 }
-"""Things that are not given directly."""
-_ONLY_DERIVED = ("unmoved", "weight_gradients")
-"""Those that are no fields."""
+"""Fields that may be None."""

@@ -48,7 +48,7 @@ def input_buffer(stage: int) -> Thing:
 def moved_of(stage: int) -> tuple[Thing, Thing]:
     """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
     stay."""
-    return Thing("moved", stage, ACTIVATIONS), Thing("unmoved", stage, ACTIVATIONS)
+    return Thing("copied", stage, ACTIVATIONS), Thing("uncopied", stage, ACTIVATIONS)
 
 
 def gradient_of(stage: int) -> Thing:
@@ -58,7 +58,7 @@ def gradient_of(stage: int) -> Thing:
 
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
-    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
+    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("parameters.weight_gradients", stage, GRADIENTS)
 
 
 class PartThings(NamedTuple):
@@ -77,7 +77,7 @@ def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartTh
         gradients,
         Thing(f"{prefix}.gathered", stage, PARAMETERS),
         peak(f"{prefix}.gathering_peak", stage),
-        Thing(f"{prefix}.reduced", stage, GRADIENTS),
+        Thing(f"{prefix}.summed", stage, GRADIENTS),
         peak(f"{prefix}.reducing_peak", stage),
     )
 

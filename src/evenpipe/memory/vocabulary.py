@@ -67,8 +67,8 @@ def vocabulary_bytes(
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:
     """Return the bytes of the inputs of one step on one device, which stay from its beginning to its end.
 
-    Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token ids,
-    labels and targets, which otherwise stay in host memory.
+    Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token
+    ids, labels and targets, which otherwise stay in host memory.
 
     Args:
         tokens: of the whole step, all microbatches.
