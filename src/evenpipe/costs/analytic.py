@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Placement
@@ -185,7 +186,9 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
     weights = sum(setting.product_seconds(product, "weights") for product in work.products)
     attention, attention_backward = _attention(work, setting)
-    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * _streamed_share(work, setting)
+    # Without sequence parallelism only the bytes of heads and the MLP are split, assumed to be half.
+    share = 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
+    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * share
     operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
@@ -203,12 +206,6 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
         again_selective=correction["F"] * streaming,
         again_full=correction["F"] * (forward - skipped),
     )
-
-
-def _streamed_share(work: LayerWork, setting: Setting) -> float:
-    """Return the share of the streamed bytes on one device of the tensor axis: all is split with sequence parallelism,
-    else only the bytes of heads and the MLP, assumed to be half."""
-    return 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
@@ -328,13 +325,18 @@ def costs_of_cut(
     wide = setting.hop_bytes(hidden_size)
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
     rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
+
+    def costs(**others: Any) -> Costs:
+        others |= {name: tuple(row) for name, row in stages.items()}
+        return Costs(**others, p2p=p2p, contention=contention)
+
     if cut.vocabulary in WHOLE:
         stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
         for name, seconds in whole_head_time(hidden_size, rows, setting).items():
             stages[name][-1] += seconds
         for name in ("W", "B"):
             stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
-        return Costs(**{name: tuple(row) for name, row in stages.items()}, p2p=p2p, contention=contention)
+        return costs()
     if devices > 1 and hardware.torch_device != "cpu":
         stages = {name: [time * BESIDE_COLLECTIVES for time in row] for name, row in stages.items()}
     shard = head_time(hidden_size, rows / devices, setting)
@@ -345,16 +347,13 @@ def costs_of_cut(
     to_all = pipeline.broadcast_seconds(hardware, wide)
     statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
     collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
-    return Costs(
-        **{name: tuple(row) for name, row in stages.items()},
+    return costs(
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
         E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
         G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
-        p2p=p2p,
         collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
-        contention=contention,
     )
 
 

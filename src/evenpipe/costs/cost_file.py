@@ -33,7 +33,8 @@ def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
         if not isinstance(value, Mapping):
             lines += toml_lines({name: value})
         elif name == "links":
-            tables += [(f"links.{_key(link)}", said) for link, said in value.items()]
+            quoted = ((link if link.isidentifier() else f'"{link}"', said) for link, said in value.items())
+            tables += [(f"links.{link}", said) for link, said in quoted]
         else:
             tables.append((name, value))
     for name, said in tables:
@@ -55,7 +56,3 @@ def toml_value(value: Any) -> str:
 def toml_lines(table: Mapping[str, Any]) -> list[str]:
     """Return a line for each entry of a table."""
     return [f"{key} = {toml_value(value)}" for key, value in table.items()]
-
-
-def _key(name: str) -> str:
-    return name if name.isidentifier() else f'"{name}"'

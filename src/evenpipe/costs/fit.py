@@ -109,7 +109,11 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
 
 def _samples(trace: Trace) -> Samples:
     samples = Samples()
-    _passes(trace, samples)
+    for device, row in enumerate(trace.devices):
+        behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
+        beside = _beside(trace, device)
+        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
+            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
     _transfers(trace, samples)
     return samples
 
@@ -159,14 +163,6 @@ def contention_of(*measured: Samples) -> float:
 
     best = min(FACTORS, key=deviation)
     return best if deviation(best) < (1 - BETTER) * deviation(1.0) else 1.0
-
-
-def _passes(trace: Trace, samples: Samples) -> None:
-    for device, row in enumerate(trace.devices):
-        behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
-        beside = _beside(trace, device)
-        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
-            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
 
 
 def _beside(trace: Trace, device: int) -> list[float]:

@@ -308,7 +308,7 @@ def write_hardware(hardware: Hardware, path: str | Path) -> None:
 
 def hardware_to_toml(hardware: Hardware) -> str:
     """Return TOML with figures first, then tables."""
-    plain, tables = [], []
+    figures, tables = [], []
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):
             for table in value:
@@ -316,5 +316,5 @@ def hardware_to_toml(hardware: Hardware) -> str:
         elif isinstance(value, Mapping):
             tables += ["", f"[{name}]", *toml_lines(value)]
         else:
-            plain += toml_lines({name: value})
-    return "\n".join([*plain, *tables]) + "\n"
+            figures += toml_lines({name: value})
+    return "\n".join([*figures, *tables]) + "\n"

@@ -141,10 +141,7 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
     norms = hidden * (eager * eager_norm + (work.norms - eager) * 2.0 * element)
     rotated = attention.heads * attention.query_size + attention.key_value_size / 2
     rotary = rotated * element * (2.0 if fused else 9.0)
-    if work.gated:
-        activation = work.middle * element * (1.5 if fused else 2.5)
-    else:
-        activation = work.middle * element * 2.0
+    activation = work.middle * element * ((1.5 if fused else 2.5) if work.gated else 2.0)
     residual = 2 * 3.0 * hidden * element
     return norms + rotary + activation + residual
 

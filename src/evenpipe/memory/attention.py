@@ -45,19 +45,15 @@ class Attention(Norms):
                     packed = self._turned(packed)
                 query, key, value = self._operations.parts(packed, [sizes.tokens * width for width in widths])
             return self._query_key_norm(query, sizes.heads), self._query_key_norm(key, sizes.key_value_heads), value
-        query = self._turned(self._columns(hidden, widths[0], shape.bias, "queries"))
-        if not shape.late_norm:
-            query = self._query_key_norm(query, sizes.heads)
-        key = self._turned(self._columns(hidden, widths[1], shape.bias, "keys"))
-        if not shape.late_norm:
-            key = self._query_key_norm(key, sizes.key_value_heads)
+
+        def norm(x: Sketch, heads: int, *, late: bool) -> Sketch:
+            return self._query_key_norm(x, heads) if late == shape.late_norm else x
+
+        query = norm(self._turned(self._columns(hidden, widths[0], shape.bias, "queries")), heads[0], late=False)
+        key = norm(self._turned(self._columns(hidden, widths[1], shape.bias, "keys")), heads[1], late=False)
         value = self._columns(hidden, widths[2], shape.bias, "values")
-        if not self._is_flash:
-            value = self._turned(value)
-        if shape.late_norm:
-            query = self._query_key_norm(query, sizes.heads)
-            key = self._query_key_norm(key, sizes.key_value_heads)
-        return query, key, value
+        value = value if self._is_flash else self._turned(value)
+        return norm(query, heads[0], late=True), norm(key, heads[1], late=True), value
 
     def _columns(self, hidden: Sketch, width: int, bias: bool, name: str) -> Sketch:
         """A product whose result is split over tensor parallelism, `width` columns here."""

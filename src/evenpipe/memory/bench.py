@@ -157,15 +157,8 @@ class Bench:
                 master.grad = None
             self._microbatch(first=True, split=True)
             hidden, stored, queued = self._microbatch(split=True)
-        return Trace(
-            hidden,
-            stored,
-            tuple(self._moved),
-            queued,
-            self._profiles,
-            gradients,
-            self._input_gradients if split else (),
-        )
+        input_gradients = self._input_gradients if split else ()
+        return Trace(hidden, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ own) and after them (the last norm).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -76,21 +75,22 @@ class ClosedForms:
         if len(choices) != len(shapes):
             raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
 
-        def layers(choices: Sequence[str]) -> list[LayerBytes]:
-            own = zip(shapes[first:last], choices, strict=True)
-            return [self._layer(shape, kernels, portion, choice) for shape, choice in own]
-
         sizes = sizes_of(shapes[0], portion)
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
         norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last)
-        ends = _ends(self._start, sizes, sum(made.values()), norm, is_first=is_first, is_last=is_last)
         moves = [layer not in kept_layers for layer in range(first, last)]
-        stage = _Stage(layers(choices[first:last]), ends, moves)
+
+        def stage(choices: Sequence[str]) -> _Stage:
+            own = zip(shapes[first:last], choices, strict=True)
+            layers = [self._layer(shape, kernels, portion, choice) for shape, choice in own]
+            ends: dict[str, Any] = {"start": self._start, "norm": norm, "is_first": is_first, "is_last": is_last}
+            return _Stage(layers, moves, sizes, made=sum(made.values()), **ends)
+
         plain = ["none"] * (last - first)
-        again = None if choices[first:last] == plain else _Stage(layers(plain), ends, moves).bytes(None)
-        return stage.bytes(again)
+        again = None if choices[first:last] == plain else stage(plain).bytes(None)
+        return stage(choices[first:last]).bytes(again)
 
 
 def start_of(description: Description) -> Start:
@@ -124,58 +124,49 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
     return _Norm(run.saved, run.moved(()), saves_input, run.peak, run.backward(True, True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ends:
-    """The parts of a stage besides its layers, in bytes."""
-
-    stream: int
-    """The hidden states."""
-    begins: bool
-    """Whether it allocates a tensor for the first layer."""
-    holds_first: bool
-    """Whether that stays until the end of the forward."""
-    lasting: int
-    """Live during the model's forward, besides what layers leave; this includes zeros that replace the hidden states of
-    other stages."""
-    early: int
-    """Freed after the first layer."""
-    looked_up: int
-    """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
-    indices: int
-    """Rows that its look-ups save for the backward."""
-    norm: _Norm
-    is_last: bool
-
-
-def _ends(start: Start, sizes: Sizes, made: int, norm: _Norm, *, is_first: bool, is_last: bool) -> _Ends:
-    """made: tables, masks and positions that the model's forward computes for all its layers."""
-    stream, tokens = sizes.stream * sizes.element, sizes.tokens // sizes.batch
-    begins = is_first and start != "nothing"
-    lasting = made + (0 if is_first and is_last else stream)
-    if start == "multiplied" and not is_first:
-        lasting += stream
-    if start == "positions":  # learned positions of one sequence
-        lasting += tokens * sizes.hidden * sizes.element
-    indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if begins else 0
-    return _Ends(
-        stream=stream,
-        begins=begins,
-        holds_first=begins and start != "positions",
-        lasting=lasting,
-        early=stream if start == "positions" and not is_first else 0,
-        looked_up=indices if start == "scaled" else 0,
-        indices=indices,
-        norm=norm,
-        is_last=is_last,
-    )
-
-
 class _Stage:
-    """Layers and ends, pass by pass."""
+    """Layers and ends, pass by pass.
 
-    def __init__(self, layers: Sequence[LayerBytes], ends: _Ends, moves: Sequence[bool]) -> None:
-        self._layers, self._ends, self._moves = layers, ends, moves
-        shared = {"indices": ends.indices}
+    Args:
+        moves: of each layer, whether its saved tensors go to the host.
+        made: bytes of tables, masks and positions that the model's forward computes for all its layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        moves: Sequence[bool],
+        sizes: Sizes,
+        *,
+        start: Start,
+        made: int,
+        norm: _Norm,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self._layers, self._moves, self._norm, self._is_last = layers, moves, norm, is_last
+        tokens = sizes.tokens // sizes.batch
+        self._stream = stream = sizes.stream * sizes.element
+        """Bytes of the hidden states."""
+        self._begins = is_first and start != "nothing"
+        """Whether it allocates a tensor for the first layer."""
+        self._holds_first = self._begins and start != "positions"
+        """Whether that stays until the end of the forward."""
+        indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if self._begins else 0
+        self._looked_up = indices if start == "scaled" else 0
+        """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
+        self._early = stream if start == "positions" and not is_first else 0
+        """Bytes that are freed after the first layer."""
+        self._lasting = made + (0 if is_first and is_last else stream)
+        """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
+        the hidden states of other stages."""
+        if start == "multiplied" and not is_first:
+            self._lasting += stream
+        if start == "positions":  # learned positions of one sequence
+            self._lasting += tokens * sizes.hidden * sizes.element
+        self._indices = indices
+        """Rows that its look-ups save for the backward."""
+        shared = {"indices": indices}
         self._goes_with: dict[int, int] = {}
         given: set[str] = set()
         for place, layer in enumerate(layers):
@@ -190,8 +181,8 @@ class _Stage:
 
     def bytes(self, recomputed: StageBytes | None) -> StageBytes:
         """recomputed: for microbatches that have R, if that differs."""
-        stream = self._ends.stream
-        if not self._layers and not self._ends.is_last and not self._ends.begins:
+        stream = self._stream
+        if not self._layers and not self._is_last and not self._begins:
             return StageBytes(input=stream, output=stream, stored=0, queued=0)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
@@ -213,59 +204,58 @@ class _Stage:
 
     def _moved(self) -> int:
         """Return the bytes of copies to the host."""
-        ends = self._ends
-        moved, sizes, seen = 0, [ends.indices], set[str]()
+        moved, sizes, seen = 0, [self._indices], set[str]()
         for layer, moves in zip(self._layers, self._moves, strict=True):
             if moves:
                 moved += layer.moved
-                sizes.append(ends.stream if layer.saves_input else 0)
+                sizes.append(self._stream if layer.saves_input else 0)
             for name, size in layer.tables.items() if layer.moves_tables else ():
                 sizes += [size] if moves and name not in seen else []  # if the first layer keeps it, it stays
                 seen.add(name)
-        if ends.is_last:
-            moved += ends.norm.moved
-            sizes.append(ends.stream if ends.norm.saves_input else 0)
+        if self._is_last:
+            moved += self._norm.moved
+            sizes.append(self._stream if self._norm.saves_input else 0)
         return moved + sum(size for size in sizes if size >= SMALLEST_MOVED)
 
     def _input_goes(self, place: int) -> int:
         """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
-        return self._ends.stream if place or self._ends.begins else 0
+        return self._stream if place or self._begins else 0
 
     def _forward(self, *, bare: bool) -> Stretch:
-        ends, stream = self._ends, self._ends.stream
-        looked_up = 0 if bare else ends.looked_up
-        started = ends.lasting + looked_up + ends.early + (stream if ends.begins else 0)
+        stream = self._stream
+        looked_up = 0 if bare else self._looked_up
+        started = self._lasting + looked_up + self._early + (stream if self._begins else 0)
         row = [Stretch(started, started)]
-        goes_at_end = ends.lasting + looked_up - (0 if bare else self._shared + self._given)
+        goes_at_end = self._lasting + looked_up - (0 if bare else self._shared + self._given)
         for place, layer in enumerate(self._layers):
             goes = self._input_goes(place) if bare or not layer.saves_input else 0
-            if not place and ends.holds_first:
+            if not place and self._holds_first:
                 goes_at_end, goes = goes_at_end + goes, 0
             if not place:
-                goes += ends.early
+                goes += self._early
             kept = 0 if bare else layer.saved
             row.append(Stretch(layer.peaks.bare_forward if bare else layer.peaks.forward, kept + stream - goes))
-        norm = ends.norm
+        norm = self._norm
         kept = -goes_at_end
-        if ends.is_last:
+        if self._is_last:
             kept += stream - (stream if bare or not norm.saves_input else 0) + (0 if bare else norm.saved)
         return joined([*row, Stretch(norm.forward_peak, kept)])
 
     def _backward(self, *, split: bool = False) -> Stretch:
-        ends, stream = self._ends, self._ends.stream
+        stream = self._stream
         row = []
-        if ends.is_last:
-            norm = ends.norm
+        if self._is_last:
+            norm = self._norm
             row.append(Stretch(norm.backward_peak, stream - norm.saved - (stream if norm.saves_input else 0)))
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
             # The stage's received gradient is held by its receiver.
-            received = place == len(self._layers) - 1 and not ends.is_last
+            received = place == len(self._layers) - 1 and not self._is_last
             kept = stream - layer.saved - (self._input_goes(place) if layer.saves_input else 0)
             kept -= 0 if received and not (split and layer.queues_gradient) else stream
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
-            holds_input = not place and not ends.begins
+            holds_input = not place and not self._begins
             row.append(Stretch(layer.peaks.backward[received, holds_input][split], kept))
         return joined([*row, Stretch(0, -self._shared)])

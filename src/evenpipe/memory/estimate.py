@@ -176,7 +176,7 @@ def estimate(
     description, recipe = source.description, recipe or Recipe()
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
-    chosen = _kernels(kernels)
+    chosen, usual = _kernels(kernels)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
     if memory is None and hardware is not None:
         memory = hardware.memory_bytes
@@ -186,7 +186,7 @@ def estimate(
         kept_layers=recipe.offload.kept_layers(description.layers),
         kernels=chosen,
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
-        framework=framework or _framework(kernels, chosen),
+        framework=framework or usual,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
         optimizer=optimizer,
@@ -231,14 +231,11 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 
-def _kernels(kernels: Kernels | str) -> Kernels:
+def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
+    """Return kernels, and the framework that runs them: our own, if they are no preset."""
     if isinstance(kernels, Kernels):
-        return kernels
+        name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
+        return kernels, FRAMEWORKS[name]
     if kernels not in PRESETS:
         raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
-    return PRESETS[kernels]
-
-
-def _framework(given: Kernels | str, kernels: Kernels) -> Framework:
-    names = [given] if isinstance(given, str) else [name for name, preset in PRESETS.items() if preset == kernels]
-    return FRAMEWORKS[names[0] if names else "transformers"]
+    return PRESETS[kernels], FRAMEWORKS[kernels]

@@ -69,7 +69,8 @@ def give_storage(stage: Stage | ModuleStage) -> None:
             made[id(tensor)] = found
         return found
 
-    for module in _modules(stage):
+    embeddings = (module for embedding in stage._embedding for module in embedding.modules())
+    for module in (*stage.modules(), *((stage.whole,) if isinstance(stage, Stage) else ()), *embeddings):
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for table in tables:
             for name, value in list(table.items()):
@@ -77,14 +78,6 @@ def give_storage(stage: Stage | ModuleStage) -> None:
                     table[name] = fake(value)
         if hasattr(module, "rope_type"):
             module.rope_type = _as_it_is(module.rope_type)
-
-
-def _modules(stage: Stage | ModuleStage) -> Iterator[nn.Module]:
-    yield from stage.modules()
-    if isinstance(stage, Stage):
-        yield stage.whole
-    for embedding in stage._embedding:
-        yield from embedding.modules()
 
 
 def _as_it_is(rope_type: Any) -> Any:

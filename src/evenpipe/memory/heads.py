@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from .bytes import OutputPeaks, VocabularyBytes
 from .letters import Letters
+from .operations import WIDE
 
 CHUNKS = 8
 """Number of chunks of the loss in chunks."""
-WIDE = 4
-"""Bytes of fp32."""
 
 
-def per_logit(loss: str, element: int) -> tuple[int, int, int]:
-    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward."""
-    e = element
+def per_logit(loss: str, e: int) -> tuple[int, int, int]:
+    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward, for logits
+    of e bytes."""
     return {
         "fp32": (WIDE, e + 2 * WIDE, 2 * WIDE),
         "bf16": (e, 2 * e, 2 * e),

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from evenpipe.errors import InputError
 from evenpipe.memory.blocks import Block
@@ -97,9 +98,6 @@ def check_has_closed_form(shape: LayerShape) -> None:
         raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
 
-_HOLDERS = (True, True), (True, False), (False, True), (False, False)
-
-
 def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpointing: str = "none") -> LayerBytes:
     """Return the bytes of one layer: run it once for its saved tensors, and once for each kind of backward.
 
@@ -118,7 +116,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
     bare.forward()
     kept.forward()
     peaks = {}
-    for holds in _HOLDERS:
+    for holds in product((True, False), repeat=2):
         fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()

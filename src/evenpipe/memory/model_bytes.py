@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class ModelBytes:
             self.closed = ClosedForms(description)
         except InputError as error:
             self._why_not = str(error)
-        self._programs: OrderedDict[tuple[object, ...], tuple[Program, Planned]] = OrderedDict()
+        self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
@@ -62,7 +61,7 @@ class ModelBytes:
         if key not in self._programs:
             self._programs[key] = given, planned(self.description, recipe)
             if len(self._programs) > KEPT_PROGRAMS:
-                self._programs.popitem(last=False)
+                del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
 
     def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings) -> StageBytes:
