@@ -35,17 +35,15 @@ class DeviceBytes:
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, settings.parallelism
-        last_stage = placement.last_stage
-        split_backwards = plan.splits[device]
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0
         for stage in placement.stages_of(device):
             first, last = plan.bounds[stage]
-            ends = (stage == 0, stage == last_stage)
+            ends = (stage == 0, stage == placement.last_stage)
             own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1])
             held += own
             buffers += source.parameters.buffers(first, last)
-            stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=split_backwards)
+            stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=plan.splits[device])
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
         embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)

@@ -116,7 +116,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
     bare.forward()
     kept.forward()
     peaks = {}
-    for holds in product((True, False), repeat=2):
+    for holds in product((True, False), (True, False)):
         fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()

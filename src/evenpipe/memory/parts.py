@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, things_of_stage
+from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, gradient_parts, part_things
 from evenpipe.schedule import Pass, Program
 from evenpipe.schedule.sharding import Part, RowSharding, Users, part_of
 
@@ -27,7 +27,7 @@ class Parts:
         embedding, output = Users.of_row(placement, program.barriers, row).matrices
         self._things: dict[Part, list[PartThings]] = defaultdict(list)
         for stage in placement.stages_of(device):
-            self._things[stage].append(things_of_stage(stage))
+            self._things[stage].append(part_things("parameters", stage, gradient_parts(stage)))
         self._things[embedding].append(EMBEDDING_PART)
         self._things[output].append(OUTPUT_PART)
 

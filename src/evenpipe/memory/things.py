@@ -82,10 +82,6 @@ def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartTh
     )
 
 
-def things_of_stage(stage: int) -> PartThings:
-    return part_things("parameters", stage, gradient_parts(stage))
-
-
 def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
     return Thing(size, NO_STAGE, term)
 
