@@ -235,11 +235,10 @@ class Tape:
 
         Returns: the node, for `end`; None where no input needs a gradient.
         """
-        inputs = tuple(inputs)
-        if not self.recording or all(one.node is None for one in inputs):
+        edges = [None if one.node is None else (one.node, one.slot) for one in inputs]
+        if not self.recording or not any(edges):
             return None
         self._order += 1
-        edges = [None if one.node is None else (one.node, one.slot) for one in inputs]
         node = Node(self._order, edges, backward)
         self.save(node, *saves)
         return node
