@@ -34,7 +34,7 @@ from evenpipe.memory.device import DeviceBytes
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.programs import planned
-from evenpipe.memory.replay import replay
+from evenpipe.memory.replay import Replay
 from evenpipe.model import describe
 from evenpipe.schedule import Order
 
@@ -118,7 +118,7 @@ def predicted(settings: Settings, order: Order) -> list[int]:
     for device in range(settings.processes):
         held = DeviceBytes.of(ModelBytes(description), plan, found.settings, device)
         state = replace(held.state, optimizer=0, step_peak=0)
-        memory = replay(plan.program, device, held.stages, held.vocabulary, state, batch=held.fixed, curve=True)
+        memory = Replay(plan.program, device).memory(held.stages, held.vocabulary, state, batch=held.fixed, curve=True)
         grown.append(memory.peak - memory.curve[-1])
     return grown
 

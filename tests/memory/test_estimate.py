@@ -14,13 +14,13 @@ from transformers import AutoConfig, LlamaConfig
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
-from evenpipe.memory.estimate import TERMS, DeviceEstimate, Estimate, estimate
+from evenpipe.memory.bytes import TERMS
+from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.framework import MEGATRON
 from evenpipe.memory.model_bytes import ModelBytes
-from evenpipe.memory.reserved import CUDA, HOST, process_memory
+from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
 from evenpipe.memory.sizes import parse_size
 from evenpipe.memory.states import SINGLE, Dtypes
-from evenpipe.memory.verdict import verdict_of
 from evenpipe.model import describe
 from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism, for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
@@ -271,7 +271,7 @@ def test_verdicts_follow_the_range() -> None:
 def test_on_a_cpu_tensors_are_all(tiny) -> None:
     cpu = replace(KNOWN["H200"], torch_device="cpu", memory_bytes=GIB)
     found = estimated(tiny, pp=2, sequence=32, hardware=cpu)
-    assert found.dtypes == SINGLE and found.verdict == "fits" and found.fits
+    assert found.settings.dtypes == SINGLE and found.verdict == "fits" and found.fits
     for device in found.devices:
         assert device.process == process_memory(device.memory.peak, HOST, communicators=device.process.communicators)
         assert device.peak_allocated == device.peak_reserved == device.memory.peak

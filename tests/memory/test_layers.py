@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from families import NAMED
 
+from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
 from evenpipe.model.shape import AttentionShape, LayerShape, MlpShape, RotaryShape
@@ -27,8 +28,21 @@ def llama(hidden: int, mlp: int, heads: int, key_value_heads: int) -> LayerShape
 SHAPES = [(512, 1792, 8, 2), (256, 896, 4, 1), (1024, 2816, 16, 16)]
 
 
-def of(shape: LayerShape, kernels: Kernels = FUSED, element: int = 2, **options) -> LayerBytes:
-    return layer_bytes(shape, kernels, tokens=BATCH * SEQUENCE, sequence=SEQUENCE, element=element, **options)
+def of(
+    shape: LayerShape, kernels: Kernels = FUSED, element: int = 2, checkpointing: str = "none", **options
+) -> LayerBytes:
+    portion = Portion(microbatch_size=BATCH, sequence=SEQUENCE, element=element, **options)
+    return layer_bytes(shape, kernels, portion, checkpointing)
+
+
+def kept(layer: LayerBytes) -> int:
+    """Of the layer and its input, from F to the backward."""
+    return layer.saved + layer.saves_input * layer.input
+
+
+def backward_peak(layer: LayerBytes) -> int:
+    """Within B, of a layer that is a stage of its own."""
+    return layer.peaks.backward[True, True][0]
 
 
 def per_unit(size: int, shape: LayerShape, tp: int = 1, cp: int = 1) -> float:
@@ -55,16 +69,16 @@ def test_saved_with_flash_attention(sizes, tp, cp):
     r, q = k / a, f / h
     statistics = 4 * a / h + 8 / h
     for kernels, mlp in ((FUSED, 6), (UNFUSED, 8)):
-        coefficient = per_unit(of(shape, kernels, tp=tp, cp=cp).kept, shape, tp, cp)
+        coefficient = per_unit(kept(of(shape, kernels, tp=tp, cp=cp)), shape, tp, cp)
         assert coefficient == pytest.approx(12 + 4 * r + mlp * q + statistics, abs=5e-5)
 
 
 def test_figures_of_one_shape():
     shape = llama(512, 1792, 8, 2)
-    assert round(per_unit(of(shape).kept, shape), 4) == 34.0781
-    assert round(per_unit(of(shape, UNFUSED).kept, shape), 4) == 41.0781
+    assert round(per_unit(kept(of(shape)), shape), 4) == 34.0781
+    assert round(per_unit(kept(of(shape, UNFUSED)), shape), 4) == 41.0781
     packed = replace(FUSED, packed_qkv=True)
-    assert per_unit(of(shape, packed).kept, shape) == pytest.approx(34.0781 + 2 + 2 / 4, abs=5e-5)
+    assert per_unit(kept(of(shape, packed)), shape) == pytest.approx(34.0781 + 2 + 2 / 4, abs=5e-5)
 
 
 def test_published_models_without_statistics():
@@ -79,7 +93,7 @@ def test_published_models_without_statistics():
         for kernels, figure in zip((FUSED, UNFUSED), figures, strict=True):
             layer = of(shape, kernels)
             small = layer.tensors["log-sum-exp"] + layer.tensors["statistics of norms"]
-            assert per_unit(layer.kept - small, shape) == figure
+            assert per_unit(kept(layer) - small, shape) == figure
 
 
 def test_heads_of_keys_fewer_than_tensor_parallelism():
@@ -93,7 +107,7 @@ def test_without_sequence_parallelism():
     shape, tp = llama(512, 1792, 8, 2), 2
     r, q, tokens = 1 / 4, 3.5, BATCH * SEQUENCE
     expected = tokens * 512 * (8 + (4 + 4 * r + 6 * q) / tp) + 4 * tokens * 8 / tp + 8 * tokens
-    assert of(shape, tp=tp, sequence_parallel=False).kept == expected
+    assert kept(of(shape, tp=tp, sequence_parallel=False)) == expected
 
 
 def test_eager_attention():
@@ -102,13 +116,13 @@ def test_eager_attention():
     with_squares = of(shape, replace(FUSED, attention="eager"))
     squares = BATCH * 8 * SEQUENCE**2
     others = 12 + 4 + 6 * 3.5 + 8 / 512
-    assert with_squares.kept - 6 * squares == others * BATCH * SEQUENCE * 512
+    assert kept(with_squares) - 6 * squares == others * BATCH * SEQUENCE * 512
 
 
 def test_eager_norms_add_what_is_known():
     """Llama's norm on bf16 saves its input in fp32 and the product in bf16 in place of its input: 6 for 2."""
     shape = llama(512, 1792, 8, 2)
-    more = per_unit(of(shape, replace(FUSED, norm="eager")).kept - of(shape).kept, shape)
+    more = per_unit(kept(of(shape, replace(FUSED, norm="eager"))) - kept(of(shape)), shape)
     assert more == 2 * (6 - 2)
 
 
@@ -128,7 +142,7 @@ def test_kept_when_parts_run_again(checkpointing, expected):
     shape = llama(512, 1792, 8, 2)
     layer = of(shape, checkpointing=checkpointing)
     small = sum(layer.tensors.get(name, 0) for name in ("log-sum-exp", "statistics of norms"))
-    assert round(per_unit(layer.kept - small, shape), 4) == expected
+    assert round(per_unit(kept(layer) - small, shape), 4) == expected
 
 
 def test_what_w_needs_is_what_f_saved():
@@ -142,9 +156,9 @@ def test_working_set_of_the_backward():
     shape = llama(512, 1792, 8, 2)
     fused = of(shape, replace(FUSED, weight_gradient="fused"))
     # The output's gradient (2) is there before.
-    assert per_unit(fused.backward_peak, shape) + 2 == 2 + 4 * 3.5
+    assert per_unit(backward_peak(fused), shape) + 2 == 2 + 4 * 3.5
     again = of(shape, replace(FUSED, weight_gradient="fused"), checkpointing="full")
     small = 4 * 8 / 512 + 8 / 512
     # All of the layer but its input and the product that the backward of the gate no longer needs.
     expected = 12 + 1 + 21 - 2 + small + 4 * 3.5
-    assert per_unit(again.backward_peak, shape) == pytest.approx(expected, abs=5e-5)
+    assert per_unit(backward_peak(again), shape) == pytest.approx(expected, abs=5e-5)

@@ -67,13 +67,13 @@ OPERATIONS = {
     "power": (lambda x: x.pow(3), lambda o, x, t: o.power(x)),
     "silu": (functional.silu, lambda o, x, t: o.elementwise(x)),
     "tanh": (torch.tanh, lambda o, x, t: o.elementwise(x, saves_result=True)),
-    "softmax": (lambda x: x.softmax(-1), lambda o, x, t: o.softmax(x, "")),
+    "softmax": (lambda x: x.softmax(-1), lambda o, x, t: o.elementwise(x, saves_result=True)),
     "norm without weight": (norm, lambda o, x, t: sketched_norm(o, x)),
     "difference from the mean": (centred, lambda o, x, t: o.power(o.minus_rows(x, o.mean(x, ROWS)))),
     "times a weight": (lambda x: PARAMETER * x, lambda o, x, t: o.times_weight(x, SIZE, 4, first=True)),
     "layer norm": (
         lambda x: functional.layer_norm(x, (SIZE,), PARAMETER, OFFSET),
-        lambda o, x, t: o.layer_norm(x, ROWS, SIZE, 4),
+        lambda o, x, t: o.norm(x, ROWS, SIZE, (4, 4)),
     ),
     "linear": (
         lambda x: functional.linear(x, LINEAR[0]),

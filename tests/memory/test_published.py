@@ -14,7 +14,7 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.paper import paper_estimate, paper_shape
-from evenpipe.memory.verdict import Verdict
+from evenpipe.memory.reserved import Verdict
 from evenpipe.model import Description, describe
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.parallelism import Parallelism

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from evenpipe import Pipeline
 from evenpipe.memory.bytes import EmbeddingBytes, PartBytes, PassPeaks, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.replay import OPTIMIZER_STEP, replay
+from evenpipe.memory.replay import OPTIMIZER_STEP, Replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
@@ -34,7 +34,7 @@ def counts(stored: int = 0, queued: int = 0, **others: int | PartBytes | PassPea
 def peaks(name: str, devices: int, microbatches: int, stage: StageBytes, mode: str = "first-last", **options) -> list:
     _, program = plan_program(name, devices, microbatches, mode, **options)
     stages = dict.fromkeys(range(program.placement.stages), stage)
-    return [replay(program, device, stages, NO_VOCABULARY, NOTHING).peak for device in range(devices)]
+    return [Replay(program, device).memory(stages, NO_VOCABULARY, NOTHING).peak for device in range(devices)]
 
 
 # --- how many are in flight: reference, section 3.5 -----------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_inputs_of_microbatches_that_are_computed_again() -> None:
     order, _ = plan_program("1f1b", 4, 8, "first-last")
     _, program = plan_program(add_recompute(order), 4, 8, "first-last")
     stages = dict.fromkeys(range(4), counts(stored=100, input=1))
-    first = replay(program, 0, stages, NO_VOCABULARY, NOTHING)
+    first = Replay(program, 0).memory(stages, NO_VOCABULARY, NOTHING)
     assert first.terms["activations"] == 100 + 4, "four inputs, and one microbatch whole"
 
 
@@ -107,7 +107,7 @@ def test_terms_add_up_and_the_event_is_named() -> None:
     stage = counts(stored=10, input=3, output=3, peaks=PassPeaks(forward=14, backward=7))
     state = StateBytes(parameters=100, gradients=50, optimizer=200, copies=20, unsharded=5)
     _, program = plan_program("1f1b", 4, 8, "first-last")
-    found = replay(program, 0, dict.fromkeys(range(4), stage), NO_VOCABULARY, state, batch=11, curve=True)
+    found = Replay(program, 0).memory(dict.fromkeys(range(4), stage), NO_VOCABULARY, state, batch=11, curve=True)
     assert sum(found.terms.values()) == found.peak
     assert found.terms["parameters"] == 125 and found.terms["buffers"] >= 11
     assert found.binding_event == "B of stage 0, microbatch 0"
@@ -117,7 +117,7 @@ def test_terms_add_up_and_the_event_is_named() -> None:
 def test_the_step_of_the_optimizer_may_be_what_binds() -> None:
     state = StateBytes(parameters=100, gradients=100, optimizer=200, step_peak=1000)
     _, program = plan_program("1f1b", 2, 2, "first-last")
-    found = replay(program, 1, {1: counts(stored=7)}, NO_VOCABULARY, state)
+    found = Replay(program, 1).memory({1: counts(stored=7)}, NO_VOCABULARY, state)
     assert (found.peak, found.binding_event) == (1400, OPTIMIZER_STEP)
     assert found.terms["transient"] == 1000 and sum(found.terms.values()) == 1400
 
@@ -127,11 +127,11 @@ def test_gradients_that_do_not_exist_are_made_by_the_first_backward() -> None:
     stage = counts(stored=10, parameters=parameters, peaks=PassPeaks(first_backward=41))
     state = StateBytes(parameters=100, gradients=40, optimizer=0)
     _, program = plan_program("1f1b", 1, 3, "first-last")
-    before = replay(program, 0, {0: stage}, NO_VOCABULARY, state, gradients_exist=False, curve=True)
+    before = Replay(program, 0, gradients_exist=False).memory({0: stage}, NO_VOCABULARY, state, curve=True)
     backward = next(position for position, item in enumerate(program.rows[0]) if str(item) == "0B0")
     assert before.curve[backward - 1] == 110 and before.curve[backward] == 140
     assert before.peak == 151 and before.binding_event == "B of stage 0, microbatch 0"
-    assert replay(program, 0, {0: stage}, NO_VOCABULARY, state).peak == 150
+    assert Replay(program, 0).memory({0: stage}, NO_VOCABULARY, state).peak == 150
 
 
 @pytest.mark.parametrize(("sharing", "parts"), [({}, 3), ({"prefetch": 0}, 3), ({"reshard": True, "prefetch": 0}, 1)])
@@ -141,12 +141,14 @@ def test_as_many_parts_are_whole_as_are_gathered(sharing: dict, parts: int, micr
     stage = counts(parameters=PartBytes(gathered=100, gathering_peak=30))
     _, program = plan_program("interleaved", 2, microbatches, "first-last", stages_per_device=3)
     shared = add_sharding(program, gathers=True, tied=False, **sharing)
-    found = [replay(shared, device, dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING) for device in range(2)]
+    found = [
+        Replay(shared, device).memory(dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING) for device in range(2)
+    ]
     assert [one.peak for one in found] == [100 * parts + 30] * 2
     assert found[0].terms["parameters"] == 100 * parts and found[0].terms["transient"] == 30
     if sharing.get("reshard"):
         ahead = add_sharding(program, gathers=True, tied=False, reshard=True, prefetch=1)
-        assert replay(ahead, 0, dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING).peak == 230
+        assert Replay(ahead, 0).memory(dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING).peak == 230
 
 
 def test_sums_take_the_place_of_gradients() -> None:
@@ -155,7 +157,7 @@ def test_sums_take_the_place_of_gradients() -> None:
     _, program = plan_program("1f1b", 1, 3, "first-last")
     shared = add_sharding(program, gathers=False, tied=False)
     stages = {0: counts(parameters=parameters)}
-    found = replay(shared, 0, stages, vocabulary, NOTHING, gradients_exist=False, curve=True)
+    found = Replay(shared, 0, gradients_exist=False).memory(stages, vocabulary, NOTHING, curve=True)
     rows = dict(zip(map(str, shared.rows[0]), found.curve, strict=True))
     assert (rows["0F0"], rows["0B0"], rows["0B2"], rows["0REDUCE_GRAD"]) == (0, 44, 44, 66)
     assert (found.peak, found.binding_event) == (44 + 50, "REDUCE_GRAD of stage 0")
@@ -173,7 +175,7 @@ def test_matrices_belong_to_stages_or_are_parts_of_their_own(mode: str, name: st
         embedding=EmbeddingBytes() if tied else EmbeddingBytes(parameters=replace(matrix, gathered=10)),
     )
     stages = dict.fromkeys(range(program.placement.stages), counts())
-    found = replay(shared, 0, stages, vocabulary, NOTHING, gradients_exist=False, curve=True)
+    found = Replay(shared, 0, gradients_exist=False).memory(stages, vocabulary, NOTHING, curve=True)
     ends = (mode == "vocab-2") + (program.placement.last_device == 0)
     here = 100 * bool(ends) + 10 * (not tied)
     assert max(found.curve[: len(shared.rows[0]) // 4]) == here
@@ -289,6 +291,8 @@ def test_every_item_of_a_real_step_holds_what_is_predicted(case: Case) -> None:
     }
     shape = VocabularyShape(rows=ROWS, hidden_size=HIDDEN, sequences=1, tokens=TOKENS, element=compute.itemsize)
     vocabulary = vocabulary_bytes(case.mode, 0, program.placement, shape, machine=MACHINE)
+    matrix = PartBytes(gradients=4 * ROWS * HIDDEN)
+    vocabulary = replace(vocabulary, parameters=matrix, embedding=replace(vocabulary.embedding, parameters=matrix))
     pipeline.step(ids)
     for exist in (True, False):
         if not exist:
@@ -298,15 +302,8 @@ def test_every_item_of_a_real_step_holds_what_is_predicted(case: Case) -> None:
             pipeline.step(ids)
         parameters = counted.started["parameters"]
         state = StateBytes(parameters=parameters, gradients=parameters, optimizer=0, copies=counted.started["copies"])
-        found = replay(
-            program,
-            0,
-            stages,
-            vocabulary,
-            state,
-            batch=batch_bytes(3 * TOKENS, machine=MACHINE),
-            gradients_exist=exist,
-            curve=True,
+        found = Replay(program, 0, gradients_exist=exist).memory(
+            stages, vocabulary, state, batch=batch_bytes(3 * TOKENS, machine=MACHINE), curve=True
         )
         after = [one.after for one in counted.items()]
         off = [(str(item), by - of) for item, by, of in zip(program.rows[0], found.curve, after, strict=True)]

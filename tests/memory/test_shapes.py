@@ -1,5 +1,6 @@
 """Shapes of layers as read from transformers' models, against what their code says and the parameters they hold."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -7,6 +8,7 @@ from families import NAMED, tiny_config
 
 from evenpipe.errors import InputError
 from evenpipe.memory.closed import ClosedForms
+from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.layers import layer_bytes
 from evenpipe.model import describe
@@ -178,11 +180,11 @@ def test_what_has_no_closed_form_is_refused():
     with pytest.raises(InputError, match="dropout"):
         ClosedForms(dropped)
     shape = layer_shapes(dropped)[0]
-    sizes = {"tokens": 8, "sequence": 8, "element": 4}
+    portion = Portion(microbatch_size=1, sequence=8)
     with pytest.raises(InputError, match="dropout"):
-        layer_bytes(shape, PRESETS["fused"], **sizes)
+        layer_bytes(shape, PRESETS["fused"], portion)
     shape = layer_shapes(describe(tiny_config("llama")))[0]
     with pytest.raises(InputError, match="checkpointing: 'half'"):
-        layer_bytes(shape, PRESETS["fused"], checkpointing="half", **sizes)
+        layer_bytes(shape, PRESETS["fused"], portion, "half")
     with pytest.raises(InputError, match=r"heads over tensor parallelism: 4 cannot be cut into 3"):
-        layer_bytes(shape, PRESETS["fused"], tp=3, **sizes)
+        layer_bytes(shape, PRESETS["fused"], replace(portion, tp=3))

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from evenpipe import Pipeline
 from evenpipe.memory.bytes import DeviceMemory
 from evenpipe.memory.parameters import Held, Parameters
-from evenpipe.memory.replay import replay
+from evenpipe.memory.replay import Replay
 from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
@@ -196,7 +196,6 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
         sequences=SEQUENCES,
         tokens=TOKENS,
         element=element,
-        tied=case.tied,
         options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
     )
     vocabulary = vocabulary_bytes(
@@ -212,7 +211,9 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
     )
     state = state_bytes(held + embedding + output, dtypes, **spread)
     batch = batch_bytes(data().numel(), machine=MACHINE, shards=case.devices if layout.sharded else 1)
-    return replay(layout.program, device, stages, vocabulary, state, batch=batch, gradients_exist=False, curve=True)
+    return Replay(layout.program, device, gradients_exist=False).memory(
+        stages, vocabulary, state, batch=batch, curve=True
+    )
 
 
 def share(layout: Layout, device: int) -> float | None:

@@ -225,7 +225,7 @@ def _paper(description: Description, found: Estimate) -> PaperEstimate:
         sequence=found.settings.sequence,
         microbatch_size=found.settings.microbatch_size,
         stages_per_device=max(len(device.stages) for device in found.devices),
-        gradient_bytes=ELEMENT_BYTES[found.dtypes.gradients],
+        gradient_bytes=ELEMENT_BYTES[found.settings.dtypes.gradients],
     )
 
 

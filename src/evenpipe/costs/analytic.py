@@ -15,9 +15,10 @@ with measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Placement
@@ -185,7 +186,9 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
     weights = sum(setting.product_seconds(product, "weights") for product in work.products)
     attention, attention_backward = _attention(work, setting)
-    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * _streamed_share(work, setting)
+    # Without sequence parallelism only the bytes of heads and the MLP are split, assumed to be half.
+    share = 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
+    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * share
     operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
@@ -203,12 +206,6 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
         again_selective=correction["F"] * streaming,
         again_full=correction["F"] * (forward - skipped),
     )
-
-
-def _streamed_share(work: LayerWork, setting: Setting) -> float:
-    """Return the share of the streamed bytes on one device of the tensor axis: all is split with sequence parallelism,
-    else only the bytes of heads and the MLP, assumed to be half."""
-    return 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
@@ -278,35 +275,23 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeHeadTime:
-    """Seconds that the whole output layer adds to the passes of the last stage, per microbatch."""
-
-    forward: float
-    inputs: float
-    weights: float
-    whole: float
-    """Added to B."""
-
-    @property
-    def seconds(self) -> float:
-        """Total time, with the shorter backward."""
-        return self.forward + min(self.whole, self.inputs + self.weights)
-
-
-def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> WholeHeadTime:
-    """Return measured times if there are any; otherwise they follow from the shards."""
+def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> dict[str, float]:
+    """Return the seconds that the whole output layer adds to F, B, I and W of the last stage, per microbatch: measured
+    times if there are any; otherwise they follow from the shards."""
     factors = setting.correction.factors
     shards = _added(head_time(hidden_size, rows, setting))
     plain = _added(head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION)))
-    added = {name: factors[OUTPUT[name]] * plain[name] if OUTPUT[name] in factors else shards[name] for name in PASSES}
-    return WholeHeadTime(forward=added["F"], inputs=added["I"], weights=added["W"], whole=added["B"])
+    return {name: factors[OUTPUT[name]] * plain[name] if OUTPUT[name] in factors else shards[name] for name in PASSES}
 
 
 def _added(head: HeadTime) -> dict[str, float]:
-    """Return the time that an output layer adds to F, I, W and B."""
     forward, inputs = head.forward + head.loss_forward, head.inputs + head.loss_backward
-    return {"F": forward, "I": inputs, "W": head.weights, "B": inputs + head.weights}
+    return {"F": forward, "B": inputs + head.weights, "I": inputs, "W": head.weights}
+
+
+def least_seconds(passes: Mapping[str, float]) -> float:
+    """Return the total time of F and the shorter backward."""
+    return passes["F"] + min(passes["B"], passes["I"] + passes["W"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,71 +318,59 @@ def costs_of_cut(
     layers: with the correction `beside_whole` if vocabulary layers are whole. rows: of the embedding and of the output
     layer.
     """
-    devices = cut.placement.devices
+    devices, hardware, pipeline = cut.placement.devices, setting.hardware, setting.axes.pipeline
     correction = setting.correction
-    forward, inputs, weights, whole_backward = [], [], [], []
-    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
-    first = 0
-    for count in cut.layers_per_stage:
-        held = range(first, first + count)
-        forward.append(beside["F"] + sum(layers[index].forward_of(cut.checkpointing[index]) for index in held))
-        again = sum(layers[index].again(cut.checkpointing[index]) for index in held)
-        inputs.append(beside["I"] + again + sum(layers[index].inputs for index in held))
-        weights.append(beside["W"] + sum(layers[index].weights for index in held))
-        whole_backward.append(beside["B"] + again + sum(layers[index].whole for index in held))
-        first += count
+    stages = _stage_times(cut, layers, correction)
     embedded = setting.tokens * hidden_size * setting.hidden_share
-    hardware, pipeline = setting.hardware, setting.axes.pipeline
     wide = setting.hop_bytes(hidden_size)
-    whole = cut.vocabulary in WHOLE
-    if whole:
-        head = whole_head_time(hidden_size, rows, setting)
-        scattered = correction["G"] * hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
-        forward[0] += correction["E"] * hardware.streaming_seconds(embedded * 2 * setting.element)
-        forward[-1] += head.forward
-        inputs[-1] += head.inputs
-        weights[-1] += head.weights
-        whole_backward[-1] += head.whole
-        weights[0] += scattered
-        whole_backward[0] += scattered
-        return Costs(
-            F=tuple(forward),
-            B=tuple(whole_backward),
-            I=tuple(inputs),
-            W=tuple(weights),
-            p2p=correction["p2p"] * pipeline.hop_seconds(hardware, wide),
-            contention=contention,
-        )
+    p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
+    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
+
+    def costs(**others: Any) -> Costs:
+        others |= {name: tuple(row) for name, row in stages.items()}
+        return Costs(**others, p2p=p2p, contention=contention)
+
+    if cut.vocabulary in WHOLE:
+        stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
+        for name, seconds in whole_head_time(hidden_size, rows, setting).items():
+            stages[name][-1] += seconds
+        for name in ("W", "B"):
+            stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
+        return costs()
     if devices > 1 and hardware.torch_device != "cpu":
-        forward, inputs, weights, whole_backward = (
-            [time * BESIDE_COLLECTIVES for time in times] for times in (forward, inputs, weights, whole_backward)
-        )
+        stages = {name: [time * BESIDE_COLLECTIVES for time in row] for name, row in stages.items()}
     shard = head_time(hidden_size, rows / devices, setting)
     combined = correction["C"] * hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
     one_barrier = cut.vocabulary == "vocab-2"
-    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
     gathered = setting.axes.tensor.gather_seconds(hardware, setting.tokens * hidden_size * setting.element)
     first_product = shard.forward + shard.loss_forward + gathered
-    collectives = {
-        "broadcast": pipeline.broadcast_seconds(hardware, wide),
-        "reduce": pipeline.broadcast_seconds(hardware, wide),
-        "statistics": pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0),
-        "embedding": pipeline.broadcast_seconds(hardware, wide),
-    }
-    return Costs(
-        F=tuple(forward),
-        B=tuple(whole_backward),
-        I=tuple(inputs),
-        W=tuple(weights),
+    to_all = pipeline.broadcast_seconds(hardware, wide)
+    statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
+    collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
+    return costs(
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
         E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
         G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
-        p2p=correction["p2p"] * pipeline.hop_seconds(hardware, wide),
         collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
-        contention=contention,
     )
+
+
+def _stage_times(cut: Cut, layers: Sequence[LayerTime], correction: Correction) -> dict[str, list[float]]:
+    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers."""
+    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
+    stages: dict[str, list[float]] = {name: [] for name in PASSES}
+    first = 0
+    for count in cut.layers_per_stage:
+        own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
+        again = sum(map(LayerTime.again, own, choices))
+        stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
+        stages["B"].append(beside["B"] + again + sum(layer.whole for layer in own))
+        stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
+        stages["W"].append(beside["W"] + sum(layer.weights for layer in own))
+        first += count
+    return stages
 
 
 # --- before and after the passes of a step ---------------------------------------------------------------------

@@ -31,21 +31,28 @@ def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
     tables: list[tuple[str, Mapping[str, Any]]] = []
     for name, value in costs.to_dict().items():
         if not isinstance(value, Mapping):
-            lines.append(f"{name} = {_number(value)}")
+            lines += toml_lines({name: value})
         elif name == "links":
-            tables += [(f"links.{_key(link)}", said) for link, said in value.items()]
+            quoted = ((link if link.isidentifier() else f'"{link}"', said) for link, said in value.items())
+            tables += [(f"links.{link}", said) for link, said in quoted]
         else:
             tables.append((name, value))
     for name, said in tables:
-        lines += ["", f"[{name}]", *(f"{key} = {_number(value)}" for key, value in said.items())]
+        lines += ["", f"[{name}]", *toml_lines(said)]
     return "\n".join(lines) + "\n"
 
 
-def _number(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML: a table in one line, a list, a text or a number."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_number, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
     return str(value) if isinstance(value, int) else f"{value:.6g}" if value else "0.0"
 
 
-def _key(name: str) -> str:
-    return name if name.isidentifier() else f'"{name}"'
+def toml_lines(table: Mapping[str, Any]) -> list[str]:
+    """Return a line for each entry of a table."""
+    return [f"{key} = {toml_value(value)}" for key, value in table.items()]

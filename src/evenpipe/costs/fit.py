@@ -24,7 +24,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS, unit_of
-from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace
+from evenpipe.schedule.trace import PassTime, Trace
 
 CLASS_OF = {
     TransferKind.X: "broadcast",
@@ -109,7 +109,11 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
 
 def _samples(trace: Trace) -> Samples:
     samples = Samples()
-    _passes(trace, samples)
+    for device, row in enumerate(trace.devices):
+        behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
+        beside = _beside(trace, device)
+        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
+            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
     _transfers(trace, samples)
     return samples
 
@@ -159,14 +163,6 @@ def contention_of(*measured: Samples) -> float:
 
     best = min(FACTORS, key=deviation)
     return best if deviation(best) < (1 - BETTER) * deviation(1.0) else 1.0
-
-
-def _passes(trace: Trace, samples: Samples) -> None:
-    for device, row in enumerate(trace.devices):
-        behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
-        beside = _beside(trace, device)
-        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
-            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
 
 
 def _beside(trace: Trace, device: int) -> list[float]:
@@ -220,16 +216,10 @@ def _transfers(trace: Trace, samples: Samples) -> None:
             place = key(entry.item, device)
             issued[place] = max(issued.get(place, entry.issued), entry.issued)
     for device, row in enumerate(trace.devices):
-        for item, start, end in _awaited(row):
+        for wait in row.waits:
+            item = wait.transfer
+            if wait.needed_by is None or not isinstance(item, Transfer):  # waits of sends are not for their arrival
+                continue
             ready = issued[key(item, device)]
             name = "p2p" if item.kind in HOP_KINDS else CLASS_OF[item.kind]
-            (samples.exact if start <= ready else samples.bounds)[name].append(max(0.0, end - ready))
-
-
-def _awaited(row: DeviceTrace) -> Iterator[tuple[Transfer, float, float]]:
-    """Return the waits of passes; waits of sends are not for their arrival."""
-    return (
-        (wait.transfer, wait.start, wait.end)
-        for wait in row.waits
-        if wait.needed_by is not None and isinstance(wait.transfer, Transfer)
-    )
+            (samples.exact if wait.start <= ready else samples.bounds)[name].append(max(0.0, wait.end - ready))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
 
+from .cost_file import toml_lines
 from .measured_passes import MeasuredPasses, is_number
 
 GIB = 2**30
@@ -123,10 +124,6 @@ class Hardware:
             tiles = math.ceil(rows / height) * math.ceil(columns / width)
             best = min(best, math.ceil(tiles / self.units) * height * width)
         return max(1.0, best / needed)
-
-    def achieved(self, flops: float, dtype: str) -> float:
-        """Return the fraction of the peak that a matrix product of `flops` reaches."""
-        return flops / self.product_seconds(flops, dtype) / self.peak(dtype)
 
     def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
         """Return the time of operations that read and write `size` bytes in total."""
@@ -260,18 +257,25 @@ def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
     """The inverse of `Hardware.to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
     given = dict(_known_keys("hardware", values, Hardware))
     for name in ("inside", "across"):
-        given[name] = wire_from_dict(name, given[name])
+        given[name] = _wire_from_dict(name, given[name])
     if not isinstance(given["peak_flops"], Mapping):
         raise InputError(f"hardware: peak_flops is {shown(given['peak_flops'])}, expected a table of FLOPs by dtype")
     passes = given.pop("passes", [])
     if not isinstance(passes, (list, tuple)):
         raise InputError(f"hardware: passes is {shown(passes)}, expected tables")
-    given["passes"] = tuple(map(MeasuredPasses.from_dict, passes))
-    return Hardware(**given)
+    return Hardware(**given, passes=tuple(map(_passes_from_dict, passes)))
 
 
-def wire_from_dict(name: str, values: Any) -> Wire:
-    """Read one wire of a file."""
+def _passes_from_dict(values: Any) -> MeasuredPasses:
+    if not isinstance(values, Mapping):
+        raise InputError(f"hardware: passes contains {shown(values)}, expected tables")
+    _known_keys("hardware", values, MeasuredPasses, "passes.")
+    if not isinstance(values["seconds"], Mapping):
+        raise InputError(f"hardware: passes.seconds is {shown(values['seconds'])}, expected a table")
+    return MeasuredPasses(**values)
+
+
+def _wire_from_dict(name: str, values: Any) -> Wire:
     if not isinstance(values, Mapping):
         raise InputError(f"hardware: {name} is {shown(values)}, expected a table of latency_seconds and bandwidth")
     given = _known_keys(f"hardware: {name}", values, Wire)
@@ -283,19 +287,18 @@ def wire_from_dict(name: str, values: Any) -> Wire:
     return Wire(**given)
 
 
-def _known_keys(where: str, values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
+def _known_keys(where: str, values: Mapping[str, Any], kind: type, table: str = "") -> Mapping[str, Any]:
+    """Return `values`. Raises InputError if their keys are not the fields of `kind`. table: begins keys in messages."""
     names = [entry.name for entry in fields(kind)]
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(shown(key), names, n=1, cutoff=0.0)[0]
-            raise InputError(f"{where}: unknown key {shown(key)}, did you mean {near}?")
-    for name in names:
-        if name not in values and name not in _OPTIONAL:
-            raise InputError(f"{where}: {name} is missing")
+            hint = f"accepted: {', '.join(names)}" if table else f"did you mean {near}?"
+            raise InputError(f"{where}: unknown key {shown(f'{table}{key}')}, {hint}")
+    for entry in fields(kind):
+        if entry.name not in values and entry.default is MISSING:
+            raise InputError(f"{where}: {table}{entry.name} is missing")
     return values
-
-
-_OPTIONAL = ("torch_device", "units", "contention", "context_bytes", "passes")
 
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:
@@ -305,25 +308,13 @@ def write_hardware(hardware: Hardware, path: str | Path) -> None:
 
 def hardware_to_toml(hardware: Hardware) -> str:
     """Return TOML with figures first, then tables."""
-    plain, tables = [], []
+    figures, tables = [], []
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):
             for table in value:
-                tables += ["", f"[[{name}]]", *_lines(table)]
+                tables += ["", f"[[{name}]]", *toml_lines(table)]
         elif isinstance(value, Mapping):
-            tables += ["", f"[{name}]", *_lines(value)]
+            tables += ["", f"[{name}]", *toml_lines(value)]
         else:
-            plain.append(f"{name} = {_written(value)}")
-    return "\n".join([*plain, *tables]) + "\n"
-
-
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_written(one)}" for key, one in table.items()]
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_written(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
+            figures += toml_lines({name: value})
+    return "\n".join([*figures, *tables]) + "\n"

@@ -80,25 +80,8 @@ class MeasuredPasses:
                 accepted = ", ".join(MEASURED)
                 raise InputError(f"hardware: passes.seconds.{name} is {shown(value)}, expected seconds of {accepted}")
 
-    @classmethod
-    def from_dict(cls, values: Any) -> MeasuredPasses:
-        """The inverse of `to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
-        if not isinstance(values, Mapping):
-            raise InputError(f"hardware: passes contains {shown(values)}, expected tables")
-        for name in values:
-            if name not in cls.__slots__:
-                raise InputError(
-                    f"hardware: unknown key {shown(f'passes.{name}')}, accepted: {', '.join(cls.__slots__)}"
-                )
-        for name in cls.__slots__:
-            if name not in values:
-                raise InputError(f"hardware: passes.{name} is missing")
-        if not isinstance(values["seconds"], Mapping):
-            raise InputError(f"hardware: passes.seconds is {shown(values['seconds'])}, expected a table")
-        return cls(**values)
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the measurements for JSON and TOML."""
+        """Return the measurements for JSON and TOML, as `hardware_from_dict` takes them."""
         return {name: getattr(self, name) for name in self.__slots__} | {"seconds": dict(self.seconds)}
 
 

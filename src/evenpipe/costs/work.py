@@ -10,9 +10,11 @@ Nothing here depends on the hardware; `analytic` converts the work to times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from evenpipe.model.description import Description
 from evenpipe.model.flops import Attention, attention_of, experts_of
@@ -78,7 +80,8 @@ def layers_of(description: Description) -> tuple[LayerWork, ...]:
 
 def _layer(description: Description, index: int, attention: Attention) -> LayerWork:
     module = description.layer(index)
-    products = tuple(product for _, product in _named_products(description, index))
+    named = tuple(_named_products(description, index))
+    products = tuple(product for _, product in named)
     names = [name for name, _ in module.named_parameters()]
     norms = [one for one in module.modules() if "norm" in type(one).__name__.lower()]
     queries_and_so_on = attention.heads * attention.query_size + attention.key_value_size
@@ -92,7 +95,7 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
         gated=any("gate_proj" in name or "gate_up" in name for name in names),
         norms=len(norms),
         eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
-        last=_last_product(description, index),
+        last=_last_product(module, named),
     )
 
 
@@ -100,17 +103,13 @@ NORMS_BEHIND = ("post_feedforward", "post_mlp")
 """Prefixes of names of norms after the last product: Gemma 2 and 3, OLMo 2, GLM 4."""
 
 
-def _last_product(description: Description, index: int) -> Product | None:
+def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> Product | None:
     """Return `LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
-    if any("norm" in name and name.startswith(NORMS_BEHIND) for name, _ in description.layer(index).named_children()):
+    behind = any("norm" in name and name.startswith(NORMS_BEHIND) for name, _ in layer.named_children())
+    if behind or any(product.copies > 1 for _, product in products):
         return None
-    last = None
-    for name, product in _named_products(description, index):
-        if product.copies > 1:
-            return None
-        if "attn" not in name and "attention" not in name:
-            last = product
-    return last
+    others = [product for name, product in products if "attn" not in name and "attention" not in name]
+    return others[-1] if others else None
 
 
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
@@ -142,10 +141,7 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
     norms = hidden * (eager * eager_norm + (work.norms - eager) * 2.0 * element)
     rotated = attention.heads * attention.query_size + attention.key_value_size / 2
     rotary = rotated * element * (2.0 if fused else 9.0)
-    if work.gated:
-        activation = work.middle * element * (1.5 if fused else 2.5)
-    else:
-        activation = work.middle * element * 2.0
+    activation = work.middle * element * ((1.5 if fused else 2.5) if work.gated else 2.0)
     residual = 2 * 3.0 * hidden * element
     return norms + rotary + activation + residual
 

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from evenpipe.memory.cut import Sizes
-from evenpipe.memory.elementwise import WIDE
-from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.norms import Norms
-from evenpipe.memory.sketch import Sketch, Tape
-from evenpipe.model.shape import LayerShape
-
-
-def is_eager(shape: LayerShape, kernels: Kernels) -> bool:
-    """Return whether attention stores all of its probabilities."""
-    return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention.eager)
+from evenpipe.memory.operations import WIDE
+from evenpipe.memory.sketch import Sketch
 
 
 class Attention(Norms):
-    """Of one layer on one tape.
-
-    Args:
-        tables: cosines and sines; empty without rotary embedding.
-        masked: attention needs a mask.
-    """
-
-    def __init__(
-        self,
-        tape: Tape,
-        shape: LayerShape,
-        kernels: Kernels,
-        sizes: Sizes,
-        *,
-        tables: tuple[Sketch, ...] = (),
-        masked: bool = False,
-        again: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(tape, shape, kernels, sizes, again)
-        self._tables, self._masked = tables, masked
-        self._is_flash = not is_eager(shape, kernels)
+    """Of one layer on one tape."""
 
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         """Return the result, and the probabilities if there are any."""
@@ -73,19 +45,15 @@ class Attention(Norms):
                     packed = self._turned(packed)
                 query, key, value = self._operations.parts(packed, [sizes.tokens * width for width in widths])
             return self._query_key_norm(query, sizes.heads), self._query_key_norm(key, sizes.key_value_heads), value
-        query = self._turned(self._columns(hidden, widths[0], shape.bias, "queries"))
-        if not shape.late_norm:
-            query = self._query_key_norm(query, sizes.heads)
-        key = self._turned(self._columns(hidden, widths[1], shape.bias, "keys"))
-        if not shape.late_norm:
-            key = self._query_key_norm(key, sizes.key_value_heads)
+
+        def norm(x: Sketch, heads: int, *, late: bool) -> Sketch:
+            return self._query_key_norm(x, heads) if late == shape.late_norm else x
+
+        query = norm(self._turned(self._columns(hidden, widths[0], shape.bias, "queries")), heads[0], late=False)
+        key = norm(self._turned(self._columns(hidden, widths[1], shape.bias, "keys")), heads[1], late=False)
         value = self._columns(hidden, widths[2], shape.bias, "values")
-        if not self._is_flash:
-            value = self._turned(value)
-        if shape.late_norm:
-            query = self._query_key_norm(query, sizes.heads)
-            key = self._query_key_norm(key, sizes.key_value_heads)
-        return query, key, value
+        value = value if self._is_flash else self._turned(value)
+        return norm(query, heads[0], late=True), norm(key, heads[1], late=True), value
 
     def _columns(self, hidden: Sketch, width: int, bias: bool, name: str) -> Sketch:
         """A product whose result is split over tensor parallelism, `width` columns here."""
@@ -140,10 +108,8 @@ class Attention(Norms):
         if not self._is_flash:
             return self._eager(query, key, value)
         mask = None
-        groups = sizes.heads // sizes.key_value_heads
         if self._masked:
-            if groups > 1:
-                key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+            key, value = self._for_every_head(key), self._for_every_head(value)
             size = sizes.batch * sizes.context**2
             inverted = self._tape.new(size, 1)
             mask = self._tape.new(size, sizes.element, "mask of one layer")
@@ -165,15 +131,14 @@ class Attention(Norms):
 
     def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
         operations, sizes, shape = self._operations, self._sizes, self._shape
-        groups = sizes.heads // sizes.key_value_heads
-        if groups > 1:
-            key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+        grouped = sizes.heads > sizes.key_value_heads
+        key, value = self._for_every_head(key), self._for_every_head(value)
         scores = sizes.tokens * sizes.heads * sizes.context
         # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
         lies_by_heads = shape.rotary.joined
         weights = operations.scaled(
             operations.product(
-                self._by_heads(query, lies_by_heads), self._by_heads(key, groups > 1 or lies_by_heads), scores
+                self._by_heads(query, lies_by_heads), self._by_heads(key, grouped or lies_by_heads), scores
             )
         )
         if shape.attention.soft_cap:
@@ -183,11 +148,17 @@ class Attention(Norms):
         weights = operations.offset(weights)  # plus the mask
         if shape.attention.wide_softmax:
             weights = operations.to(weights, WIDE)
-        weights = operations.to(operations.softmax(weights, "probabilities"), sizes.element, "probabilities")
+        weights = operations.to(
+            operations.elementwise(weights, "probabilities", saves_result=True), sizes.element, "probabilities"
+        )
         size = sizes.tokens * sizes.heads * shape.attention.head_size
-        result = operations.product(weights, self._by_heads(value, groups > 1), size)
+        result = operations.product(weights, self._by_heads(value, grouped), size)
         result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
         return result, weights
 
     def _by_heads(self, x: Sketch, lies_so: bool) -> Sketch:
-        return x if lies_so or self._sizes.batch == 1 else self._operations.clone(x, x.storage.name)
+        return x if lies_so or self._sizes.batch == 1 else self._operations.offset(x, x.storage.name)
+
+    def _for_every_head(self, x: Sketch) -> Sketch:
+        groups = self._sizes.heads // self._sizes.key_value_heads
+        return self._operations.repeated(x, groups) if groups > 1 else x

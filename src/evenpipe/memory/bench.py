@@ -157,15 +157,8 @@ class Bench:
                 master.grad = None
             self._microbatch(first=True, split=True)
             hidden, stored, queued = self._microbatch(split=True)
-        return Trace(
-            hidden,
-            stored,
-            tuple(self._moved),
-            queued,
-            self._profiles,
-            gradients,
-            self._input_gradients if split else (),
-        )
+        input_gradients = self._input_gradients if split else ()
+        return Trace(hidden, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
@@ -176,8 +169,9 @@ class Bench:
         hidden = torch.empty(self._shape, dtype=self._dtype)
         size = tracker.live - before
         if recompute:
-            with torch.no_grad():
-                self._bare_forward(hidden)
+            with torch.no_grad(), self._passing("bare forward"):
+                output = self._stage(hidden)
+            del output
         edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
         stored = tracker.live - before - size
 
@@ -201,11 +195,6 @@ class Bench:
         del input_gradient
         assert first or tracker.live == before, f"{tracker.live - before} bytes of a microbatch are not freed"
         return size, stored, queued
-
-    def _bare_forward(self, hidden: Tensor) -> None:
-        with self._passing("bare forward"):
-            output = self._stage(hidden)
-        del output
 
     def _forward(self, hidden: Tensor, name: str, *, split: bool, keep_all: bool) -> GradientEdge:
         self._queue.under_way = KEY if split else None

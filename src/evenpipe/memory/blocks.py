@@ -29,20 +29,20 @@ class Block(Attention):
         hidden, _weights = self._part("attention", self._attention_part, hidden)
         _attended = hidden if self._shape.holds_attention else None
         if "after attention" in norms:
-            hidden = self._norm(hidden, "norm behind attention")
+            hidden = self.norm(hidden, "norm behind attention")
         hidden = add(residual, self._scaled(hidden), "middle of the layer")
         residual = hidden
         hidden, _ = self._part("mlp", self._mlp_part, hidden)
         if "after mlp" in norms:
-            hidden = self._norm(hidden, "norm behind the MLP")
+            hidden = self.norm(hidden, "norm behind the MLP")
         return add(residual, self._scaled(hidden), "output")
 
     def _side_by_side(self, hidden: Sketch) -> Sketch:
         residual = hidden
-        hidden = self._norm(hidden, "norm")
+        hidden = self.norm(hidden, "norm")
         attended, _weights = self._attention(hidden)
         if "before mlp" in self._shape.norms:
-            hidden = self._norm(residual, "norm before the MLP")
+            hidden = self.norm(residual, "norm before the MLP")
         hidden = self._mlp(hidden)
         return self._operations.add(self._operations.add(residual, attended), hidden, "output")
 
@@ -58,14 +58,14 @@ class Block(Attention):
 
     def _attention_part(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         if "before attention" in self._shape.norms:
-            hidden = self._norm(hidden, "norm before attention")
+            hidden = self.norm(hidden, "norm before attention")
         return self._attention(hidden)
 
     # --- MLP -----------------------------------------------------------------------------------------------------
 
     def _mlp_part(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         if "before mlp" in self._shape.norms:
-            hidden = self._norm(hidden, "norm before the MLP")
+            hidden = self.norm(hidden, "norm before the MLP")
         return self._mlp(hidden), None
 
     def _mlp(self, hidden: Sketch) -> Sketch:
@@ -92,17 +92,10 @@ class Block(Attention):
                 return operations.fused_packed_gate(packed, "input of down")
             gate, up = operations.parts(packed, [sizes.tokens * sizes.mlp] * 2)
             return operations.times(up, self._activated(gate, "activated gate"), "input of down")
-        if fused:
-            return operations.fused_gate(
-                self._columns(hidden, sizes.mlp, shape.mlp.bias, "gate"),
-                self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"),
-                "input of down",
-            )
-        return operations.times(
-            self._activated(self._columns(hidden, sizes.mlp, shape.mlp.bias, "gate"), "activated gate"),
-            self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"),
-            "input of down",
-        )
+        gate = self._columns(hidden, sizes.mlp, shape.mlp.bias, "gate")
+        if not fused:
+            gate = self._activated(gate, "activated gate")
+        return operations.times(gate, self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"), "input of down")
 
     def _activated(self, x: Sketch, name: str) -> Sketch:
         operations, function = self._operations, self._shape.mlp.activation

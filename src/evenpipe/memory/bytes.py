@@ -27,6 +27,16 @@ class PartBytes:
     reducing_peak: int = 0
     """Peak within REDUCE_GRAD, above; the gradients exist."""
 
+    @property
+    def weight_gradients(self) -> int:
+        """The part of the gradients that W computes."""
+        return self.gradients - self.input_gradients
+
+    @property
+    def summed(self) -> int:
+        """Live from REDUCE_GRAD to the end of the step."""
+        return self.gradients if self.reduced is None else self.reduced
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPeaks:
@@ -72,6 +82,16 @@ class StageBytes:
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
+
+    @property
+    def uncopied(self) -> int:
+        """The rest of `input` and `stored`."""
+        return self.input + self.stored - self.copied
+
+    @property
+    def copied(self) -> int:
+        """Bytes of a copy of one microbatch's activations to the host, if its forward keeps its graph."""
+        return self.input + self.stored if self.moved is None else self.moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +177,10 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer + self.copies
 
 
+TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
+"""Parts of a device's peak."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """The peak of one device, and its parts at that moment."""
@@ -166,7 +190,6 @@ class DeviceMemory:
     binding_event: str
     """The moment: "F of stage 0, microbatch 3", "optimizer step", ..."""
     terms: dict[str, int] = field(default_factory=dict)
-    """parameters, gradients, optimizer, activations, vocabulary, buffers, transient: at that moment; they add up to
-    `peak`."""
+    """Bytes by `TERMS` at that moment; they add up to `peak`."""
     curve: tuple[int, ...] = ()
     """Live bytes after each item of the device's row, if requested."""

@@ -8,19 +8,24 @@ own) and after them (the last norm).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import PassPeaks, StageBytes
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
-from evenpipe.memory.layers import SMALLEST_MOVED, LayerBytes, check_has_closed_form, given, layer_bytes
-from evenpipe.memory.sketch import Tape, held
+from evenpipe.memory.layers import (
+    INPUT,
+    SMALLEST_MOVED,
+    LayerBytes,
+    LayerRun,
+    check_has_closed_form,
+    given,
+    layer_bytes,
+)
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
@@ -69,40 +74,23 @@ class ClosedForms:
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
             raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
-        cut: dict[str, Any] = {
-            "tokens": portion.microbatch_size * portion.sequence,
-            "sequence": portion.sequence,
-            "element": portion.element,
-            "tp": portion.tp,
-            "sequence_parallel": portion.sequence_parallel and portion.tp > 1,
-            "cp": portion.cp,
-        }
 
-        def layers(choices: Sequence[str]) -> list[LayerBytes]:
-            return [
-                self._layer(shape, kernels, **cut, checkpointing=choice)
-                for shape, choice in zip(shapes[first:last], choices, strict=True)
-            ]
-
-        sizes, element = sizes_of(shapes[0], **cut), portion.element
+        sizes = sizes_of(shapes[0], portion)
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
-        ends = _Ends(
-            stream=sizes.stream * element,
-            made=sum(made.values()),
-            start=self._start,
-            is_first=is_first,
-            positions=sizes.tokens // sizes.batch * sizes.hidden * element if self._start == "positions" else 0,
-            indices=8 * {"positions": sizes.tokens // sizes.batch, "scaled": sizes.tokens}.get(self._start, 0),
-            norm=_norm_bytes(shapes[0], kernels, sizes, owned=is_last),
-            is_last=is_last,
-        )
+        norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last)
         moves = [layer not in kept_layers for layer in range(first, last)]
-        stage = _Stage(layers(choices[first:last]), ends, moves)
+
+        def stage(choices: Sequence[str]) -> _Stage:
+            own = zip(shapes[first:last], choices, strict=True)
+            layers = [self._layer(shape, kernels, portion, choice) for shape, choice in own]
+            ends: dict[str, Any] = {"start": self._start, "norm": norm, "is_first": is_first, "is_last": is_last}
+            return _Stage(layers, moves, sizes, made=sum(made.values()), **ends)
+
         plain = ["none"] * (last - first)
-        again = None if choices[first:last] == plain else _Stage(layers(plain), ends, moves).bytes(None)
-        return stage.bytes(again)
+        again = None if choices[first:last] == plain else stage(plain).bytes(None)
+        return stage(choices[first:last]).bytes(again)
 
 
 def start_of(description: Description) -> Start:
@@ -116,8 +104,7 @@ def start_of(description: Description) -> Start:
     return "multiplied" if hasattr(config, "embedding_multiplier") else "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
+class _Norm(NamedTuple):
     """The norm after the layers, or its operations on zeros if the stage does not own it."""
 
     saved: int
@@ -128,76 +115,58 @@ class _Norm:
 
 
 def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: bool) -> _Norm:
-    tape = Tape()
-    tape.recording = owned
-    hidden = tape.new(sizes.stream, sizes.element)
-    hidden.node = tape.leaf()
-    live, meter = tape.meter.live, tape.meter
-    meter.reset()
-    output = Block(tape, shape, kernels, sizes).last_norm(hidden)
-    forward_peak, saved = meter.peak - live, meter.live - live - output.bytes
+    run = LayerRun(shape, kernels, sizes, part=lambda block, hidden: block.norm(hidden, "last norm"))
+    run.tape.recording = owned
+    run.forward()
     if not owned:
-        return _Norm(0, 0, False, forward_peak, 0)
-    assert output.node is not None
-    root, storages = output.node, held(output.node)
-    saves_input = any(one is hidden.storage for one in storages)
-    moved = sum(one.bytes for one in storages if one is not hidden.storage and one.bytes >= SMALLEST_MOVED)
-    del storages
-    del output
-    gradient = tape.new(sizes.stream, sizes.element)  # held by its receiver
-    live = meter.live
-    meter.reset()
-    tape.backward(root, [gradient])
-    return _Norm(saved, moved, saves_input, forward_peak, meter.peak - live)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ends:
-    """The parts of a stage besides its layers."""
-
-    stream: int
-    """Bytes of the hidden states."""
-    made: int
-    """Tables, masks and positions that the model's forward computes for all its layers."""
-    start: Start
-    is_first: bool
-    positions: int
-    """Learned positions of one sequence."""
-    indices: int
-    """Rows that the first stage's look-ups saved."""
-    norm: _Norm
-    is_last: bool
-
-    @property
-    def begins(self) -> bool:
-        """Whether it allocates a tensor for the first layer."""
-        return self.is_first and self.start != "nothing"
-
-    @property
-    def lasting(self) -> int:
-        """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
-        the hidden states of other stages."""
-        zeros = 0 if self.is_first and self.is_last else self.stream
-        multiplied = self.stream if self.start == "multiplied" and not self.is_first else 0
-        return self.made + zeros + multiplied + self.positions
-
-    @property
-    def early(self) -> int:
-        """Bytes that are freed after the first layer."""
-        return self.stream if self.start == "positions" and not self.is_first else 0
-
-    @property
-    def holds_first(self) -> bool:
-        """Whether its first tensor stays until the end of the forward."""
-        return self.begins and self.start != "positions"
+        return _Norm(0, 0, False, run.peak, 0)
+    saves_input = any(one.name == INPUT for one in run.saved_storages())
+    return _Norm(run.saved, run.moved(()), saves_input, run.peak, run.backward(True, True))
 
 
 class _Stage:
-    """Layers and ends, pass by pass."""
+    """Layers and ends, pass by pass.
 
-    def __init__(self, layers: Sequence[LayerBytes], ends: _Ends, moves: Sequence[bool]) -> None:
-        self._layers, self._ends, self._moves = layers, ends, moves
-        shared = {"indices": ends.indices if ends.begins else 0}
+    Args:
+        moves: of each layer, whether its saved tensors go to the host.
+        made: bytes of tables, masks and positions that the model's forward computes for all its layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        moves: Sequence[bool],
+        sizes: Sizes,
+        *,
+        start: Start,
+        made: int,
+        norm: _Norm,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self._layers, self._moves, self._norm, self._is_last = layers, moves, norm, is_last
+        tokens = sizes.tokens // sizes.batch
+        self._stream = stream = sizes.stream * sizes.element
+        """Bytes of the hidden states."""
+        self._begins = is_first and start != "nothing"
+        """Whether it allocates a tensor for the first layer."""
+        self._holds_first = self._begins and start != "positions"
+        """Whether that stays until the end of the forward."""
+        indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if self._begins else 0
+        self._looked_up = indices if start == "scaled" else 0
+        """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
+        self._early = stream if start == "positions" and not is_first else 0
+        """Bytes that are freed after the first layer."""
+        self._lasting = made + (0 if is_first and is_last else stream)
+        """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
+        the hidden states of other stages."""
+        if start == "multiplied" and not is_first:
+            self._lasting += stream
+        if start == "positions":  # learned positions of one sequence
+            self._lasting += tokens * sizes.hidden * sizes.element
+        self._indices = indices
+        """Rows that its look-ups save for the backward."""
+        shared = {"indices": indices}
         self._goes_with: dict[int, int] = {}
         given: set[str] = set()
         for place, layer in enumerate(layers):
@@ -212,8 +181,8 @@ class _Stage:
 
     def bytes(self, recomputed: StageBytes | None) -> StageBytes:
         """recomputed: for microbatches that have R, if that differs."""
-        stream = self._ends.stream
-        if not self._layers and not self._ends.is_last and not self._ends.begins:
+        stream = self._stream
+        if not self._layers and not self._is_last and not self._begins:
             return StageBytes(input=stream, output=stream, stored=0, queued=0)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
@@ -226,7 +195,7 @@ class _Stage:
                 forward=forward.above,
                 backward=self._backward().above,
                 input=self._backward(split=True).above,
-                weight=joined(Stretch(one.weight_peak, -one.queued) for one in reversed(self._layers)).above,
+                weight=joined(Stretch(one.peaks.weight, -one.queued) for one in reversed(self._layers)).above,
                 recompute=forward.above if recomputed is None else recomputed.peaks.forward,
                 bare_forward=bare.above,
             ),
@@ -235,59 +204,58 @@ class _Stage:
 
     def _moved(self) -> int:
         """Return the bytes of copies to the host."""
-        ends = self._ends
-        moved, sizes, seen = 0, [ends.indices if ends.begins else 0], set[str]()
+        moved, sizes, seen = 0, [self._indices], set[str]()
         for layer, moves in zip(self._layers, self._moves, strict=True):
             if moves:
                 moved += layer.moved
-                sizes.append(ends.stream if layer.saves_input else 0)
+                sizes.append(self._stream if layer.saves_input else 0)
             for name, size in layer.tables.items() if layer.moves_tables else ():
                 sizes += [size] if moves and name not in seen else []  # if the first layer keeps it, it stays
                 seen.add(name)
-        if ends.is_last:
-            moved += ends.norm.moved
-            sizes.append(ends.stream if ends.norm.saves_input else 0)
+        if self._is_last:
+            moved += self._norm.moved
+            sizes.append(self._stream if self._norm.saves_input else 0)
         return moved + sum(size for size in sizes if size >= SMALLEST_MOVED)
 
     def _input_goes(self, place: int) -> int:
         """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
-        return self._ends.stream if place or self._ends.begins else 0
+        return self._stream if place or self._begins else 0
 
     def _forward(self, *, bare: bool) -> Stretch:
-        ends, stream = self._ends, self._ends.stream
-        looked_up = ends.indices if ends.begins and ends.start == "scaled" and not bare else 0
-        started = ends.lasting + looked_up + ends.early + (stream if ends.begins else 0)
+        stream = self._stream
+        looked_up = 0 if bare else self._looked_up
+        started = self._lasting + looked_up + self._early + (stream if self._begins else 0)
         row = [Stretch(started, started)]
-        goes_at_end = ends.lasting + looked_up - (0 if bare else self._shared + self._given)
+        goes_at_end = self._lasting + looked_up - (0 if bare else self._shared + self._given)
         for place, layer in enumerate(self._layers):
             goes = self._input_goes(place) if bare or not layer.saves_input else 0
-            if not place and ends.holds_first:
+            if not place and self._holds_first:
                 goes_at_end, goes = goes_at_end + goes, 0
             if not place:
-                goes += ends.early
+                goes += self._early
             kept = 0 if bare else layer.saved
-            row.append(Stretch(layer.bare_forward_peak if bare else layer.forward_peak, kept + stream - goes))
-        norm = ends.norm
+            row.append(Stretch(layer.peaks.bare_forward if bare else layer.peaks.forward, kept + stream - goes))
+        norm = self._norm
         kept = -goes_at_end
-        if ends.is_last:
+        if self._is_last:
             kept += stream - (stream if bare or not norm.saves_input else 0) + (0 if bare else norm.saved)
         return joined([*row, Stretch(norm.forward_peak, kept)])
 
     def _backward(self, *, split: bool = False) -> Stretch:
-        ends, stream = self._ends, self._ends.stream
+        stream = self._stream
         row = []
-        if ends.is_last:
-            norm = ends.norm
+        if self._is_last:
+            norm = self._norm
             row.append(Stretch(norm.backward_peak, stream - norm.saved - (stream if norm.saves_input else 0)))
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
             # The stage's received gradient is held by its receiver.
-            received = place == len(self._layers) - 1 and not ends.is_last
+            received = place == len(self._layers) - 1 and not self._is_last
             kept = stream - layer.saved - (self._input_goes(place) if layer.saves_input else 0)
             kept -= 0 if received and not (split and layer.queues_gradient) else stream
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
-            holds_input = not place and not ends.begins
-            row.append(Stretch(layer.peaks[received, holds_input][split], kept))
+            holds_input = not place and not self._begins
+            row.append(Stretch(layer.peaks.backward[received, holds_input][split], kept))
         return joined([*row, Stretch(0, -self._shared)])

@@ -47,41 +47,36 @@ class Sizes:
         return self.stream_tokens * self.hidden
 
     @property
-    def whole(self) -> int:
-        return self.tokens * self.hidden
-
-    @property
     def gathered(self) -> int:
         """For `Operations.linear`: elements to gather, 0 if all are here."""
-        return 0 if self.stream_tokens == self.tokens else self.whole
+        return 0 if self.stream_tokens == self.tokens else self.tokens * self.hidden
 
 
-def sizes_of(
-    shape: LayerShape, *, tokens: int, sequence: int, element: int, tp: int, sequence_parallel: bool, cp: int
-) -> Sizes:
+def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
     """Return the sizes of one GPU.
 
     Raises:
         InputError: a size is not divisible.
     """
-    batch = divided(tokens, sequence, "tokens of a microbatch over the sequence")
-    local = batch * divided(sequence, cp, "sequence over context parallelism")
+    tp, batch = portion.tp, portion.microbatch_size
+    tokens = batch * divided(portion.sequence, portion.cp, "sequence over context parallelism")
     heads = divided(shape.attention.heads, tp, "heads over tensor parallelism")
     key_value_heads = shape.attention.key_value_heads
     if key_value_heads < tp:
         divided(tp, key_value_heads, "tensor parallelism over heads of keys and values")
         key_value_heads = tp  # every GPU holds one whole head; some hold the same one
+    parts = tp if portion.sequence_parallel else 1
     return Sizes(
         batch=batch,
-        tokens=local,
-        context=sequence,
+        tokens=tokens,
+        context=portion.sequence,
         hidden=shape.hidden_size,
         heads=heads,
         key_value_heads=divided(key_value_heads, tp, "heads of keys and values over tensor parallelism"),
         mlp=divided(shape.mlp.size, tp, "size of the MLP over tensor parallelism"),
-        element=element,
-        stream_tokens=divided(local, tp, "tokens over sequence parallelism") if sequence_parallel else local,
-        context_parallel=cp,
+        element=portion.element,
+        stream_tokens=divided(tokens, parts, "tokens over sequence parallelism"),
+        context_parallel=portion.cp,
     )
 
 

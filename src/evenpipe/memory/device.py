@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
-from evenpipe.vocabulary import LossOptions
+from evenpipe.schedule import Item, Kind, Pass, parts_of
+from evenpipe.vocabulary import LossOptions, split
 
 from .bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
-from .heads import Head, whole_head
 from .model_bytes import ModelBytes
-from .parameters import Held, padded_rows
+from .parameters import Held
 from .programs import Planned
 from .settings import Settings
 from .states import ELEMENT_BYTES, part_bytes, state_bytes
@@ -35,17 +35,15 @@ class DeviceBytes:
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, settings.parallelism
-        last_stage = placement.last_stage
-        split_backwards = plan.splits(device)
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0
         for stage in placement.stages_of(device):
             first, last = plan.bounds[stage]
-            ends = (stage == 0, stage == last_stage)
+            ends = (stage == 0, stage == placement.last_stage)
             own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1])
             held += own
             buffers += source.parameters.buffers(first, last)
-            stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=split_backwards)
+            stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=plan.splits[device])
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
         embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)
@@ -73,6 +71,22 @@ class DeviceBytes:
             fixed=_fixed(plan, settings, device, held=held, hidden=hidden) + buffers,
         )
 
+    def host(self, row: Sequence[Item | None]) -> int:
+        """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
+        activations, from O until they are copied back (L)."""
+        # A forward that has R keeps only its input.
+        passes = [part for item in row if isinstance(item, Pass) for part in parts_of(item)]
+        again = {(part.stage, part.microbatch) for part in passes if part.kind is Kind.R}
+        held = most = 0
+        for part in passes:
+            if part.kind in (Kind.O, Kind.L):
+                assert part.stage is not None
+                stage = self.stages[part.stage]
+                size = stage.input if (part.stage, part.microbatch) in again else stage.copied
+                held += size if part.kind is Kind.O else -size
+                most = max(most, held)
+        return most
+
 
 def _stage(
     source: ModelBytes, settings: Settings, bounds: tuple[int, int], ends: tuple[bool, bool], *, own: Held, split: bool
@@ -81,7 +95,7 @@ def _stage(
     whole = parallelism.tp == parallelism.cp == 1
     if settings.traced and not whole:
         raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
-    if settings.traced or (whole and not source.has_closed_form):
+    if settings.traced or (whole and source.closed is None):
         found = source.traced_stage(bounds, ends, settings, split=split)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
@@ -104,8 +118,9 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
     exchanged = settings.parallelism.cp > 1 and settings.parallelism.cp_exchange == "all-to-all"
     if not settings.framework.attention_copies or not (settings.microbatch_size > 1 or exchanged):
         return 0
+    assert source.closed is not None
     total = 0
-    for shape, choice in zip(source.shapes[first:last], settings.checkpointing[first:last], strict=True):
+    for shape, choice in zip(source.closed.shapes[first:last], settings.checkpointing[first:last], strict=True):
         if choice not in COPIES_NOTHING:
             width = shape.attention.heads * shape.attention.head_size
             total += settings.tokens_here * width * settings.element // settings.parallelism.tp
@@ -115,61 +130,50 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
 # --- vocabulary ------------------------------------------------------------------------------------------------------
 
 
+def _padded_rows(source: ModelBytes, settings: Settings) -> int:
+    multiple = settings.framework.vocabulary_multiple * settings.parallelism.tp
+    return -(-source.description.vocabulary_size // multiple) * multiple
+
+
 def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) -> tuple[int, int]:
     """Return the rows of the embedding and of the output layer on each GPU of a device."""
-    tp = settings.parallelism.tp
-    rows = padded_rows(source.description.vocabulary_size, settings.framework.vocabulary_multiple * tp)
-    placement = plan.program.placement
+    tp, placement = settings.parallelism.tp, plan.program.placement
+    rows = _padded_rows(source, settings)
     if settings.sharded:
-        part = -(-rows // (placement.devices * tp))  # as `vocabulary.shards.split` cuts them
-        own = max(0, min(rows - device * tp * part, part))
+        own = split(rows, placement.devices * tp)[device * tp].rows
         return own, own
-    part = -(-rows // tp)
-    return part * (device == placement.first_device), part * (device == placement.last_device)
+    return rows // tp * (device == placement.first_device), rows // tp * (device == placement.last_device)
 
 
 def _vocabulary(
     source: ModelBytes, plan: Planned, settings: Settings, device: int, *, rows: tuple[int, int], hidden: int
 ) -> VocabularyBytes:
-    description, placement = source.description, plan.program.placement
-    multiple = settings.framework.vocabulary_multiple * settings.parallelism.tp
+    description, placement, parallelism = source.description, plan.program.placement, settings.parallelism
     shape = VocabularyShape(
-        rows=padded_rows(description.vocabulary_size, multiple),
+        rows=_padded_rows(source, settings),
         hidden_size=description.hidden_size,
         sequences=settings.microbatch_size,
-        tokens=settings.sequence // settings.parallelism.cp,
+        tokens=settings.sequence // parallelism.cp,
         element=settings.element,
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
         options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
-        tied=description.tied,
     )
     found = vocabulary_bytes(
         settings.recipe.vocabulary,
         device,
         placement,
         shape,
-        kernels=settings.kernels,
+        loss=settings.kernels.loss,
+        stream=hidden,
+        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathered_head,
         machine=settings.machine,
-        tensor_parallel=settings.parallelism.tp,
+        tensor_parallel=parallelism.tp,
     )
-    if settings.sharded:
-        return found
-    if settings.framework.placeholders and device == placement.first_device:
-        peak = (
-            rows[0] * description.hidden_size * settings.element
-        )  # the gradient of all rows, before it is added to the sum
+    if settings.framework.placeholders and not settings.sharded and device == placement.first_device:
+        # The gradient of all rows, before it is added to the sum.
+        peak = rows[0] * description.hidden_size * settings.element
         found = replace(found, embedding=replace(found.embedding, backward_peak=peak))
-    if device == placement.last_device and settings.kernels.loss != "evenpipe":
-        head = Head(
-            tokens=settings.tokens_here,
-            rows=rows[1],
-            hidden_size=description.hidden_size,
-            element=settings.element,
-            hidden=hidden,
-            gathers=settings.sequence_parallel,
-        )
-        found = whole_head(found, head, settings.kernels.loss, settings.framework)
     return found
 
 

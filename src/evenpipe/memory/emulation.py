@@ -17,8 +17,9 @@ Sources for saved tensors: reference implementations of FlashAttention (arXiv 22
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,37 +51,37 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
         attention = {"flash": KERNEL, "eager": "eager"}.get(kernels.attention)
         for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
             if attention is not None:  # otherwise the model's own choice: sdpa, or eager if it refuses that
-                stack.enter_context(_set(config, "_attn_implementation_internal", attention))
+                stack.enter_context(replaced(config, "_attn_implementation_internal", attention))
         for module in modules:
-            for name, value in _replaced(module, kernels).items():
-                stack.enter_context(_set(module, name, value))
+            kernel = _kernel_of(module, kernels)
+            if kernel is not None:
+                stack.enter_context(replaced(module, "forward", kernel))
         if kernels.rotary == "fused":
             for name in {type(module).__module__ for module in modules}:
                 file = sys.modules[name]
                 if hasattr(file, "apply_rotary_pos_emb"):
-                    stack.enter_context(_set(file, "apply_rotary_pos_emb", _rotate))
+                    stack.enter_context(replaced(file, "apply_rotary_pos_emb", _rotate))
         for module in modules:
             if kernels.packed_qkv and all(isinstance(getattr(module, name, None), nn.Linear) for name in QUERY_NAMES):
-                packed = _PackedProjections(module)
-                for name in QUERY_NAMES:
-                    stack.enter_context(_set(getattr(module, name), "forward", packed.of(name)))
+                for name, forward in _packed_projections(module).items():
+                    stack.enter_context(replaced(getattr(module, name), "forward", forward))
         yield
 
 
-def _replaced(module: Any, kernels: Kernels) -> dict[str, Any]:
-    """Yield attributes of a module that these kernels replace."""
+def _kernel_of(module: Any, kernels: Kernels) -> Callable[..., Tensor] | None:
+    """Return the forward of a module that these kernels replace."""
     if kernels.norm == "fused" and is_norm(module):
-        return {"forward": lambda hidden: _apply(_Norm, hidden, module.weight, getattr(module, "bias", None))}
+        return lambda hidden: _norm(hidden, module.weight, getattr(module, "bias", None))
     if kernels.activation == "fused":
         if _holds(module, GATE_NAMES):
-            return {"forward": lambda x: module.down_proj(_apply(_Gate, module.gate_proj(x), module.up_proj(x)))}
+            return lambda x: module.down_proj(_activation(module.gate_proj(x), module.up_proj(x)))
         if _holds(module, PACKED_GATE_NAMES):
-            return {"forward": lambda x: module.down_proj(_apply(_PackedGate, module.gate_up_proj(x)))}
+            return lambda x: module.down_proj(_packed_gate(module.gate_up_proj(x)))
         if type(module).__module__ in ACTIVATIONS:
-            return {"forward": lambda x: _apply(_Activation, x)}
+            return _activation
     if kernels.weight_gradient == "fused" and type(module) is nn.Linear:
-        return {"forward": lambda x: _apply(_Linear, x, module.weight, module.bias)}
-    return {}
+        return lambda x: _linear(x, module.weight, module.bias)
+    return None
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -94,7 +95,7 @@ def _holds(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object temporarily."""
     attributes = vars(owner)
     there, before = name in attributes, attributes.get(name)
@@ -110,111 +111,94 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 # --- functions --------------------------------------------------------------------------------------------------------
 
-
-def _apply(function: type[torch.autograd.Function], *given: Any) -> Any:
-    apply: Any = function.apply
-    return apply(*given)
+Saved = tuple[Tensor, ...]
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result = torch.empty_like(hidden)
-        rows = [hidden.new_empty(hidden.shape[:-1], dtype=torch.float32) for _ in range(1 if bias is None else 2)]
-        ctx.save_for_backward(hidden, *rows)
-        ctx.parameters = weight, bias
-        return result
+class _Kernel(torch.autograd.Function):
+    """Allocates its results and saves tensors; its backward allocates gradients."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        hidden = ctx.saved_tensors[0]
-        weight, bias = ctx.parameters
-        return torch.empty_like(hidden), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
+    def forward(ctx: Any, run: Callable[..., Any], gradients: Callable[..., Iterable[Any]], *inputs: Any) -> Any:
+        """run: inputs -> results, saved tensors. gradients: those, gradients of results -> gradients of inputs."""
+        results, saved = run(*inputs)
+        ctx.save_for_backward(*saved)
+        ctx.gradients = gradients
+        return results
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        return torch.empty_like(gate), torch.empty_like(up)
+    def backward(ctx: Any, *arrived: Tensor) -> Any:
+        return None, None, *ctx.gradients(ctx.saved_tensors, *arrived)
 
 
-class _PackedGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor) -> Tensor:
-        ctx.save_for_backward(packed)
-        return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.empty_like(ctx.saved_tensors[0])
+def _kernel(run: Callable[..., Any], gradients: Callable[..., Iterable[Any]], *inputs: Any) -> Any:
+    apply: Any = _Kernel.apply
+    return apply(run, gradients, *inputs)
 
 
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.empty_like(ctx.saved_tensors[0])
+def _like_saved(saved: Saved, *_: Tensor) -> Iterable[Tensor]:
+    return map(torch.empty_like, saved)
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> Any:
-        ctx.save_for_backward(cosine, sine)
-        return _heads(query), _heads(key)
+def _norm(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    parameters = (weight,) if bias is None else (weight, bias)
 
-    @staticmethod
-    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> Any:
-        return _heads(of_query), _heads(of_key), None, None
+    def run(hidden: Tensor, *_: Tensor) -> tuple[Tensor, Saved]:
+        rows = [hidden.new_empty(hidden.shape[:-1], dtype=torch.float32) for _ in parameters]
+        return torch.empty_like(hidden), (hidden, *rows)
+
+    return _kernel(run, lambda saved, _: map(torch.empty_like, (saved[0], *parameters)), hidden, *parameters)
+
+
+def _activation(*inputs: Tensor) -> Tensor:
+    """Of its input; or of a gate, times up."""
+    return _kernel(lambda *inputs: (torch.empty_like(inputs[0]), inputs), _like_saved, *inputs)
+
+
+def _packed_gate(packed: Tensor) -> Tensor:
+    shape = *packed.shape[:-1], packed.shape[-1] // 2
+    return _kernel(lambda packed: (packed.new_empty(shape), (packed,)), _like_saved, packed)
 
 
 def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, **__: Any) -> Any:
-    return _apply(_Rotary, query, key, cosine, sine)
+    return _kernel(
+        lambda query, key, *tables: ((_heads(query), _heads(key)), tables),
+        lambda _, of_query, of_key: (_heads(of_query), _heads(of_key), None, None),
+        *(query, key, cosine, sine),
+    )
 
 
-def _heads(like: Tensor) -> Tensor:
+def _heads(like: Tensor, size: int | None = None) -> Tensor:
     """Return a tensor [batch, heads, sequence, size] with the memory layout [batch, sequence, heads, size]."""
-    batch, heads, sequence, size = like.shape
-    return like.new_empty((batch, sequence, heads, size)).transpose(1, 2)
+    batch, heads, sequence, own = like.shape
+    return like.new_empty((batch, sequence, heads, size or own)).transpose(1, 2)
 
 
-class _Linear(torch.autograd.Function):
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer that makes no tensor for its weight's gradient, because it adds to the existing gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.weight = weight
-        return functional.linear(hidden, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.matmul(ctx.weight), None, None
+    return _kernel(
+        lambda hidden, *_: (functional.linear(hidden, weight, bias), (hidden,)),
+        lambda _, gradient: (gradient.matmul(weight), None, None),
+        *(hidden, weight, bias),
+    )
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query, key: [batch, heads, sequence, size]; value may have another size. Returns [batch, heads, ...]."""
-        batch, heads, sequence, _ = query.shape
-        result = query.new_empty((batch, sequence, heads, value.shape[-1])).transpose(1, 2)
-        logarithms = query.new_empty((batch, heads, sequence), dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, logarithms, mask)
-        return result
+def _packed_linear(hidden: Tensor, *weights: Tensor) -> Tensor:
+    shape = *hidden.shape[:-1], sum(weight.shape[0] for weight in weights)
+    return _kernel(
+        lambda hidden, *_: (hidden.new_empty(shape), (hidden,)),
+        lambda saved, _: map(torch.empty_like, (*saved, *weights)),
+        *(hidden, *weights),
+    )
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        return _heads(query), _heads(key), _heads(value), None
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query, key: [batch, heads, sequence, size]; value may have another size. Returns [batch, heads, ...]."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Saved]:
+        result = _heads(query, value.shape[-1])
+        return result, (query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
+
+    return _kernel(run, lambda saved, _: map(_heads, saved[:3]), query, key, value)
 
 
 # --- attention, as transformers calls it ------------------------------------------------------------------------------
@@ -222,49 +206,26 @@ class _Attention(torch.autograd.Function):
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
     """A kernel that handles windows, caps and grouped heads itself."""
-    if _in_rows(query) and value.shape[-1] == query.shape[-1] <= 256:  # as sdpa passes it to its kernel
+    in_rows = query.transpose(1, 2).is_contiguous()
+    if in_rows and value.shape[-1] == query.shape[-1] <= 256:  # as sdpa passes it to its kernel
         return sdpa_attention_forward(module, query, key, value, None, scaling=1.0)
-    return _apply(_Attention, query, key, value, None).transpose(1, 2).contiguous(), None
-
-
-def _in_rows(query: Tensor) -> bool:
-    return query.transpose(1, 2).is_contiguous()
-
-
-def _no_mask(**_: Any) -> None:
-    return None
+    return _attention(query, key, value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(KERNEL, _flash)
-AttentionMaskInterface.register(KERNEL, _no_mask)
+AttentionMaskInterface.register(KERNEL, lambda **_: None)
 
 
-class _PackedProjections:
-    """Compute queries, keys and values of an attention module in one product, when the first of them is needed."""
+def _packed_projections(module: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return forwards that compute queries, keys and values in one product, when the first of them is needed."""
+    layers = [getattr(module, name) for name in QUERY_NAMES]
+    ready: dict[str, Tensor] = {}
 
-    def __init__(self, module: nn.Module) -> None:
-        self._layers = {name: getattr(module, name) for name in QUERY_NAMES}
-        self._sizes = [layer.out_features for layer in self._layers.values()]
-        self._ready: dict[str, Tensor] = {}
+    def forward(name: str, hidden: Tensor) -> Tensor:
+        if name not in ready:
+            packed = _packed_linear(hidden, *(layer.weight for layer in layers))
+            parts = packed.split([layer.out_features for layer in layers], -1)
+            ready.update(zip(QUERY_NAMES, parts, strict=True))
+        return ready.pop(name)
 
-    def of(self, name: str) -> Callable[[Tensor], Tensor]:
-        def forward(hidden: Tensor) -> Tensor:
-            if name not in self._ready:
-                weights = [layer.weight for layer in self._layers.values()]
-                packed = _apply(_PackedLinear, hidden, *weights)
-                self._ready = dict(zip(QUERY_NAMES, packed.split(self._sizes, -1), strict=True))
-            return self._ready.pop(name)
-
-        return forward
-
-
-class _PackedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.weights = weights
-        return hidden.new_empty((*hidden.shape[:-1], sum(weight.shape[0] for weight in weights)))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.empty_like(ctx.saved_tensors[0]), *(torch.empty_like(weight) for weight in ctx.weights)
+    return {name: partial(forward, name) for name in QUERY_NAMES}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
@@ -22,17 +22,12 @@ from evenpipe.recipe.recipe import Recipe
 from .bytes import DeviceMemory
 from .device import DeviceBytes
 from .framework import FRAMEWORKS, Framework
-from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .programs import Planned
-from .reserved import ProcessMemory, overheads_of, process_memory
+from .reserved import ProcessMemory, Verdict, communicators_of, overheads_of, process_memory, verdict_of
 from .settings import Settings
 from .states import MIXED, SINGLE, Dtypes
-from .verdict import Verdict, verdict_of, worst
-
-TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
-"""Parts of a device's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +55,7 @@ class DeviceEstimate:
     @property
     def terms(self) -> Mapping[str, int]:
         """Bytes by `TERMS` at that moment; they add up to the bytes of all tensors."""
-        return {name: self.memory.terms.get(name, 0) for name in TERMS}
+        return self.memory.terms
 
     @property
     def peak_allocated(self) -> int:
@@ -109,15 +104,10 @@ class Estimate:
         return self.settings.recipe
 
     @property
-    def dtypes(self) -> Dtypes:
-        """Precisions."""
-        return self.settings.dtypes
-
-    @property
     def verdict(self) -> Verdict | None:
         """Verdict for the worst device; None if no GPU memory is given."""
         verdicts = [device.verdict for device in self.devices if device.verdict is not None]
-        return worst(verdicts) if verdicts else None
+        return max(verdicts, key=get_args(Verdict).index, default=None)
 
     @property
     def fits(self) -> bool | None:
@@ -139,7 +129,7 @@ class Estimate:
             "microbatches": self.recipe.microbatches,
             "microbatch_size": self.settings.microbatch_size,
             "sequence": self.settings.sequence,
-            "dtypes": asdict(self.dtypes),
+            "dtypes": asdict(self.settings.dtypes),
             "layers_per_stage": list(self.layers_per_stage),
             "devices": [device.to_dict() for device in self.devices],
             "gpu_memory": self.memory,
@@ -186,7 +176,7 @@ def estimate(
     description, recipe = source.description, recipe or Recipe()
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
-    chosen = _kernels(kernels)
+    chosen, usual = _kernels(kernels)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
     if memory is None and hardware is not None:
         memory = hardware.memory_bytes
@@ -196,7 +186,7 @@ def estimate(
         kept_layers=recipe.offload.kept_layers(description.layers),
         kernels=chosen,
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
-        framework=framework or _framework(kernels, chosen),
+        framework=framework or usual,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
         optimizer=optimizer,
@@ -221,7 +211,7 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
     process = process_memory(
         found.peak,
         settings.overheads,
-        communicators=plan.communicators(device, settings.parallelism, settings.framework),
+        communicators=communicators_of(device, settings.parallelism, settings.framework, plan.transfers),
         context_parallel=settings.parallelism.cp > 1,
     )
     placement = plan.program.placement
@@ -233,22 +223,19 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
         memory=found,
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
-        host=host_bytes(plan.program, device, held.stages),
-        copied=tuple(copied_bytes(held.stages[stage]) for stage in stages),
+        host=held.host(plan.program.rows[device]),
+        copied=tuple(held.stages[stage].copied for stage in stages),
     )
 
 
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 
-def _kernels(kernels: Kernels | str) -> Kernels:
+def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
+    """Return kernels, and the framework that runs them: our own, if they are no preset."""
     if isinstance(kernels, Kernels):
-        return kernels
+        name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
+        return kernels, FRAMEWORKS[name]
     if kernels not in PRESETS:
         raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
-    return PRESETS[kernels]
-
-
-def _framework(given: Kernels | str, kernels: Kernels) -> Framework:
-    names = [given] if isinstance(given, str) else [name for name, preset in PRESETS.items() if preset == kernels]
-    return FRAMEWORKS[names[0] if names else "transformers"]
+    return PRESETS[kernels], FRAMEWORKS[kernels]

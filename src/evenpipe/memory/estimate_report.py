@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from evenpipe.model import Description
 from evenpipe.schedule.words import count, table
 
-from .estimate import TERMS, Estimate
+from .bytes import TERMS
+from .estimate import Estimate
 from .paper import FEASIBLE, PaperEstimate
 from .sizes import GIB
 
@@ -26,7 +27,7 @@ def _head(description: Description, found: Estimate) -> list[str]:
     axes = [f"{name} {size}" for name in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
     if parallelism.zero:
         axes.append(f"zero {parallelism.zero}")
-    dtypes = found.dtypes
+    dtypes = settings.dtypes
     return [
         f"{description.architecture}: {count(description.layers, 'layer')}, {elements / 1e9:.3g} B parameters,"
         f" vocabulary {description.vocabulary_size}",
@@ -39,7 +40,7 @@ def _head(description: Description, found: Estimate) -> list[str]:
 
 def _table(found: Estimate) -> list[str]:
     several = any(len(device.stages) > 1 for device in found.devices)
-    unit, size, digits = _unit(max(device.peak_allocated for device in found.devices))
+    unit, size = _unit(max(device.peak_allocated for device in found.devices))
     moves = any(device.host for device in found.devices)
     head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved"]
     head += [*(["on the host"] if moves else []), "peak during"]
@@ -52,15 +53,15 @@ def _table(found: Estimate) -> list[str]:
                 str(device.device),
                 *([",".join(map(str, device.stages))] if several else []),
                 str(device.layers),
-                *(f"{figure / size:.{digits}f}" for figure in figures),
+                *(f"{figure / size:.2f}" for figure in figures),
                 device.binding_event,
             ]
         )
     return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows)]
 
 
-def _unit(most: int) -> tuple[str, int, int]:
-    return ("GiB", GIB, 2) if most >= GIB else ("MiB", 1 << 20, 2)
+def _unit(most: int) -> tuple[str, int]:
+    return ("GiB", GIB) if most >= GIB else ("MiB", 1 << 20)
 
 
 def _card(found: Estimate) -> list[str]:
@@ -108,8 +109,8 @@ def _paper(found: Estimate, paper: PaperEstimate) -> list[str]:
 
 
 def _size(size: float) -> str:
-    unit, bytes_of_unit, digits = _unit(round(size))
-    return f"{size / bytes_of_unit:.{digits}f} {unit}"
+    unit, bytes_of_unit = _unit(round(size))
+    return f"{size / bytes_of_unit:.2f} {unit}"
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

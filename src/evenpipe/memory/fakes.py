@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from evenpipe.memory.emulation import replaced
 from evenpipe.memory.tracker import Tracker
-from evenpipe.model import Description
-from evenpipe.model.modules import ModuleStage, Part
+from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 
 
@@ -47,42 +47,13 @@ class _GroupedProducts(TorchDispatchMode):
 def _nothing_packed() -> Iterator[None]:
     """transformers looks at position ids for sequences that share a row; without values it would have to assume some,
     and make a mask. This computes the same intermediates and answers no."""
-    find = masking_utils.find_packed_sequence_indices
 
     def found_none(position_ids: Tensor) -> None:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         (steps != 1).cumsum(-1)
 
-    masking_utils.find_packed_sequence_indices = found_none
-    try:
+    with replaced(masking_utils, "find_packed_sequence_indices", found_none):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
-
-
-def empty_stage(
-    description: Description,
-    first: int,
-    last: int,
-    *,
-    is_first: bool,
-    is_last: bool,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-) -> Stage | ModuleStage:
-    """Return layers [first, last) on the meta device, from anywhere in the model: unlike a trainable stage it may own
-    an end that it does not reach. For `give_storage`."""
-    build = ModuleStage if description.config is None else Stage
-    part = Part(
-        first=first,
-        last=last,
-        is_first=is_first,
-        is_last=is_last,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        torch_device="meta",
-    )
-    return build(description, part)
 
 
 def give_storage(stage: Stage | ModuleStage) -> None:
@@ -98,7 +69,8 @@ def give_storage(stage: Stage | ModuleStage) -> None:
             made[id(tensor)] = found
         return found
 
-    for module in _modules(stage):
+    embeddings = (module for embedding in stage._embedding for module in embedding.modules())
+    for module in (*stage.modules(), *((stage.whole,) if isinstance(stage, Stage) else ()), *embeddings):
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for table in tables:
             for name, value in list(table.items()):
@@ -106,14 +78,6 @@ def give_storage(stage: Stage | ModuleStage) -> None:
                     table[name] = fake(value)
         if hasattr(module, "rope_type"):
             module.rope_type = _as_it_is(module.rope_type)
-
-
-def _modules(stage: Stage | ModuleStage) -> Iterator[nn.Module]:
-    yield from stage.modules()
-    if isinstance(stage, Stage):
-        yield stage.whole
-    for embedding in stage._embedding:
-        yield from embedding.modules()
 
 
 def _as_it_is(rope_type: Any) -> Any:

@@ -42,8 +42,11 @@ class Framework:
     """Bytes of workspace for products, allocated like tensors."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Communicators besides those of the schedule's transfers, each by the axes in which its members differ."""
-    transfers: bool = True
-    """Transfers have their own communicators, as in the program; otherwise those of `groups` carry them."""
+
+    @property
+    def transfers(self) -> bool:
+        """Transfers have their own communicators, as in the program; otherwise that of the pipeline carries them."""
+        return ("pp",) not in self.groups
 
 
 EVENPIPE = Framework(
@@ -65,7 +68,6 @@ MEGATRON = Framework(
     attention_copies=True,
     workspace=32 * MIB,
     groups=(("tp",), ("pp",), ("cp",), ("dp", "cp"), ("tp", "pp"), ("dp", "tp", "cp", "pp")),
-    transfers=False,
 )
 """Megatron-LM with Transformer Engine: vocabulary padded by `--make-vocab-size-divisible-by` (128) times TP, a cuBLAS
 workspace of 32 MiB (`get_cublas_workspace_size_bytes`, Hopper and later; 4 MiB before), groups of

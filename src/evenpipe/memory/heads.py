@@ -1,7 +1,15 @@
-"""The whole output layer and loss of other frameworks on the GPUs of one tensor-parallel group.
+"""The whole output layer and loss of other frameworks, on the GPUs of one tensor-parallel group.
 
-`vocabulary.py` has only the losses. This file adds the input that the layer keeps, the tensors that sequence
-parallelism gathers and scatters, and the placeholder of a weight gradient that was added elsewhere:
+A linear layer and a cross-entropy at the end of the last stage, on all n tokens. What the losses allocate per logit:
+
+    fp32       logits in bf16, then in fp32, and their log-softmax, the only one that stays; two gradients in fp32
+    bf16       all of it in bf16
+    in-place   Megatron-LM's vocabulary-parallel cross-entropy: bf16 logits become fp32 probabilities in place
+    fused      Transformer Engine's: the logits become their own gradient
+    chunked    a head and loss over chunks of the tokens, recomputed in the backward, as in torchtitan
+
+Beside them are the input that the layer keeps, the tensors that sequence parallelism gathers and scatters, and the
+placeholder of a weight gradient that was added elsewhere:
 
     forward     X of all tokens is gathered; its given part stays; logits [tokens, V / tp]
     backward    the logits' gradient, X again, dX of all tokens, its part, and the placeholder [V / tp, hidden]
@@ -9,51 +17,53 @@ parallelism gathers and scatters, and the placeholder of a weight gradient that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from .bytes import OutputPeaks, VocabularyBytes
-from .framework import Framework
-from .vocabulary import per_logit
+from .letters import Letters
+from .operations import WIDE
+
+CHUNKS = 8
+"""Number of chunks of the loss in chunks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """Sizes of the output layer on one GPU."""
-
-    tokens: int
-    """Tokens of a microbatch, before sequence parallelism."""
-    rows: int
-    """Rows of the matrix on this GPU."""
-    hidden_size: int
-    element: int
-    hidden: int
-    """Bytes of the hidden states that the layer receives and whose gradient it returns."""
-    gathers: bool
-    """It receives parts, but products need all."""
+def per_logit(loss: str, e: int) -> tuple[int, int, int]:
+    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward, for logits
+    of e bytes."""
+    return {
+        "fp32": (WIDE, e + 2 * WIDE, 2 * WIDE),
+        "bf16": (e, 2 * e, 2 * e),
+        "in-place": (WIDE, e + WIDE, e),
+        "fused": (e, e, 0),
+    }[loss]
 
 
-def whole_head(found: VocabularyBytes, head: Head, loss: str, framework: Framework) -> VocabularyBytes:
-    """Return `found` with the output layer of another framework instead."""
+def framework_head(x: Letters, loss: str, *, stream: int, gathers: bool) -> VocabularyBytes:
+    """Return the bytes of the output layer and loss of another framework.
+
+    Args:
+        stream: bytes of the hidden states that the layer receives and whose gradient it returns.
+        gathers: they are parts, and the layer gathers all tokens for its products.
+    """
+    logits, hidden, matrix = x.n * x.R, x.n * x.h * x.e, x.R * x.h * x.e
     if loss == "chunked":
-        return replace(found, stored=found.stored + head.hidden)
-    logits = head.tokens * head.rows
-    stays, forward, backward = (size * logits for size in per_logit(loss, head.element))
-    whole = head.tokens * head.hidden_size * head.element
-    gathered = whole if head.gathers and framework.gathered_head else 0
-    per_token = 4 * head.tokens
-    placeholder = head.rows * head.hidden_size * head.element
+        in_chunk = logits * (x.e + 3 * WIDE) // CHUNKS
+        peaks = OutputPeaks(
+            output=logits * (x.e + 2 * WIDE) // CHUNKS,
+            backward=in_chunk + 2 * matrix + hidden,
+            gradient=hidden,
+            weight=matrix,
+        )
+        return VocabularyBytes(stored=stream, gradient=hidden, peaks=peaks)
+    stays, forward, backward = (size * logits for size in per_logit(loss, x.e))
+    per_token, gathered = 4 * x.n, hidden if gathers else 0
     # The gradient of the logits in the dtype of products, after the loss has freed its tensors.
-    gradient = logits * head.element - stays
-    products = gradient + gathered + whole + placeholder + (head.hidden if gathered else 0)
-    dx = gradient + gathered + whole + (head.hidden if gathered else 0)
-    return replace(
-        found,
-        stored=head.hidden + stays + per_token,
-        gradient=head.hidden,
+    dx = logits * x.e - stays + gathered + hidden + (stream if gathers else 0)
+    return VocabularyBytes(
+        stored=stream + stays + per_token,
+        gradient=stream,
         peaks=OutputPeaks(
-            output=max(gathered + logits * head.element, head.hidden + forward) + per_token,
-            backward=max(backward, products),
+            output=max(gathered + logits * x.e, stream + forward) + per_token,
+            backward=max(backward, dx + matrix),
             gradient=max(backward, dx),
-            weight=placeholder,
+            weight=matrix,
         ),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from evenpipe.errors import InputError
+from evenpipe.model.shape import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +35,20 @@ class Kernels:
     fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
     bf16 logits, and a recomputed head and loss in chunks."""
 
+    def is_eager(self, shape: LayerShape) -> bool:
+        """Return whether attention stores all of its probabilities."""
+        return self.attention == "eager" or (self.attention == "sdpa" and shape.attention.eager)
+
     def __post_init__(self) -> None:
-        for name, accepted in _CHOICES.items():
-            if getattr(self, name) not in accepted:
-                raise InputError(f"kernels: {name} is {getattr(self, name)!r}, expected {' or '.join(accepted)}")
+        check_literals("kernels", self)
 
 
-_CHOICES = {
-    "attention": ("sdpa", "flash", "eager"),
-    "norm": ("fused", "eager"),
-    "activation": ("fused", "eager"),
-    "rotary": ("fused", "eager"),
-    "weight_gradient": ("fused", "eager"),
-    "loss": ("evenpipe", "fp32", "bf16", "in-place", "fused", "chunked"),
-}
+def check_literals(what: str, given: Any) -> None:
+    """Raise InputError if a field that is a `Literal` has another value."""
+    for name, kind in get_type_hints(type(given)).items():
+        if get_origin(kind) is Literal and getattr(given, name) not in get_args(kind):
+            raise InputError(f"{what}: {name} is {getattr(given, name)!r}, expected {' or '.join(get_args(kind))}")
+
 
 _FUSED = Kernels(attention="flash", norm="fused", activation="fused", rotary="fused")
 

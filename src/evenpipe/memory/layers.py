@@ -6,22 +6,24 @@ microbatch size * hidden / (tp * cp), this is the known 12 + 4r + 6q (r: heads o
 q: size of the MLP over hidden size) and 12 + 4r + 8q with the activated gate kept: arXiv 2205.05198, section 4,
 extended to gated MLPs and grouped heads.
 
-    layer_bytes(shape, PRESETS["fused"], tokens=4096, sequence=4096, element=2).saved
+    layer_bytes(shape, PRESETS["fused"], Portion(microbatch_size=1, sequence=4096, element=2)).saved
 
 This file does not use torch and runs no model; tests compare it with `traced.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 from evenpipe.errors import InputError
-from evenpipe.memory.attention import is_eager
 from evenpipe.memory.blocks import Block
-from evenpipe.memory.cut import Sizes, sizes_of
-from evenpipe.memory.elementwise import WIDE
+from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.operations import WIDE
 from evenpipe.memory.sketch import Queued, Sketch, Storage, Tape, held
 from evenpipe.model.shape import LayerShape
 
@@ -46,9 +48,24 @@ Megatron-LM's selective choices: a part is recomputed (core attention; MLP with 
 the results of norms or of the activation are recomputed from tensors that are saved anyway."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPeaks:
+    """Peaks within the passes of one layer, above the live bytes at the start of the pass."""
+
+    forward: int
+    """Within F; the layer's output was not live."""
+    bare_forward: int
+    """Within an F without a graph."""
+    backward: Mapping[tuple[bool, bool], tuple[int, int]]
+    """(another owner holds the gradient of the layer's output, another owner holds its input) -> within B and within I;
+    both were live before, and the gradients of parameters exist."""
+    weight: int
+    """Within W."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer, one microbatch and one GPU. "Above": above the live bytes at the start of the pass."""
+    """Bytes of one layer, one microbatch and one GPU."""
 
     input: int
     """The layer's input; its output is as large."""
@@ -56,46 +73,23 @@ class LayerBytes:
     """Bytes left by F for the backward under the layer's checkpointing, besides input and output."""
     saves_input: bool
     """Whether F keeps the input for the backward. Otherwise it can be freed after the layer."""
-    tensors: Mapping[str, int] = field(default_factory=dict)
+    tensors: Mapping[str, int]
     """Tensors that the layer saves, by name, including the input if it is saved. Tensors of one name are summed."""
-    tables: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, int]
     """Tables of positions, which the layers of a stage share and which stay until the backward."""
-    moved: int = 0
+    moved: int
     """The part of `saved` that copies to the host carry: saved tensors that are large enough."""
-    moves_tables: bool = False
+    moves_tables: bool
     """Whether they carry tables, if those are large enough."""
-    given: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, int]
     """Other tensors that layers share and keep until they are recomputed: positions, masks."""
-    forward_peak: int
-    """Peak within F, above; the layer's output was not live."""
-    bare_forward_peak: int
-    """Peak within an F without a graph, above."""
-    peaks: Mapping[tuple[bool, bool], tuple[int, int]]
-    """(another owner holds the gradient of the layer's output, another owner holds its input) -> peaks within B and
-    within I, above; both were live before, and the gradients of parameters exist."""
+    peaks: LayerPeaks
     queued: int
     """Live between I and W: inputs and output gradients of linear layers, even if others hold them too."""
     queues_input: bool
     """Whether the layer's input is part of it."""
     queues_gradient: bool
     """Whether the gradient of its output is part of it."""
-    weight_peak: int
-    """Peak within W, above."""
-
-    @property
-    def backward_peak(self) -> int:
-        """Peak within B, for a layer that is a stage of its own."""
-        return self.peaks[True, True][0]
-
-    @property
-    def input_peak(self) -> int:
-        """Peak within I."""
-        return self.peaks[True, True][1]
-
-    @property
-    def kept(self) -> int:
-        """Bytes of the layer and its input that stay from F to the backward."""
-        return self.saved + (self.input if self.saves_input else 0)
 
 
 def check_has_closed_form(shape: LayerShape) -> None:
@@ -104,57 +98,25 @@ def check_has_closed_form(shape: LayerShape) -> None:
         raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
 
-def layer_bytes(
-    shape: LayerShape,
-    kernels: Kernels,
-    *,
-    tokens: int,
-    sequence: int,
-    element: int,
-    tp: int = 1,
-    sequence_parallel: bool = True,
-    cp: int = 1,
-    checkpointing: str = "none",
-) -> LayerBytes:
-    """Return the bytes of one layer.
+def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpointing: str = "none") -> LayerBytes:
+    """Return the bytes of one layer: run it once for its saved tensors, and once for each kind of backward.
 
-    Args:
-        tokens: of the microbatch, before anything is cut: sequences times `sequence`.
-        element: bytes of an activation, 2 or 4.
-        tp, sequence_parallel, cp: as in `Parallelism`. With context parallelism the keys and values of all other GPUs
-            are counted during attention, and their gradients in its backward (for ring and all-gather alike).
-        checkpointing: of `REGIONS`.
+    With context parallelism the keys and values of all other GPUs are counted during attention, and their gradients in
+    its backward (for ring and all-gather alike).
 
     Raises:
-        InputError: dropout, an unknown choice, or sizes that cannot be cut evenly.
+        InputError: dropout, an unknown choice of `REGIONS`, or sizes that cannot be cut evenly.
     """
     if checkpointing not in REGIONS:
         raise InputError(f"checkpointing: {checkpointing!r}, expected one of {', '.join(REGIONS)}.")
     check_has_closed_form(shape)
-    sizes = sizes_of(
-        shape,
-        tokens=tokens,
-        sequence=sequence,
-        element=element,
-        tp=tp,
-        sequence_parallel=sequence_parallel and tp > 1,
-        cp=cp,
-    )
-    return _measured(shape, kernels, sizes, checkpointing)
-
-
-_HOLDERS = (True, True), (True, False), (False, True), (False, False)
-
-
-def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
-    """Run the layer, once for its saved tensors and once for each kind of backward."""
+    sizes = sizes_of(shape, portion)
     bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))
     bare.tape.recording = False
     bare.forward()
     kept.forward()
-    tensors = _by_name(kept.saved_storages())
     peaks = {}
-    for holds in _HOLDERS:
+    for holds in product((True, False), (True, False)):
         fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()
@@ -166,20 +128,16 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
     del queued
     everything, names_of_tables = given(shape, kernels, sizes), _table_names(shape)
     again = checkpointing in ("full", "selective")
-    stays = {INPUT, *everything} if again else {INPUT}
     return LayerBytes(
         input=sizes.stream * sizes.element,
         saved=kept.saved,
-        tensors=tensors,
+        tensors=kept.tensors(),
         tables={name: size for name, size in everything.items() if name in names_of_tables},
-        moved=sum(one.bytes for one in kept.saved_storages() if one.name not in stays and one.bytes >= SMALLEST_MOVED),
+        moved=kept.moved(everything if again else ()),
         moves_tables=not again,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
-        forward_peak=kept.peak,
-        bare_forward_peak=bare.peak,
-        peaks=peaks,
+        peaks=LayerPeaks(kept.peak, bare.peak, peaks, _weight_peak(split.tape, split.tape.queue)),
         queued=total,
-        weight_peak=_weight_peak(split.tape, split.tape.queue),
         saves_input=kept.holds_input(),
         queues_input=INPUT in names,
         queues_gradient=GRADIENT in names,
@@ -187,10 +145,17 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
 
 
 class LayerRun:
-    """One layer on its own tape."""
+    """One layer, or a part of it, on its own tape."""
 
     def __init__(
-        self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str, *, split: bool = False
+        self,
+        shape: LayerShape,
+        kernels: Kernels,
+        sizes: Sizes,
+        checkpointing: str = "none",
+        *,
+        split: bool = False,
+        part: Callable[[Block, Sketch], Sketch] = Block.__call__,
     ) -> None:
         self.tape = tape = Tape()
         tape.queue = [] if split else None
@@ -200,9 +165,8 @@ class LayerRun:
         names = _table_names(shape)
         self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
         masked = _masked(shape, kernels, sizes)
-        self._block = Block(
-            tape, shape, kernels, sizes, tables=self._tables, masked=masked, again=REGIONS[checkpointing]
-        )
+        again = REGIONS[checkpointing]
+        self._run = partial(part, Block(tape, shape, kernels, sizes, again=again, tables=self._tables, masked=masked))
         self._output: Sketch | None = None
         self.peak = self.saved = 0
 
@@ -214,9 +178,9 @@ class LayerRun:
         assert self.hidden is not None
         if self._checkpointing in ("full", "selective") and tape.recording:
             keeps_products = self._checkpointing == "selective"
-            self._output = tape.checkpointed(self._block, self.hidden, keeps_products=keeps_products)
+            self._output = tape.checkpointed(self._run, self.hidden, keeps_products=keeps_products)
         else:
-            self._output = self._block(self.hidden)
+            self._output = self._run(self.hidden)
         self.peak = meter.peak - live
         self.saved = meter.live - live - self._output.bytes
 
@@ -243,18 +207,23 @@ class LayerRun:
         shared = {id(table.storage) for table in self._tables}
         return [one for one in held(self._output.node) if id(one) not in shared]
 
+    def tensors(self) -> Counter[str]:
+        """Return the bytes of these storages by name."""
+        found: Counter[str] = Counter()
+        for one in self.saved_storages():
+            found[one.name] += one.bytes
+        return found
+
+    def moved(self, stays: Collection[str]) -> int:
+        """Return the bytes that copies to the host carry, besides the input and the storages called `stays`."""
+        names = {INPUT, *stays}
+        return sum(one.bytes for one in self.saved_storages() if one.name not in names and one.bytes >= SMALLEST_MOVED)
+
     def holds_input(self) -> bool:
         """Return whether the layer's graph keeps its input; otherwise release it."""
         live = self.tape.meter.live
         self.hidden = None
         return self.tape.meter.live == live
-
-
-def _by_name(storages: list[Storage]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in storages:
-        found[one.name] = found.get(one.name, 0) + one.bytes
-    return found
 
 
 def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
@@ -294,7 +263,7 @@ def _masked(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> bool:
 
 def _mask_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> int:
     """Return the bytes of a layer's mask: booleans or, for eager attention, numbers for every sequence."""
-    if is_eager(shape, kernels):
+    if kernels.is_eager(shape):
         return sizes.batch * sizes.context**2 * sizes.element
     return sizes.context**2 if _masked(shape, kernels, sizes) else 0
 

@@ -42,8 +42,6 @@ class VocabularyShape:
     options: LossOptions = field(default_factory=LossOptions)
     bias: bool = False
     """Whether the output layer has one."""
-    tied: bool = False
-    """Whether the output layer's matrix is the embedding's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,55 +53,51 @@ class Letters:
     o: int
     h: int
     R: int
-    held: int
-    """R including rows that only pad the matrix."""
     P: int
     e: int
     a: int
-    q: int
-    k: int
     c: int
-    """Tokens whose embedding rows are here."""
     start: int
     """First row of the shard."""
     machine: Machine
-    options: LossOptions
-    bias: bool
+    shape: VocabularyShape
 
     @classmethod
     def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
         n = shape.sequences * shape.tokens
         v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
         part = shard.tokens / shape.rows if share is None else share
-        a = 8 if shape.element == 8 else 4
         return cls(
             n=n,
             v=v,
             o=round(v * part) if shard.tokens else 0,
             h=shape.hidden_size,
             R=shard.tokens,
-            held=shard.rows,
             P=shards,
             e=shape.element,
-            a=a,
-            q=shape.element,
-            k=shape.options.statistics,
+            a=8 if shape.element == 8 else 4,
             c=round(n * part),
             start=shard.start,
             machine=machine,
-            options=shape.options,
-            bias=shape.bias,
+            shape=shape,
         )
 
     @property
-    def fused(self) -> bool:
-        """Kernels allocate only their results."""
-        return self.machine == "gpu"
+    def q(self) -> int:
+        return self.e
 
     @property
-    def reuses(self) -> bool:
-        """Large tensors of S and T are reused instead of freed."""
-        return self.machine != "gpu"
+    def k(self) -> int:
+        return self.options.statistics
+
+    @property
+    def options(self) -> LossOptions:
+        return self.shape.options
+
+    @property
+    def fused(self) -> bool:
+        """Kernels allocate only their results. Otherwise large tensors of S and T are reused instead of freed."""
+        return self.machine == "gpu"
 
     @property
     def keeps(self) -> bool:
@@ -113,12 +107,12 @@ class Letters:
     def b(self) -> int:
         """Tokens per block, as in `output.py`."""
         in_place = self.keeps and self.in_place
-        block = rows_per_block(self.options, self.R, in_place=in_place, on_gpu=self.machine == "gpu")
+        block = rows_per_block(self.options, self.R, in_place=in_place, on_gpu=self.fused)
         return max(1, min(block, self.v))
 
     def distance(self, columns: int) -> int:
         """Elements from one row of a matrix of logits to the next."""
-        return aligned(columns) if self.machine == "gpu" else columns
+        return aligned(columns) if self.fused else columns
 
     @property
     def again(self) -> int:

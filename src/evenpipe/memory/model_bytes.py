@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from typing import Any
 
 import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.model.shape import LayerShape
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
@@ -26,18 +25,22 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelBytes:
-    """Stages are computed on first use, and cached."""
+    """Stages are computed on first use, and cached.
+
+    Attributes:
+        closed: closed forms of its stages; None if it has none.
+    """
 
     def __init__(self, description: Description) -> None:
         self.description = description
         self.parameters = Parameters(description)
-        self._closed: ClosedForms | None = None
+        self.closed: ClosedForms | None = None
         self._why_not = ""
         try:
-            self._closed = ClosedForms(description)
+            self.closed = ClosedForms(description)
         except InputError as error:
             self._why_not = str(error)
-        self._programs: OrderedDict[tuple[object, ...], tuple[Program, Planned]] = OrderedDict()
+        self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
@@ -58,7 +61,7 @@ class ModelBytes:
         if key not in self._programs:
             self._programs[key] = given, planned(self.description, recipe)
             if len(self._programs) > KEPT_PROGRAMS:
-                self._programs.popitem(last=False)
+                del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
 
     def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings) -> StageBytes:
@@ -67,9 +70,12 @@ class ModelBytes:
         bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. Raises
         InputError if there is no closed form.
         """
-        if self._closed is None:
+        if self.closed is None:
             raise InputError(self._why_not)
         first, last = bounds
+        shapes: Any = self.closed.shapes[first:last]
+        if len(set(shapes)) == 1:  # quicker to compare
+            shapes = len(shapes), shapes[0]
         parallelism = settings.parallelism
         portion = Portion(
             microbatch_size=settings.microbatch_size,
@@ -80,11 +86,11 @@ class ModelBytes:
             cp=parallelism.cp,
         )
         kept = tuple(layer in settings.kept_layers for layer in range(first, last))
-        key = (*self._like(first, last), settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
+        key = (shapes, settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
-            self._stages[key] = self._closed.stage(
+            self._stages[key] = self.closed.stage(
                 first,
                 last,
                 portion,
@@ -95,12 +101,6 @@ class ModelBytes:
                 kernels=settings.kernels,
             )
         return self._stages[key]
-
-    def _like(self, first: int, last: int) -> tuple[object, ...]:
-        """Return everything that the bytes of a stage depend on, for its layers."""
-        assert self._closed is not None
-        shapes = self._closed.shapes[first:last]
-        return (len(shapes), shapes[0] if len(set(shapes)) == 1 else shapes)
 
     def traced_stage(
         self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, *, split: bool
@@ -125,13 +125,3 @@ class ModelBytes:
             checkpointing=settings.checkpointing,
             kept_layers=settings.kept_layers,
         )
-
-    @property
-    def has_closed_form(self) -> bool:
-        """Whether its layers have a closed form."""
-        return self._closed is not None
-
-    @property
-    def shapes(self) -> tuple[LayerShape, ...]:
-        """Shapes of layers with a closed form; empty for others."""
-        return () if self._closed is None else self._closed.shapes

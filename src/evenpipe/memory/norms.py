@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from evenpipe.memory.cut import Sizes
-from evenpipe.memory.elementwise import WIDE
 from evenpipe.memory.kernels import Kernels
-from evenpipe.memory.operations import Operations
+from evenpipe.memory.operations import WIDE, Operations
 from evenpipe.memory.sketch import Remade, Sketch, Tape
 from evenpipe.model.shape import LayerShape
 
 
 class Norms:
-    """Of one layer on one tape.
+    """Of one layer on one tape; what the other parts of the layer need is here too.
 
     Args:
         again: recomputed parts of the layer, of `layers.REGIONS`.
+        tables: cosines and sines; empty without rotary embedding.
+        masked: attention needs a mask.
     """
 
     def __init__(
-        self, tape: Tape, shape: LayerShape, kernels: Kernels, sizes: Sizes, again: frozenset[str] = frozenset()
+        self,
+        tape: Tape,
+        shape: LayerShape,
+        kernels: Kernels,
+        sizes: Sizes,
+        *,
+        again: frozenset[str] = frozenset(),
+        tables: tuple[Sketch, ...] = (),
+        masked: bool = False,
     ) -> None:
-        self._tape, self._shape, self._kernels, self._sizes, self._again = tape, shape, kernels, sizes, again
+        self._tape, self._shape, self._kernels, self._sizes = tape, shape, kernels, sizes
+        self._again, self._tables, self._masked = again, tables, masked
+        self._is_flash = not kernels.is_eager(shape)
         self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
 
     def _remade(self, made: Sketch, where: str) -> Sketch:
@@ -29,11 +40,8 @@ class Norms:
             made.storage.again = Remade(self._tape, made.bytes, made.storage.name)
         return made
 
-    def last_norm(self, hidden: Sketch) -> Sketch:
-        """The norm after all layers."""
-        return self._norm(hidden, "last norm")
-
-    def _norm(self, hidden: Sketch, name: str) -> Sketch:
+    def norm(self, hidden: Sketch, name: str) -> Sketch:
+        """A norm of the residual stream."""
         sizes = self._sizes
         return self._remade(self._normed(hidden, sizes.stream_tokens, sizes.hidden, name), "norms")
 
@@ -41,9 +49,9 @@ class Norms:
         """rows: normalised separately, of `size` elements each."""
         operations, shape, element = self._operations, self._shape, self._sizes.element
         if self._kernels.norm == "fused":
-            return operations.fused_norm(hidden, rows, size, 2 if shape.norm_style == "torch" else 1, name)
+            return operations.norm(hidden, rows, size, (WIDE,) * (2 if shape.norm_style == "torch" else 1), name)
         if shape.norm_style == "torch":
-            return operations.layer_norm(hidden, rows, size, element, name)
+            return operations.norm(hidden, rows, size, (element, element), name)
         if shape.norm_style == "centred":
             return self._centred(hidden, rows, size, name)
         if shape.norm_style == "plus one":

@@ -1,14 +1,27 @@
-"""The operations of a layer beyond element-wise arithmetic: parts of tensors, products, kernels."""
+"""The operations of a layer: the tensors that each saves for its backward, and its peak.
+
+One method for each operation of torch, with the tensors that it allocates on the CPU, where they can be counted;
+`torch/csrc/autograd/generated/Functions.h` of torch 2.13 lists the tensors that autograd saves, and
+`FunctionsManual.cpp` has the backwards: temporaries live to the end of a C++ expression, and a broadcast gradient is
+expanded before it is summed. Small tensors (a number per token, a parameter's vector) count as well.
+
+    x     full-size: one element per token and column
+    row   one element per token (or per token and head)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenpipe.memory.elementwise import WIDE, Elementwise, Saved
-from evenpipe.memory.sketch import Gradients, Queued, Sketch, Storage, Tape
+from evenpipe.memory.sketch import Backward, Gradients, Queued, Sketch, Storage, Tape
+
+WIDE = 4
+"""Bytes of fp32, in which norms, softmax and statistics are computed."""
+
+Saved = list[Storage]
 
 
-class Operations(Elementwise):
+class Operations:
     """On one tape.
 
     Args:
@@ -17,34 +30,187 @@ class Operations(Elementwise):
     """
 
     def __init__(self, tape: Tape, *, fuses_weight_gradients: bool = False) -> None:
-        super().__init__(tape)
+        self.tape = tape
         self._fuses = fuses_weight_gradients
+
+    # --- what they have in common --------------------------------------------------------------------------------
+
+    def _made(
+        self,
+        inputs: Sequence[Sketch],
+        size: tuple[int, int],
+        name: str = "",
+        *,
+        backward: Backward | None = None,
+        saves: Sequence[Sketch] = (),
+        saves_result: bool = False,
+    ) -> Sketch:
+        """Record an operation with one new result, of (elements, bytes of each). backward: None allocates a gradient
+        for every input."""
+        node = self.tape.begin(inputs, backward or self._all_new(*inputs), saves)
+        result = self.tape.new(*size, name)
+        if saves_result:
+            self.tape.save(node, result)
+        self.tape.end(node, result)
+        return result
+
+    def _all_new(self, *inputs: Sketch) -> Backward:
+        """A backward that allocates a gradient for every input."""
+        sizes = [x.size for x in inputs]
+        return lambda gradients, saved: [self.tape.new(*size) for size in sizes]
+
+    def _of_power(self, x: Sketch) -> Backward:
+        """A backward with a power of a tensor, its product with a number, and its product with the gradient."""
+        size = x.size
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            power, scaled, result = (self.tape.new(*size) for _ in range(3))
+            del power, scaled
+            return (result,)
+
+        return backward
+
+    # --- one element at a time -----------------------------------------------------------------------------------
+
+    def add(self, x: Sketch, y: Sketch, name: str = "") -> Sketch:
+        size = x.elements, max(x.element, y.element)
+        return self._made((x, y), size, name, backward=lambda gradients, saved: (gradients[0], gradients[0]))
+
+    def offset(self, x: Sketch, name: str = "") -> Sketch:
+        """Add a number, or copy to another order of dimensions: the gradient is passed on."""
+        return self._made((x,), x.size, name, backward=lambda gradients, saved: gradients)
+
+    def scaled(self, x: Sketch, name: str = "") -> Sketch:
+        """Multiply by a number, divide by it, or negate."""
+        return self._made((x,), x.size, name)
+
+    def to(self, x: Sketch, element: int, name: str = "") -> Sketch:
+        """Convert to another dtype; return the tensor itself if it already has it."""
+        return x if x.element == element else self._made((x,), (x.elements, element), name)
+
+    def power(self, x: Sketch, name: str = "") -> Sketch:
+        """Backward: gradient * (exponent * x ** (exponent - 1)), three tensors at its end."""
+        return self._made((x,), x.size, name, backward=self._of_power(x), saves=(x,))
+
+    def elementwise(self, x: Sketch, name: str = "", *, saves_result: bool = False) -> Sketch:
+        """A function with its own backward, of its input (SiLU, GELU) or its result (tanh, ReLU, softmax)."""
+        return self._made((x,), x.size, name, saves=() if saves_result else (x,), saves_result=saves_result)
+
+    def times(self, x: Sketch, y: Sketch, name: str = "") -> Sketch:
+        """Both need a gradient, so both are saved. Also a kernel that activates x first."""
+        return self._made((x, y), x.size, name, saves=(x, y))
+
+    def fused_packed_gate(self, packed: Sketch, name: str) -> Sketch:
+        """Activation of one half of a tensor, times the other half, in one kernel."""
+        return self._made((packed,), (packed.elements // 2, packed.element), name, saves=(packed,))
+
+    # --- rows, tables and weights --------------------------------------------------------------------------------
+
+    def mean(self, x: Sketch, rows: int) -> Sketch:
+        return self._made((x,), (rows, x.element))
+
+    def inverse_root(self, row: Sketch, name: str) -> Sketch:
+        """Backward: -1/2 * gradient * result ** 3."""
+        return self._made((row,), row.size, name, backward=self._of_power(row), saves_result=True)
+
+    def minus_rows(self, x: Sketch, row: Sketch, name: str = "") -> Sketch:
+        rows, element = row.size
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            negative = self.tape.new(gradients[0].elements, element)
+            summed = self.tape.new(rows, element)
+            del negative
+            return gradients[0], summed
+
+        return self._made((x, row), x.size, name, backward=backward)
+
+    def times_rows(self, x: Sketch, row: Sketch, name: str = "") -> Sketch:
+        rows, elements, element = row.elements, x.elements, x.element
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            of_x, of_row = self.tape.new(elements, element), self.tape.new(elements, element)
+            summed = self.tape.new(rows, element)
+            del of_row
+            return of_x, summed
+
+        return self._made((x, row), x.size, name, backward=backward, saves=(x, row))
+
+    def times_table(self, x: Sketch, table: Sketch) -> Sketch:
+        """Multiply by a table of sines or cosines, in its own dtype."""
+        elements, element, wide = x.elements, x.element, max(x.element, table.element)
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            result = self.tape.new(elements, wide)
+            return (result if wide == element else self.tape.new(elements, element),)
+
+        return self._made((x,), (elements, wide), backward=backward, saves=(table,))
+
+    def times_weight(
+        self, x: Sketch, size: int, element: int, name: str = "", *, table: Sketch | None = None, first: bool = False
+    ) -> Sketch:
+        """Multiply by a weight of `size` elements.
+
+        Args:
+            element: of the parameter.
+            table: the converted parameter, if that is a separate tensor.
+            first: the weight is the left operand.
+        """
+        elements, own = x.size
+        wide = max(own, element if table is None else table.element)
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            before = self.tape.new(elements, wide) if first else None
+            of_x = self.tape.new(elements, wide)
+            of_weight = before or self.tape.new(elements, wide)
+            before = None
+            summed = self.tape.new(size, wide)
+            del of_weight
+            if wide != element:
+                summed = self.tape.new(size, element)
+            del summed
+            return (of_x if wide == own else self.tape.new(elements, own),)
+
+        saves = (x,) if table is None else (x, table)
+        return self._made((x,), (elements, wide), name, backward=backward, saves=saves)
+
+    def norm(self, x: Sketch, rows: int, size: int, statistics: Sequence[int], name: str = "") -> Sketch:
+        """One kernel, torch's own or another: saves its input and statistics of each row.
+
+        Args:
+            size: elements of a row, and of each of its parameters.
+            statistics: bytes of each: inverse deviation, and with a bias the mean. There are as many parameters.
+        """
+        elements, element, vectors = x.elements, x.element, len(statistics)
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            result = self.tape.new(elements, element)
+            vector_gradients = [self.tape.new(size, element) for _ in range(vectors)]
+            del vector_gradients
+            return (result,)
+
+        node = self.tape.begin((x,), backward, (x,))
+        result = self.tape.new(*x.size, name)
+        self.tape.save(node, *[self.tape.new(rows, one, "statistics of norms") for one in statistics])
+        self.tape.end(node, result)
+        return result
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def part(self, x: Sketch, elements: int) -> Sketch:
         """Take some columns, in place. Their gradient is written into zeros of the whole size."""
-        node = self.tape.begin((x,), self._one_new(x.elements, x.element))
-        result = Sketch(x.storage, elements, x.element)
-        self.tape.end(node, result)
-        return result
+        return self.parts(x, (elements,))[0]
 
     def parts(self, x: Sketch, sizes: Sequence[int]) -> list[Sketch]:
         """Split all columns into parts, in place; the gradients are concatenated."""
-        node = self.tape.begin((x,), self._one_new(x.elements, x.element))
+        node = self.tape.begin((x,), self._all_new(x))
         results = [Sketch(x.storage, size, x.element) for size in sizes]
         self.tape.end(node, *results)
         return results
 
     def turned(self, x: Sketch, *, copies: bool = False, copies_gradient: bool = True, name: str = "") -> Sketch:
         """Transpose two dimensions, in place or in a new tensor; the gradient is copied on its way back, or not."""
-        elements, element = x.elements, x.element
-
-        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
-            return (self.tape.new(elements, element),) if copies_gradient else gradients
-
-        node = self.tape.begin((x,), backward)
-        result = self._like(x, name) if copies else x.detached()
+        node = self.tape.begin((x,), self._all_new(x) if copies_gradient else lambda gradients, saved: gradients)
+        result = self.tape.new(*x.size, name) if copies else x.detached()
         self.tape.end(node, result)
         return result
 
@@ -56,17 +222,11 @@ class Operations(Elementwise):
             whole = gradients[0]
             return [Sketch(whole.storage, size, whole.element) for size in sizes]
 
-        node = self.tape.begin(xs, backward)
-        result = self.tape.new(sum(sizes), xs[0].element, name)
-        self.tape.end(node, result)
-        return result
+        return self._made(xs, (sum(sizes), xs[0].element), name, backward=backward)
 
     def repeated(self, x: Sketch, times: int) -> Sketch:
         """Repeat heads of keys or values, once for every query head that uses them."""
-        node = self.tape.begin((x,), self._one_new(x.elements, x.element))
-        result = self.tape.new(x.elements * times, x.element)
-        self.tape.end(node, result)
-        return result
+        return self._made((x,), (x.elements * times, x.element))
 
     # --- products ------------------------------------------------------------------------------------------------
 
@@ -103,10 +263,8 @@ class Operations(Elementwise):
         node = tape.begin((x,), backward, () if queue is not None else (x,))
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
-        if queue is not None and tape.only_saves:
-            result = tape.new(size, element, name)
-        else:
-            result = tape.product(size, element, name)
+        only_saves = queue is not None and tape.call is not None and tape.call.only_saves
+        result = (tape.new if only_saves else tape.product)(size, element, name)
         del there, before
         if queue is not None:
             tape.save(node, x)
@@ -115,15 +273,10 @@ class Operations(Elementwise):
 
     def product(self, x: Sketch, y: Sketch, size: int) -> Sketch:
         """Multiply two tensors, head by head."""
-        sizes = (x.elements, x.element), (y.elements, y.element)
-        node = self.tape.begin((x, y), lambda gradients, saved: [self.tape.new(*one) for one in sizes], (x, y))
+        node = self.tape.begin((x, y), self._all_new(x, y), (x, y))
         result = self.tape.product(size, x.element)
         self.tape.end(node, result)
         return result
-
-    def softmax(self, x: Sketch, name: str) -> Sketch:
-        """Softmax in the dtype of its input, along rows; saves its result."""
-        return self.elementwise(x, name, saves_result=True)
 
     # --- kernels -------------------------------------------------------------------------------------------------
 
@@ -138,7 +291,7 @@ class Operations(Elementwise):
             others: elements of the keys and values of other GPUs (context parallelism), while it runs; in the backward
                 their gradients too.
         """
-        inputs = tuple((one.elements, one.element) for one in (q, k, v))
+        inputs = q.size, k.size, v.size
         element = q.element
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
@@ -156,25 +309,9 @@ class Operations(Elementwise):
         self.tape.end(node, result)
         return result
 
-    def fused_gate(self, gate: Sketch, up: Sketch, name: str) -> Sketch:
-        """Activation of the gate, times up: saves only its two inputs."""
-        sizes = (gate.elements, gate.element), (up.elements, up.element)
-        node = self.tape.begin((gate, up), lambda gradients, saved: [self.tape.new(*one) for one in sizes], (gate, up))
-        result = self._like(gate, name)
-        self.tape.end(node, result)
-        return result
-
-    def fused_packed_gate(self, packed: Sketch, name: str) -> Sketch:
-        """The same, with both inputs as halves of one tensor."""
-        node = self.tape.begin((packed,), self._one_new(packed.elements, packed.element), (packed,))
-        result = self.tape.new(packed.elements // 2, packed.element, name)
-        self.tape.end(node, result)
-        return result
-
     def fused_rotary(self, q: Sketch, k: Sketch, tables: Sequence[Sketch]) -> tuple[Sketch, Sketch]:
         """Queries and keys at once; saves only the tables."""
-        sizes = (q.elements, q.element), (k.elements, k.element)
-        node = self.tape.begin((q, k), lambda gradients, saved: [self.tape.new(*one) for one in sizes], tables)
-        results = self._like(q, "queries"), self._like(k, "keys")
+        node = self.tape.begin((q, k), self._all_new(q, k), tables)
+        results = self.tape.new(*q.size, "queries"), self.tape.new(*k.size, "keys")
         self.tape.end(node, *results)
         return results

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from evenpipe.errors import InputError
 from evenpipe.optimizers.adafactor import BUCKET_ELEMENTS
 from evenpipe.optimizers.muon import ELEMENTS_AT_ONCE
 
@@ -68,12 +67,6 @@ def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None =
         row_factors=rows,
         column_factors=columns,
     )
-
-
-def check_optimizer_name(optimizer: str) -> None:
-    """Raise InputError for a name that is not in `Optimizer`."""
-    if optimizer not in get_args(Optimizer):
-        raise InputError(f"optimizer is {optimizer!r}, expected one of {', '.join(get_args(Optimizer))}")
 
 
 def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:

@@ -10,7 +10,6 @@ four test values: `okoge-kaz/Megatron-LM`, branch v0.9.0-tsubame, `megatron/trai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
@@ -108,9 +107,5 @@ def paper_shape(description: Description) -> PaperShape:
         layers=description.layers,
         vocabulary=description.vocabulary_size,
         tied=description.tied,
-        gated=_gated(name for name, _ in description.layer(0).named_parameters()),
+        gated=any("gate" in name for name, _ in description.layer(0).named_parameters()),
     )
-
-
-def _gated(names: Iterable[str]) -> bool:
-    return any("gate" in name for name in names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -138,8 +138,7 @@ class Parameters:
             for layer in self.layers[first:last]:
                 held += self._layer(layer, tp)
             for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
-                shape = tuple(self._description.skeleton.get_parameter(name).shape)
-                held += _one(shape, trained=self._trained(name))
+                held += self._outside(name, tuple(self._description.skeleton.get_parameter(name).shape))
             self._held_by_stage[key] = held
         return self._held_by_stage[key]
 
@@ -174,28 +173,19 @@ class Parameters:
         held = Held()
         for name, shape in shapes:
             if math.prod(shape):
-                held += _one(shape, trained=self._trained(name))
+                held += self._outside(name, shape)
         return held
 
     def _layer(self, tensors: tuple[Tensor, ...], tp: int) -> Held:
         key = (id(tensors), tp)  # `layers` keeps them alive
         if key not in self._held_by_layer:
             sizes = [tensor.local(tp, self.key_value_heads) for tensor in tensors]
-            trained = [
-                trained_tensor(tensor.shape, matrix=tensor.matrix, elements=size)
-                for size, tensor in zip(sizes, tensors, strict=True)
-                if tensor.trained
-            ]
-            self._held_by_layer[key] = Held(
-                elements=sum(sizes),
-                tensors=len(sizes),
-                optimized=sum(trained, Trained()),
-                unsplit=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and not one.linear),
-                largest=sum(sizes),
-                bucketed=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and _is_small(size)),
-                products=_products(tensors, sizes),
-            )
+            self._held_by_layer[key] = replace(_held(tensors, sizes), largest=sum(sizes))
         return self._held_by_layer[key]
+
+    def _outside(self, name: str, shape: tuple[int, ...]) -> Held:
+        """Return a tensor outside of layers, which is here as a whole."""
+        return _held([Tensor(name, shape, "whole", 0.0, self._trained(name))], [math.prod(shape)])
 
     def _trained(self, name: str) -> bool:
         """A live model knows which of its parameters are frozen; others have none."""
@@ -241,6 +231,21 @@ class Parameters:
         return None
 
 
+def _held(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Held:
+    """sizes: elements of each tensor here."""
+    trained = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if tensor.trained]
+    optimized = (trained_tensor(tensor.shape, matrix=tensor.matrix, elements=size) for tensor, size in trained)
+    return Held(
+        elements=sum(sizes),
+        tensors=len(sizes),
+        optimized=sum(optimized, Trained()),
+        unsplit=sum(size for tensor, size in trained if not tensor.linear),
+        largest=max(sizes, default=0),
+        bucketed=sum(size for _, size in trained if size < ALONE_ELEMENTS),
+        products=_products(tensors, sizes),
+    )
+
+
 def _products(tensors: Sequence[Tensor], sizes: Sequence[int]) -> frozenset[tuple[str, int]]:
     found: dict[tuple[str, str], int] = {}
     for tensor, size in zip(tensors, sizes, strict=True):
@@ -248,27 +253,6 @@ def _products(tensors: Sequence[Tensor], sizes: Sequence[int]) -> frozenset[tupl
             parent = ".".join(tensor.name.split(".")[:-2])
             found[parent, tensor.cut] = found.get((parent, tensor.cut), 0) + size
     return frozenset((cut, size) for (_, cut), size in found.items())
-
-
-def _one(shape: tuple[int, ...], *, trained: bool) -> Held:
-    elements = math.prod(shape)
-    return Held(
-        elements=elements,
-        tensors=1,
-        optimized=trained_tensor(shape, matrix=False) if trained else Trained(),
-        unsplit=elements if trained else 0,
-        largest=elements,
-        bucketed=elements if trained and _is_small(elements) else 0,
-    )
-
-
-def _is_small(elements: int) -> bool:
-    return elements < ALONE_ELEMENTS
-
-
-def padded_rows(rows: int, multiple: int) -> int:
-    """Return the rows of a vocabulary matrix padded to a multiple."""
-    return -(-rows // multiple) * multiple
 
 
 def _common(layers: list[Any], name: str) -> int | None:

@@ -8,43 +8,47 @@ sums over replicas   from REDUCE_GRAD, in the place of gradients
 
 from __future__ import annotations
 
-from evenpipe.memory.moments import Moments
-from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, PartThings, Thing, things_of_stage
-from evenpipe.schedule import Kind, Pass, Program
-from evenpipe.schedule.passes import SHARDING_KINDS
-from evenpipe.schedule.sharding import Part, RowSharding, part_of
+from collections import defaultdict
+
+from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, gradient_parts, part_things
+from evenpipe.schedule import Pass, Program
+from evenpipe.schedule.sharding import Part, RowSharding, Users, part_of
 
 
 class Parts:
     """One walk's parameters. `gradients_exist`: when the step begins."""
 
     def __init__(self, program: Program, device: int, moments: Moments, *, gradients_exist: bool) -> None:
-        row, self._placement = program.rows[device], program.placement
+        placement, row = program.placement, program.rows[device]
         self._moments = moments
         self._gradients_exist = gradients_exist
         self._made: set[Thing] = set()
-        self._sharding = RowSharding(program.placement, program.barriers, row)
-        passes = (item for item in row if isinstance(item, Pass))
-        self._has_own_output = Kind.S in {part_of(item) for item in passes if item.kind in SHARDING_KINDS}
+        self._sharding = RowSharding(placement, program.barriers, row)
+        embedding, output = Users.of_row(placement, program.barriers, row).matrices
+        self._things: dict[Part, list[PartThings]] = defaultdict(list)
+        for stage in placement.stages_of(device):
+            self._things[stage].append(part_things("parameters", stage, gradient_parts(stage)))
+        self._things[embedding].append(EMBEDDING_PART)
+        self._things[output].append(OUTPUT_PART)
 
     def reach(self, item: Pass, position: int) -> None:
         """Begin the next pass of the row: wait for what it uses."""
         for part in self._sharding.awaits(item):
-            for one in self._things_of(part):
+            for one in self._things[part]:
                 self._moments.moment(one.gathering_peak)
         self._sharding.take(item, position)
 
     def gather(self, item: Pass) -> None:
         """Walk UNSHARD."""
-        self._moments.hold(*(one.gathered for one in self._things_of(part_of(item))))
+        self._moments.hold(*(one.gathered for one in self._things[part_of(item)]))
 
     def free(self, item: Pass) -> None:
         """Walk RESHARD."""
-        self._moments.drop(*(one.gathered for one in self._things_of(part_of(item))))
+        self._moments.drop(*(one.gathered for one in self._things[part_of(item)]))
 
     def reduce(self, item: Pass) -> None:
         """Walk REDUCE_GRAD."""
-        for one in self._things_of(part_of(item)):
+        for one in self._things[part_of(item)]:
             made = self._made.intersection(one.gradients)
             if made:
                 self._moments.moment(one.reducing_peak)
@@ -60,14 +64,3 @@ class Parts:
         if self.lacks(gradients):
             self._made.add(gradients)
             self._moments.hold(gradients)
-
-    def _things_of(self, part: Part) -> list[PartThings]:
-        """Return what a part consists of. Matrices that are no parts of their own belong to the first and the last
-        stage."""
-        if isinstance(part, Kind):
-            return [EMBEDDING_PART if part is Kind.E else OUTPUT_PART]
-        found = [things_of_stage(part)]
-        if not self._has_own_output:
-            found += [EMBEDDING_PART] if part == self._placement.first_stage else []
-            found += [OUTPUT_PART] if part == self._placement.last_stage else []
-        return found

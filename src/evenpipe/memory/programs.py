@@ -8,13 +8,12 @@ from functools import cached_property
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage
-from evenpipe.recipe.parallelism import Parallelism, for_replicas
+from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
 
 from .framework import Framework
 from .replay import Replay
-from .reserved import communicators_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,17 @@ class Planned:
         return bounds_of(self.layers_per_stage)
 
     @cached_property
-    def _splits(self) -> tuple[bool, ...]:
+    def splits(self) -> tuple[bool, ...]:
+        """By device: whether it has backwards split into I and W."""
         return tuple(
             any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
             for row in self.program.rows
         )
+
+    @cached_property
+    def transfers(self) -> dict[str, tuple[int, ...]]:
+        """Members of the program's communicators, by name."""
+        return self.program.communicators
 
     def replay(self, device: int, framework: Framework) -> Replay:
         """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
@@ -43,18 +48,6 @@ class Planned:
         if (device, exist) not in self._replays:
             self._replays[device, exist] = Replay(self.program, device, gradients_exist=exist)
         return self._replays[device, exist]
-
-    def splits(self, device: int) -> bool:
-        """Return whether a device has backwards split into I and W."""
-        return self._splits[device]
-
-    @cached_property
-    def _transfers(self) -> dict[str, tuple[int, ...]]:
-        return self.program.communicators
-
-    def communicators(self, device: int, parallelism: Parallelism, framework: Framework) -> int:
-        """Return the communicators of one GPU of a device."""
-        return communicators_of(device, parallelism, framework, self._transfers)
 
 
 def planned(description: Description, recipe: Recipe) -> Planned:

@@ -11,8 +11,10 @@ The first is exact. The others are ranges, from the least to the most that was m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.recipe.parallelism import Parallelism
@@ -23,6 +25,9 @@ BLOCK = 512
 """torch's allocator gives out multiples of this many bytes."""
 SEGMENT = 2 * MIB
 """It takes multiples of this from the driver."""
+
+Verdict = Literal["fits", "at risk", "does not fit"]
+"""Whether it fits, from best to worst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,17 @@ def process_memory(
     )
 
 
+def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
+    """Return the verdict for one device on a GPU with `memory` bytes.
+
+    "fits": even if everything besides tensors is as large as was ever seen. "does not fit": not even if it is as small
+    as was ever seen. "at risk": in between.
+    """
+    if process.process.most <= memory:
+        return "fits"
+    return "does not fit" if process.process.least > memory else "at risk"
+
+
 def communicators_of(
     device: int, parallelism: Parallelism, framework: Framework, transfers: Mapping[str, Iterable[int]]
 ) -> int:
@@ -138,12 +154,7 @@ def communicators_of(
     transfers: members (devices) of the program's communicators, by name.
     """
     sizes = {"dp": parallelism.dp, "tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
-    count = 0
-    for axes in framework.groups:
-        members = 1
-        for axis in axes:
-            members *= sizes[axis]
-        count += members > 1
+    count = sum(math.prod(sizes[axis] for axis in axes) > 1 for axes in framework.groups)
     if framework.transfers:
         count += sum(device in members for members in transfers.values())
     return count

@@ -76,11 +76,6 @@ class Settings:
         return self.microbatch_size * self.sequence // self.parallelism.cp
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether norms and residuals are split along the sequence."""
-        return self.parallelism.sequence_parallel and self.parallelism.tp > 1
-
-    @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary."""
         return BARRIERS[self.recipe.vocabulary] > 0

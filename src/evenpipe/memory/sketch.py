@@ -78,6 +78,11 @@ class Sketch:
     """Its number among the node's outputs."""
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Elements, and bytes of each."""
+        return self.elements, self.element
+
+    @property
     def bytes(self) -> int:
         return self.elements * self.element
 
@@ -115,7 +120,7 @@ class Call:
         """Kept results; taken out one after the other during recomputation."""
         self.again = False
 
-    def forget(self, storage: Storage) -> Storage | Placeholder:
+    def forget(self) -> Placeholder:
         """Return a placeholder for a storage of the first run."""
         placeholder = Placeholder(self)
         self._saved.append(ref(placeholder))
@@ -136,8 +141,8 @@ class Call:
         return [one.storage for one, _ in self._inputs] + (self.products or [])
 
     @property
-    def wants_one_more(self) -> bool:
-        """Recompute all of it; the next storage is the last needed one."""
+    def only_saves(self) -> bool:
+        """All of it is being recomputed, and the next storage is the last needed one."""
         return self.again and self.products is None and self._found == len(self._saved) - 1
 
     def recall(self) -> None:
@@ -201,7 +206,8 @@ class Tape:
         self.queue: list[Queued] | None = None
         """Where linear layers leave the inputs of W; None: the backward is not split."""
         self._order = 0
-        self._call: Call | None = None
+        self.call: Call | None = None
+        """The recomputed part that runs."""
 
     # --- forward -----------------------------------------------------------------------------------------------
 
@@ -211,7 +217,7 @@ class Tape:
 
     def product(self, elements: int, element: int, name: str = "") -> Sketch:
         """Return the result of a product or of attention, which "selective" checkpointing keeps."""
-        call = self._call
+        call = self.call
         if call is None or call.products is None:
             return self.new(elements, element, name)
         if call.again:
@@ -229,11 +235,10 @@ class Tape:
 
         Returns: the node, for `end`; None where no input needs a gradient.
         """
-        inputs = tuple(inputs)
-        if not self.recording or all(one.node is None for one in inputs):
+        edges = [None if one.node is None else (one.node, one.slot) for one in inputs]
+        if not self.recording or not any(edges):
             return None
         self._order += 1
-        edges = [None if one.node is None else (one.node, one.slot) for one in inputs]
         node = Node(self._order, edges, backward)
         self.save(node, *saves)
         return node
@@ -249,14 +254,9 @@ class Tape:
         for slot, output in enumerate(outputs):
             output.node, output.slot = node, slot
 
-    @property
-    def only_saves(self) -> bool:
-        """Record that a recomputation needs only one more storage."""
-        return self._call is not None and self._call.wants_one_more
-
     def _packed(self, storage: Storage) -> Storage | Placeholder:
-        if self._call is not None:
-            return self._call.find(storage) if self._call.again else self._call.forget(storage)
+        if self.call is not None:
+            return self.call.find(storage) if self.call.again else self.call.forget()
         return storage if storage.again is None else storage.again.forget()
 
     def checkpointed(self, function: Callable[..., Sketch], *inputs: Sketch, keeps_products: bool = False) -> Sketch:
@@ -268,11 +268,11 @@ class Tape:
     @contextmanager
     def within(self, call: Call) -> Iterator[None]:
         """Assign operations recorded inside to that call."""
-        outer, self._call = self._call, call
+        outer, self.call = self.call, call
         try:
             yield
         finally:
-            self._call = outer
+            self.call = outer
 
     # --- backward ----------------------------------------------------------------------------------------------
 
@@ -303,17 +303,15 @@ class Tape:
                 assert one is not None, "an operation returned too few gradients"
                 follower, slot = edge
                 there = waiting.setdefault(follower, {})
-                there[slot] = self._sum(there.pop(slot), one) if slot in there else one
-                del one
+                first = there.pop(slot, None)
+                there[slot] = one if first is None else self.new(one.elements, max(first.element, one.element))
+                del first, one
                 awaited[follower] -= 1
                 if not awaited[follower]:
                     number += 1
                     # The gradient of a leaf is stored before anything else.
                     heapq.heappush(ready, (-follower.order if follower.edges else -self._order - 1, number, follower))
         return gradients
-
-    def _sum(self, first: Sketch, second: Sketch) -> Sketch:
-        return self.new(first.elements, max(first.element, second.element))
 
 
 def _run(node: Node, waiting: dict[Node, dict[int, Sketch]]) -> list[Sketch | None]:

@@ -18,14 +18,15 @@ Sources: Megatron-LM, docs/user-guide/features/dist_optimizer.md; arXiv 1910.020
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from evenpipe.errors import InputError
 from evenpipe.parallel.fsdp import BUCKET_ELEMENTS
 
 from .bytes import PartBytes, StateBytes
 from .framework import EVENPIPE, Framework
-from .optimizers import bytes_in_step, check_optimizer_name, kept_numbers, step_counters
+from .kernels import check_literals
+from .optimizers import Optimizer, bytes_in_step, kept_numbers, step_counters
 from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -46,17 +47,8 @@ class Dtypes:
     """Type of the two moments of Adam."""
 
     def __post_init__(self) -> None:
-        for name, accepted in _ACCEPTED.items():
-            if getattr(self, name) not in accepted:
-                raise InputError(f"dtypes: {name} is {getattr(self, name)!r}, expected {' or '.join(accepted)}")
+        check_literals("dtypes", self)
 
-
-_ACCEPTED = {
-    "compute": ("bf16", "fp16", "fp32"),
-    "gradients": ("fp32", "bf16", "fp16"),
-    "masters": ("fp32", "bf16", "fp16"),
-    "moments": ("fp32", "bf16", "fp16", "fp8"),
-}
 
 MIXED = Dtypes()
 """Precisions of `evenpipe train` on GPU."""
@@ -85,7 +77,8 @@ def state_bytes(
 
     Raises InputError for another optimizer, and for a share outside 0 to 1.
     """
-    check_optimizer_name(optimizer)
+    if optimizer not in get_args(Optimizer):
+        raise InputError(f"optimizer is {optimizer!r}, expected one of {', '.join(get_args(Optimizer))}")
     if not 0 <= offloaded <= 1:
         raise InputError(f"offloaded is {offloaded}, expected a share between 0 and 1")
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]

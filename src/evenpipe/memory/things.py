@@ -1,11 +1,18 @@
-"""The things that a device can hold, by name: each has its bytes in `StageBytes` or `VocabularyBytes` (`replay`)."""
+"""The things that a device can hold, by name, and the distinct moments of its step, as counts of them.
+
+Each thing has its bytes in `StageBytes` or `VocabularyBytes` (`replay`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 NO_STAGE = -1
 """Stage number of things without a stage."""
+RECOMPUTED = "recomputed_"
+"""Prefix of the sizes of a microbatch that has R."""
 
 
 class Thing(NamedTuple):
@@ -16,28 +23,32 @@ class Thing(NamedTuple):
     term: str
 
 
-PARAMETERS, ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
-    "parameters",
-    "activations",
-    "vocabulary",
-    "buffers",
-    "gradients",
-    "transient",
-)
+PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
+BUFFERS, GRADIENTS, TRANSIENT = "buffers", "gradients", "transient"
+
+
+def peak(size: str, stage: int = NO_STAGE) -> Thing:
+    return Thing(size, stage, TRANSIENT)
 
 
 def input_of(stage: int) -> Thing:
     return Thing("input", stage, ACTIVATIONS)
 
 
-def output_of(stage: int) -> Thing:
+def output_buffer(stage: int) -> Thing:
+    """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
     return Thing("output", stage, BUFFERS)
+
+
+def input_buffer(stage: int) -> Thing:
+    """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
+    return Thing("input", stage, BUFFERS)
 
 
 def moved_of(stage: int) -> tuple[Thing, Thing]:
     """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
     stay."""
-    return Thing("moved", stage, ACTIVATIONS), Thing("unmoved", stage, ACTIVATIONS)
+    return Thing("copied", stage, ACTIVATIONS), Thing("uncopied", stage, ACTIVATIONS)
 
 
 def gradient_of(stage: int) -> Thing:
@@ -45,17 +56,9 @@ def gradient_of(stage: int) -> Thing:
     return Thing("output", stage, ACTIVATIONS)
 
 
-def input_gradient_of(stage: int) -> Thing:
-    return Thing("input", stage, BUFFERS)
-
-
-def received(stage: int, size: str) -> Thing:
-    return Thing(size, stage, BUFFERS)
-
-
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
-    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
+    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("parameters.weight_gradients", stage, GRADIENTS)
 
 
 class PartThings(NamedTuple):
@@ -73,27 +76,16 @@ def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartTh
     return PartThings(
         gradients,
         Thing(f"{prefix}.gathered", stage, PARAMETERS),
-        Thing(f"{prefix}.gathering_peak", stage, TRANSIENT),
-        Thing(f"{prefix}.reduced", stage, GRADIENTS),
-        Thing(f"{prefix}.reducing_peak", stage, TRANSIENT),
+        peak(f"{prefix}.gathering_peak", stage),
+        Thing(f"{prefix}.summed", stage, GRADIENTS),
+        peak(f"{prefix}.reducing_peak", stage),
     )
-
-
-def things_of_stage(stage: int) -> PartThings:
-    return part_things("parameters", stage, gradient_parts(stage))
 
 
 def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
     return Thing(size, NO_STAGE, term)
 
 
-EMBEDDING_PEAK = _of_vocabulary("embedding.forward_peak", TRANSIENT)
-EMBEDDING_BACKWARD_PEAK = _of_vocabulary("embedding.backward_peak", TRANSIENT)
-OUTPUT_PEAK = _of_vocabulary("peaks.output", TRANSIENT)
-COMBINE_PEAK = _of_vocabulary("peaks.combine", TRANSIENT)
-OUTPUT_GRADIENT_PEAK = _of_vocabulary("peaks.gradient", TRANSIENT)
-OUTPUT_BACKWARD_PEAK = _of_vocabulary("peaks.backward", TRANSIENT)
-OUTPUT_WEIGHT_PEAK = _of_vocabulary("peaks.weight", TRANSIENT)
 ROWS_INPUT = _of_vocabulary("embedding.rows")
 ROWS_RECEIVED = _of_vocabulary("embedding.rows", BUFFERS)
 ROWS_ALL = _of_vocabulary("embedding.all_rows")
@@ -114,3 +106,83 @@ EMBEDDING_PART = part_things("embedding.parameters", NO_STAGE, (EMBEDDING_GRADIE
 
 ROOMS = ("handed_on", "room")
 """Things that are held between steps."""
+
+# --- moments ---------------------------------------------------------------------------------------------------------
+
+Moment = tuple[tuple[int, ...], int]
+"""Counts of held things, and the number of an additional thing during a pass, or -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The distinct moments of a device's step."""
+
+    things: tuple[Thing, ...]
+    moments: tuple[Moment, ...]
+    labels: tuple[str, ...]
+    """First position of each moment in the row."""
+    after: tuple[int, ...]
+    """For each item of the row, the moment after it."""
+    rooms: tuple[int, ...]
+    """Counts of things held between steps, without gradients: buffers that one microbatch passes to the next."""
+
+
+class Moments:
+    """Counts things along a row, and records every new moment.
+
+    Attributes:
+        label: of the current pass or transfer.
+    """
+
+    def __init__(self) -> None:
+        self.label = ""
+        self._number: dict[Thing, int] = {}
+        self._counts: list[int] = []
+        self._found: dict[Moment, int] = {}
+        self._labels: list[str] = []
+        self._after: list[int] = []
+
+    def _of(self, thing: Thing) -> int:
+        number = self._number.get(thing)
+        if number is None:
+            number = self._number[thing] = len(self._counts)
+            self._counts.append(0)
+        return number
+
+    def hold(self, *things: Thing) -> None:
+        """Hold one more of each."""
+        for thing in things:
+            self._counts[self._of(thing)] += 1
+
+    def drop(self, *things: Thing) -> None:
+        """Hold one less of each."""
+        for thing in things:
+            number = self._of(thing)
+            assert self._counts[number] > 0, f"{self.label}: {thing} is dropped but was not held"
+            self._counts[number] -= 1
+
+    def moment(self, above: Thing | None = None) -> int:
+        """Record a moment of the current pass, with a thing on top. Return its number."""
+        number = -1 if above is None else self._of(above)
+        key = (tuple(self._counts), number)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = len(self._labels)
+            self._labels.append(self.label)
+        return found
+
+    def ends_item(self) -> None:
+        """End an item of the row."""
+        self._after.append(self.moment())
+
+    def held(self) -> Iterator[Thing]:
+        """Return the things held now."""
+        return (thing for thing, number in self._number.items() if self._counts[number])
+
+    def walk(self) -> Walk:
+        """Return the result. Things that appeared late count 0 in earlier moments."""
+        width = len(self._counts)
+        moments = tuple(((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
+        held = zip(self._number, self._counts, strict=True)
+        rooms = tuple(count if thing.size in ROOMS else 0 for thing, count in held)
+        return Walk(tuple(self._number), moments, tuple(self._labels), tuple(self._after), rooms)

@@ -12,23 +12,27 @@ Kernels that transformers does not run itself are replaced by functions that sav
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
-from evenpipe.memory.fakes import empty_stage, give_storage, without_memory
+from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
+from evenpipe.model.modules import ModuleStage, Part
+from evenpipe.model.shrink import said_of_layers
+from evenpipe.model.stage import Stage
 
 
 class StageTracer:
@@ -106,14 +110,16 @@ class StageTracer:
         """run: for each layer, its kind, its checkpointing and whether it is moved."""
         description = self._description
         choices = [choice for _, choice, _ in run]
-        stage = empty_stage(
-            description,
-            first,
-            first + len(choices),
+        # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
+        part = Part(
+            first=first,
+            last=first + len(choices),
             **ends,
             dtype=self._parameter_dtype,
             compute_dtype=self._compute_dtype,
+            torch_device="meta",
         )
+        stage = (ModuleStage if description.config is None else Stage)(description, part)
         layers = description.structure.layers_name
         try:
             with without_memory() as tracker, emulated(stage, self._kernels):
@@ -134,3 +140,42 @@ class StageTracer:
                 f"model: {description.architecture} asks for the values of its tensors ({error}), so what its layers"
                 " allocate cannot be found without running them"
             ) from error
+
+
+# --- layers that are alike -------------------------------------------------------------------------------------------
+
+_INDEX = re.compile(r"(layer_?)?(idx|index|id|number)")
+
+
+def kinds_of_layers(description: Description) -> tuple[int, ...]:
+    """Return a number for each layer of a model; layers with the same number have the same modules, shapes and
+    settings.
+
+    Settings are plain attributes of modules, except their own number, and the per-layer settings of the config.
+    """
+    lists = [] if description.config is None else said_of_layers(description.config, description.layers)
+    found: dict[Any, int] = {}
+    return tuple(
+        found.setdefault((_settings(description.layer(index)), tuple(str(one[index]) for one in lists)), len(found))
+        for index in range(description.layers)
+    )
+
+
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, type(module), *_own_settings(module)) for name, module in layer.named_modules())
+
+
+def _own_settings(module: nn.Module) -> tuple[Any, ...]:
+    # Floats matter only by whether they are 0: a probability of dropout, a factor.
+    plain = tuple(
+        (name, bool(value) if isinstance(value, float) else value)
+        for name, value in sorted(vars(module).items())
+        if (value is None or isinstance(value, (bool, int, float, str))) and not _INDEX.fullmatch(name)
+    )
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.requires_grad)
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    )
+    return plain, tensors

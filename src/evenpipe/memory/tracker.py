@@ -65,13 +65,13 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._living: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
+        self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def add(self, *tensors: Tensor) -> int:
         """Count existing tensors. Return the new bytes."""
         before = self.live
         for tensor in tensors:
-            self._see(tensor, "")
+            self._see(tensor)
         return self.live - before
 
     @contextmanager
@@ -85,20 +85,16 @@ class Tracker(TorchDispatchMode):
             span.peak, span.after = self.peak, self.live
             self.peak = max(outer, self.peak)
 
-    def living(self) -> list[tuple[int, str]]:
-        """Return (bytes, operation that made it) of all live storages, largest first; added ones have no name."""
-        return sorted(((size, name) for size, name, _ in list(self._living.values())), reverse=True)
-
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
         result = operation(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._see(leaf, str(operation))
+                self._see(leaf)
         return result
 
-    def _see(self, tensor: Tensor, name: str) -> None:
+    def _see(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -113,5 +109,5 @@ class Tracker(TorchDispatchMode):
 
         # A resized storage is counted anew, without its first reference and callback.
         self.live += size - (0 if known is None else known[0])
-        living[address] = (size, name, weakref.ref(storage, gone))
+        living[address] = (size, weakref.ref(storage, gone))
         self.peak = max(self.peak, self.live)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenpipe.memory.bytes import EmbeddingBytes, OutputPeaks, PartBytes, VocabularyBytes
-from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.bytes import EmbeddingBytes, OutputPeaks, VocabularyBytes
+from evenpipe.memory.heads import framework_head
 from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
@@ -29,16 +29,20 @@ def vocabulary_bytes(
     placement: Placement,
     shape: VocabularyShape,
     *,
-    kernels: Kernels = PRESETS["transformers"],
+    loss: str = "evenpipe",
+    stream: int | None = None,
+    gathers: bool = False,
     machine: Machine = "gpu",
     tensor_parallel: int = 1,
     token_share: float | None = None,
 ) -> VocabularyBytes:
-    """Return the bytes of one device and one microbatch.
+    """Return the bytes of one device and one microbatch, without those of parameters.
 
     Args:
         mode: of the vocabulary; if it is whole ("first-last", "redistribute"), only the devices of the first and last
-            stage have bytes, and the loss is that of `kernels`. Sharded modes always use our own.
+            stage have bytes, and the loss may be that of another framework. Sharded modes always use our own.
+        loss: as `Kernels.loss`.
+        stream, gathers: for another framework, as in `heads`; stream None: of all tokens.
         tensor_parallel: ranks that share a device's rows.
         token_share: share of tokens whose rows and labels are in this device's shard; None: its share of the rows.
     """
@@ -47,41 +51,31 @@ def vocabulary_bytes(
         parts = placement.devices * tensor_parallel
         shard = split(shape.rows, parts)[device * tensor_parallel]
         letters = Letters.of(shape, shard, placement.devices, token_share, machine)
-        found = _sharded(letters, shape, one_barrier=barriers == 1)
-        if device != placement.first_device:
-            found = replace(found, embedding=replace(found.embedding, all_rows=0))
-        return found
-    first, last = device == placement.first_device, device == placement.last_device
-    shard = split(shape.rows, tensor_parallel)[0]
-    letters = Letters.of(shape, shard, 1, 1.0, machine)
+        return _sharded(letters, one_barrier=barriers == 1, is_first=device == placement.first_device)
+    letters = Letters.of(shape, split(shape.rows, tensor_parallel)[0], 1, 1.0, machine)
     found = VocabularyBytes()
-    if last:
-        found = _whole(letters, shape) if kernels.loss == "evenpipe" else _framework(letters, shape, kernels.loss)
-    if first:
-        of_embedding = _embedding(letters, shape)
-        held_twice = last and shape.tied
-        parameters = PartBytes() if held_twice else of_embedding.parameters
-        embedding = EmbeddingBytes(backward_peak=of_embedding.backward_peak, parameters=parameters)
-        found = replace(found, embedding=embedding)
+    if device == placement.last_device and loss == "evenpipe":
+        found = _whole(letters)
+    elif device == placement.last_device:
+        hidden = letters.n * letters.h * letters.e
+        found = framework_head(letters, loss, stream=hidden if stream is None else stream, gathers=gathers)
+    if device == placement.first_device:
+        found = replace(found, embedding=EmbeddingBytes(backward_peak=_embedding(letters).backward_peak))
     return found
 
 
-def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accumulator: int = 4) -> int:
+def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:
     """Return the bytes of the inputs of one step on one device, which stay from its beginning to its end.
 
-    Token weights; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token ids,
-    labels and targets, which otherwise stay in host memory.
+    Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token
+    ids, labels and targets, which otherwise stay in host memory.
 
     Args:
         tokens: of the whole step, all microbatches.
         shards: of the embedding.
     """
-    found = tokens * accumulator
-    if shards > 1:
-        found += 2 * INDEX * tokens
-    if machine != "gpu":
-        found += 3 * INDEX * tokens
-    return found
+    indices = 2 * (shards > 1) + 3 * (machine != "gpu")
+    return tokens * (4 + INDEX * indices)
 
 
 # --- E, G, S, C and T ---------------------------------------------------------------------------------------------
@@ -95,15 +89,15 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     exponentials = x.n * x.distance(x.R) * x.q * factors if x.keeps else 0
     product = x.v * x.h * x.a * factors if one_barrier else 0
     rooms = x.rooms(x.b, x.R)
-    if x.reuses and not x.keeps:  # the same suffices for T
+    if not x.fused and not x.keeps:  # the same suffices for T
         rooms = max(rooms, x.rooms(x.v, x.again))
     maximum = x.v * x.a
     return VocabularyBytes(
         stored=_indices(x) + _copied_hidden(x) + maximum + exponentials + product,
         product=product,
-        handed_on=exponentials if x.reuses else 0,
-        room=rooms if x.reuses else 0,
-        peaks=OutputPeaks(output=0 if x.reuses else rooms),
+        handed_on=0 if x.fused else exponentials,
+        room=0 if x.fused else rooms,
+        peaks=OutputPeaks(output=rooms if x.fused else 0),
     )
 
 
@@ -129,7 +123,7 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     blocks = max(x.of_logits(x.b, x.R), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
     stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
     maximum = x.v * x.a if x.R and x.v else 0
-    in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.bias else 0)
+    in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.shape.bias else 0)
     spread = stored + x.v * x.k * x.a + (statistics if x.v < x.n else 0)
     return replace(left, own_statistics=statistics, peaks=OutputPeaks(output=max(in_blocks, spread)))
 
@@ -174,7 +168,7 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
     of_weight = coefficients + max(cast, scaled + x.of_weight())
     constant = coefficients + x.v * x.h * x.a if x.options.adds_constant else 0
     of_targets = 0 if x.fused else coefficients + x.o * (x.a + x.h * (x.e + x.a))
-    rooms = 0 if x.keeps or x.reuses else x.rooms(x.v, x.again)
+    rooms = 0 if x.keeps or not x.fused else x.rooms(x.v, x.again)
     of_hidden = x.of_hidden(x.v) if makes_hidden_gradient else 0
     of_logits = 0 if x.keeps else x.of_logits(x.v, x.again)
     above = max(rooms + max(of_weight, of_hidden, of_logits), constant, of_targets)
@@ -183,15 +177,15 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
     return product + above
 
 
-def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> VocabularyBytes:
+def _sharded(x: Letters, *, one_barrier: bool, is_first: bool) -> VocabularyBytes:
     """Sharded modes: separate passes on every device."""
     left = _first_half(x, one_barrier=one_barrier)
     combine_peak, combined = _combine(x)
-    rows = _embedding(x, shape)
+    hidden = x.n * x.h * x.e
     return replace(
         left,
-        embedding=replace(rows, all_rows=x.n * x.h * x.e, parameters=PartBytes() if shape.tied else rows.parameters),
-        hidden=x.n * x.h * x.e,
+        embedding=replace(_embedding(x), all_rows=hidden if is_first else 0),
+        hidden=hidden,
         combined=combined,
         peaks=replace(
             left.peaks,
@@ -201,11 +195,10 @@ def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> Vocabu
         ),
         statistics=x.P * left.own_statistics,
         gradient=x.n * x.h * x.a,
-        parameters=_output_parameters(x, shape),
     )
 
 
-def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
+def _whole(x: Letters) -> VocabularyBytes:
     """All rows on the last stage's device: S and the loss in its F, T in its B, or dX in I and the rest in W."""
     left = _first_half(x, one_barrier=False)
     combine_peak, combined = _combine(x)
@@ -221,75 +214,12 @@ def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
             weight=_second_half(x, makes_hidden_gradient=False),
         ),
         gradient=x.n * x.h * x.a,
-        parameters=_output_parameters(x, shape),
     )
 
 
-def _output_parameters(x: Letters, shape: VocabularyShape) -> PartBytes:
-    return PartBytes(gradients=x.held * (x.h + (1 if x.bias else 0)) * shape.gradient_element)
-
-
-def _embedding(x: Letters, shape: VocabularyShape) -> EmbeddingBytes:
+def _embedding(x: Letters) -> EmbeddingBytes:
     """E and G on this shard's rows; if the embedding is whole, in the first stage's F and B."""
     rows = x.c * x.h * x.e
     shifted = INDEX * x.c
-    wide = x.c * x.h * shape.gradient_element if x.e != shape.gradient_element else 0
-    return EmbeddingBytes(
-        rows=rows,
-        forward_peak=rows + (shifted if x.start else 0),
-        backward_peak=shifted + wide,
-        parameters=PartBytes(gradients=x.held * x.h * shape.gradient_element),
-    )
-
-
-# --- output layers and losses of other frameworks -------------------------------------------------------------------
-
-
-CHUNKS = 8
-"""Number of chunks of the loss in chunks."""
-
-
-def per_logit(loss: str, element: int) -> tuple[int, int, int]:
-    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward."""
-    e, wide = element, 4
-    return {
-        "fp32": (wide, e + 2 * wide, 2 * wide),
-        "bf16": (e, 2 * e, 2 * e),
-        "in-place": (wide, e + wide, e),
-        "fused": (e, e, 0),
-        "chunked": (0, 0, 0),
-    }[loss]
-
-
-def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes:
-    """A linear layer and a cross-entropy at the end of the last stage, on all n tokens. In bytes per logit:
-
-    fp32       logits in bf16, then in fp32, and their log-softmax, the only one that stays; two gradients in fp32
-    bf16       all of it in bf16
-    in-place   Megatron-LM's vocabulary-parallel cross-entropy: bf16 logits become fp32 probabilities in place
-    fused      Transformer Engine's: the logits become their own gradient
-    chunked    a head and loss over chunks of the tokens, recomputed in the backward, as in torchtitan
-    """
-    logits = x.n * x.R
-    e, wide = x.e, 4
-    kept, forward, backward = per_logit(loss, e)
-    hidden = x.n * x.h * x.e
-    per_token = 0 if loss == "chunked" else x.n * 4
-    found = VocabularyBytes(
-        stored=logits * kept + per_token,
-        gradient=hidden,
-        peaks=OutputPeaks(
-            output=logits * forward + per_token,
-            backward=logits * backward + hidden,
-            gradient=logits * backward + hidden,
-            weight=x.R * x.h * x.e,
-        ),
-        parameters=_output_parameters(x, shape),
-    )
-    if loss == "chunked":
-        in_chunk = logits * (e + 3 * wide) // CHUNKS
-        peaks = replace(
-            found.peaks, output=logits * (e + 2 * wide) // CHUNKS, backward=in_chunk + 2 * x.R * x.h * x.e + hidden
-        )
-        found = replace(found, peaks=peaks)
-    return found
+    wide = x.c * x.h * x.shape.gradient_element if x.e != x.shape.gradient_element else 0
+    return EmbeddingBytes(rows=rows, forward_peak=rows + (shifted if x.start else 0), backward_peak=shifted + wide)

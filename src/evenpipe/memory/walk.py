@@ -20,44 +20,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from evenpipe.memory.moments import Moments, Walk
+from evenpipe.memory import things
 from evenpipe.memory.parts import Parts
-from evenpipe.memory.things import (
-    ACTIVATIONS,
-    COMBINE_PEAK,
-    COMBINED,
-    DX,
-    EMBEDDING_BACKWARD_PEAK,
-    EMBEDDING_GRADIENTS,
-    EMBEDDING_PEAK,
-    GRADIENTS,
-    HANDED_ON,
-    OUTPUT_BACKWARD_PEAK,
-    OUTPUT_GRADIENT_PEAK,
-    OUTPUT_GRADIENTS,
-    OUTPUT_PEAK,
-    OUTPUT_STORED,
-    OUTPUT_WEIGHT_PEAK,
-    OWN_STATISTICS,
-    PRODUCT,
-    ROOM,
-    ROOMS,
-    ROWS_ALL,
-    ROWS_GRADIENT,
-    ROWS_INPUT,
-    ROWS_RECEIVED,
-    STATISTICS,
-    TRANSIENT,
-    Thing,
-    X,
-    gradient_of,
-    gradient_parts,
-    input_gradient_of,
-    input_of,
-    moved_of,
-    output_of,
-    received,
-)
+from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
 from evenpipe.schedule.passes import (
@@ -147,9 +112,9 @@ class _Walker:
                     self._recomputed.add(self._key(part))
                 elif part.kind is Kind.O:
                     self._offloaded.add(self._key(part))
-        self._hold(*[HANDED_ON] * self._buffers)
+        self._hold(*[things.HANDED_ON] * self._buffers)
         if self._buffers:
-            self._hold(ROOM)
+            self._hold(things.ROOM)
         arrived = releases(self._program, self._device)
         for position, item in enumerate(row):
             if item is None:
@@ -171,7 +136,7 @@ class _Walker:
             moments.ends_item()
         for sent in list(self._sent):
             self._arrived(sent)
-        left = [thing for thing in moments.held() if thing.size not in ROOMS and thing.term != GRADIENTS]
+        left = [thing for thing in moments.held() if thing.size not in things.ROOMS and thing.term != things.GRADIENTS]
         assert not left, f"device {self._device} holds {left} at the end"
         return moments.walk()
 
@@ -182,93 +147,92 @@ class _Walker:
         bare = self._key(item) in self._recomputed
         placement = self._program.placement
         if stage == self._first and self._spread and self._alone:
-            self._drop(ROWS_INPUT)
+            self._drop(things.ROWS_INPUT)
         for before in placement.predecessors(stage):
-            self._drop(received(stage, "input") if self._is_elsewhere(before) else output_of(before))
-        self._hold(input_of(stage))
-        self._moment(Thing("peaks.bare_forward" if bare else "peaks.forward", stage, TRANSIENT))
-        self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
+            self._drop(things.input_buffer(stage) if self._is_elsewhere(before) else things.output_buffer(before))
+        self._hold(things.input_of(stage))
+        self._peak("peaks.bare_forward" if bare else "peaks.forward", stage)
+        self._hold(*[things.output_buffer(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
-            self._drop(input_of(stage))
+            self._drop(things.input_of(stage))
         self._keep(item)
         if stage == self._first and self._spread and not self._alone:
-            self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
+            self._drop(things.ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
             self._take_buffer()
-            self._moment(OUTPUT_PEAK)
-            self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
-            self._moment(COMBINE_PEAK)
-            self._drop(OWN_STATISTICS, output_of(stage))
-            self._hold(COMBINED)
+            self._peak("peaks.output")
+            self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
+            self._peak("peaks.combine")
+            self._drop(things.OWN_STATISTICS, things.output_buffer(stage))
+            self._hold(things.COMBINED)
 
     def _is_elsewhere(self, stage: int) -> bool:
         return self._program.placement.device_of(stage) != self._device
 
+    def _peak(self, size: str, stage: int = things.NO_STAGE) -> None:
+        """Record a moment with a peak within a pass, above what is held."""
+        self._moment(things.peak(size, stage))
+
+    def _sized(self, size: str, item: Pass) -> str:
+        """Return the name of a size of a stage for the microbatch of `item`."""
+        return things.RECOMPUTED + size if self._key(item) in self._recomputed else size
+
     def _stored(self, item: Pass) -> Thing:
-        recomputed = self._key(item) in self._recomputed
-        return Thing("recomputed_stored" if recomputed else "stored", _stage(item), ACTIVATIONS)
+        return Thing(self._sized("stored", item), _stage(item), things.ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
         stage, split = _stage(item), Kept.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
-        gradient, placement = gradient_of(stage), self._program.placement
+        gradient, placement = things.gradient_of(stage), self._program.placement
         if stage != self._last:
             for behind in placement.successors(stage):
-                self._drop(received(stage, "output") if self._is_elsewhere(behind) else input_gradient_of(behind))
+                self._drop(things.output_buffer(stage) if self._is_elsewhere(behind) else things.input_buffer(behind))
             self._hold(gradient)
         else:
             if not self._spread:
                 self._whole_output_gradient(split=split)
-            self._moment(Thing("copied_gradient", stage, TRANSIENT))
-            self._drop(DX)
+            self._peak("copied_gradient", stage)
+            self._drop(things.DX)
             self._hold(gradient)
-        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
-        first = "first_" if self._makes_gradients(stage, split=split) else ""
-        self._moment(Thing(f"{recomputed}peaks.{first}{'input' if split else 'backward'}", stage, TRANSIENT))
-        self._hold_gradients(stage, split=split)
+        added = things.gradient_parts(stage)[: 1 if split else 2]
+        first = "first_" if any(map(self._parts.lacks, added)) else ""
+        self._peak(self._sized(f"peaks.{first}{'input' if split else 'backward'}", item), stage)
+        for part in added:
+            self._parts.make(part)
         self._free(item)
-        self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
+        self._hold(*[things.input_buffer(stage)] * max(1, len(placement.predecessors(stage))))
         self._keep(item)
         if stage == self._first:
             self._rows_gradient()
         self._drop(gradient)
         if not self._moves_graph(item):
-            self._drop(input_of(stage))
+            self._drop(things.input_of(stage))
 
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
         if not self._spread:
-            self._parts.make(EMBEDDING_GRADIENTS)
-            self._moment(EMBEDDING_BACKWARD_PEAK)
+            self._parts.make(things.EMBEDDING_GRADIENTS)
+            self._peak("embedding.backward_peak")
         elif not self._alone:
-            self._hold(ROWS_GRADIENT)
+            self._hold(things.ROWS_GRADIENT)
             self._moment()
         if not (self._spread and self._alone):
-            self._drop(input_gradient_of(self._first))
-
-    def _makes_gradients(self, stage: int, *, split: bool) -> bool:
-        parts = gradient_parts(stage)
-        return self._parts.lacks(parts[0]) or (not split and self._parts.lacks(parts[1]))
-
-    def _hold_gradients(self, stage: int, *, split: bool) -> None:
-        for part in gradient_parts(stage)[: 1 if split else 2]:
-            self._parts.make(part)
+            self._drop(things.input_buffer(self._first))
 
     def _weights(self, item: Pass) -> None:
         stage = _stage(item)
         if stage == self._last and not self._spread:
-            self._parts.make(OUTPUT_GRADIENTS)
-            self._moment(OUTPUT_WEIGHT_PEAK)
+            self._parts.make(things.OUTPUT_GRADIENTS)
+            self._peak("peaks.weight")
             self._release_output()
-        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
-        rest = gradient_parts(stage)[1]
+        rest = things.gradient_parts(stage)[1]
         first = "first_" if self._parts.lacks(rest) else ""
-        self._moment(Thing(f"{recomputed}peaks.{first}weight", stage, TRANSIENT))
+        self._peak(self._sized(f"peaks.{first}weight", item), stage)
         self._parts.make(rest)
         self._free(item)
 
     def _recompute(self, item: Pass) -> None:
-        self._moment(Thing("peaks.recompute", _stage(item), TRANSIENT))
+        self._peak("peaks.recompute", _stage(item))
         self._hold(self._stored(item))
 
     def _moves_graph(self, item: Pass) -> bool:
@@ -285,29 +249,29 @@ class _Walker:
         """Return what a stage's pass keeps or frees on the device, as things with bytes."""
         stage, recomputed = _stage(item), self._key(item) in self._recomputed
         if held is Kept.WEIGHT_INPUTS:
-            return (Thing("recomputed_queued" if recomputed else "queued", stage, ACTIVATIONS),)
+            return (Thing(self._sized("queued", item), stage, things.ACTIVATIONS),)
         if held is not Kept.ACTIVATIONS:  # on the host
             return ()
         if item.kind in OFFLOAD_KINDS:
-            return (moved_of(stage)[0] if self._moves_graph(item) else input_of(stage),)
+            return (things.moved_of(stage)[0] if self._moves_graph(item) else things.input_of(stage),)
         if self._moves_graph(item):
-            return moved_of(stage)
+            return things.moved_of(stage)
         return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
     def _whole_output_gradient(self, *, split: bool) -> None:
         if split:  # the inputs of W stay
-            self._moment(OUTPUT_GRADIENT_PEAK)
-            self._hold(DX)
+            self._peak("peaks.gradient")
+            self._hold(things.DX)
             return
-        self._parts.make(OUTPUT_GRADIENTS)
-        self._moment(OUTPUT_BACKWARD_PEAK)
+        self._parts.make(things.OUTPUT_GRADIENTS)
+        self._peak("peaks.backward")
         self._release_output()
-        self._hold(DX)
+        self._hold(things.DX)
 
     def _release_output(self) -> None:
-        self._drop(OUTPUT_STORED, PRODUCT, COMBINED)
+        self._drop(things.OUTPUT_STORED, things.PRODUCT, things.COMBINED)
         self._free_buffers += 1
 
     def _take_buffer(self) -> None:
@@ -316,61 +280,61 @@ class _Walker:
             self._free_buffers -= 1
             return
         if not self._buffers:
-            self._hold(ROOM)
+            self._hold(things.ROOM)
         self._buffers += 1
-        self._hold(HANDED_ON)
+        self._hold(things.HANDED_ON)
 
     # --- vocabulary passes --------------------------------------------------------------------------------------
 
     def _embed(self, item: Pass) -> None:
-        self._moment(EMBEDDING_PEAK)
-        self._hold(ROWS_INPUT)
+        self._peak("embedding.forward_peak")
+        self._hold(things.ROWS_INPUT)
 
     def _embedding_gradient(self, item: Pass) -> None:
-        self._parts.make(EMBEDDING_GRADIENTS)
-        self._moment(EMBEDDING_BACKWARD_PEAK)
+        self._parts.make(things.EMBEDDING_GRADIENTS)
+        self._peak("embedding.backward_peak")
         if self._alone:
-            self._drop(input_gradient_of(self._first))
+            self._drop(things.input_buffer(self._first))
         elif self._device == self._program.placement.first_device:
             self._let_go_of_rows(unit_of(item, self._program.slices))
         else:
-            self._drop(ROWS_RECEIVED)
+            self._drop(things.ROWS_RECEIVED)
 
     def _let_go_of_rows(self, unit: int) -> None:
         self._shares[unit] -= 1
         if not self._shares[unit]:
-            self._drop(ROWS_GRADIENT)
+            self._drop(things.ROWS_GRADIENT)
 
     def _output(self, item: Pass) -> None:
         self._take_buffer()
-        self._moment(OUTPUT_PEAK)
+        self._peak("peaks.output")
         root = self._device == self._program.placement.last_device
-        self._drop(output_of(self._last) if root else X)
-        self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
+        self._drop(things.output_buffer(self._last) if root else things.X)
+        self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
 
     def _open_barrier(self) -> None:
         if not self._alone:
-            self._drop(OWN_STATISTICS)
-        self._moment(COMBINE_PEAK)
-        self._drop(OWN_STATISTICS if self._alone else STATISTICS)
-        self._hold(COMBINED)
+            self._drop(things.OWN_STATISTICS)
+        self._peak("peaks.combine")
+        self._drop(things.OWN_STATISTICS if self._alone else things.STATISTICS)
+        self._hold(things.COMBINED)
 
     def _combine(self, item: Pass) -> None:
         self._open_barrier()
-        self._moment(OUTPUT_GRADIENT_PEAK)
-        self._drop(PRODUCT)
-        self._hold(DX)
+        self._peak("peaks.gradient")
+        self._drop(things.PRODUCT)
+        self._hold(things.DX)
 
     def _output_gradient(self, item: Pass) -> None:
         if self._program.barriers == 2:
             self._open_barrier()
-            self._drop(PRODUCT)
-        self._parts.make(OUTPUT_GRADIENTS)
-        self._moment(OUTPUT_BACKWARD_PEAK)
-        self._drop(OUTPUT_STORED, COMBINED)
+            self._drop(things.PRODUCT)
+        self._parts.make(things.OUTPUT_GRADIENTS)
+        self._peak("peaks.backward")
+        self._drop(things.OUTPUT_STORED, things.COMBINED)
         self._free_buffers += 1
         if self._program.barriers == 2:
-            self._hold(DX)
+            self._hold(things.DX)
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
@@ -378,30 +342,30 @@ class _Walker:
         root = item.root == self._device
         match item.kind:
             case TransferKind.SEND_F:
-                self._send(item, output_of(_stage(item)))
+                self._send(item, things.output_buffer(_stage(item)))
             case TransferKind.SEND_B:
-                self._send(item, input_gradient_of(_stage(item)))
+                self._send(item, things.input_buffer(_stage(item)))
             case TransferKind.RECV_F:
-                self._hold(received(_stage(item), "input"))
+                self._hold(things.input_buffer(_stage(item)))
             case TransferKind.RECV_B:
-                self._hold(received(_stage(item), "output"))
+                self._hold(things.output_buffer(_stage(item)))
             case TransferKind.X if not root:
-                self._hold(X)
+                self._hold(things.X)
             case TransferKind.STATISTICS:
-                self._hold(STATISTICS)
+                self._hold(things.STATISTICS)
             case TransferKind.DX if not root:
-                self._send(item, DX)
+                self._send(item, things.DX)
             case TransferKind.ROWS if root:
-                self._hold(ROWS_ALL)
+                self._hold(things.ROWS_ALL)
                 self._moment()
-                self._drop(ROWS_INPUT)
+                self._drop(things.ROWS_INPUT)
             case TransferKind.ROWS:
-                self._send(item, ROWS_INPUT)
+                self._send(item, things.ROWS_INPUT)
             case TransferKind.ROW_GRADIENTS if root:
                 self._shares[unit_of(item, self._program.slices)] = 2
                 self._send(item)
             case TransferKind.ROW_GRADIENTS:
-                self._hold(ROWS_RECEIVED)
+                self._hold(things.ROWS_RECEIVED)
 
     def _send(self, item: Transfer, *things: Thing) -> None:
         """Hold sent data until its arrival is known, or until too many such transfers are in progress."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from evenpipe.costs.analytic import Setting, head_time, step_end_seconds, whole_head_time
+from evenpipe.costs.analytic import Setting, head_time, least_seconds, step_end_seconds, whole_head_time
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
@@ -56,7 +56,7 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> B
     # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
-    work += min(head_time(*shape, smooth).seconds, whole_head_time(*shape, smooth).seconds)
+    work += min(head_time(*shape, smooth).seconds, least_seconds(whole_head_time(*shape, smooth)))
     matrices = 1 if description.tied else 2
     parameters = sum(layer.parameters for layer in problem.works)
     parameters += matrices * description.vocabulary_size * description.hidden_size

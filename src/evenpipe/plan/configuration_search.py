@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenpipe.costs.analytic import whole_head_time
+from evenpipe.costs.analytic import least_seconds, whole_head_time
 from evenpipe.recipe.recipe import Recipe
 
 from .bounds import Bound, layout_bound, order_bound, work_bound
@@ -208,9 +208,9 @@ def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
     setting = problem.setting(layout)
     description = problem.description
-    head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
+    head = least_seconds(whole_head_time(description.hidden_size, description.vocabulary_size, setting))
     layer = layer_times(problem, replace(layout, vocabulary="first-last"))[-1]
-    return head.seconds / (layer.forward + layer.backward)
+    return head / (layer.forward + layer.backward)
 
 
 def _mode(one: Configuration) -> str | None:

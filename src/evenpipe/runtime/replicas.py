@@ -13,9 +13,9 @@ from evenpipe.communication.communicator import Communicator
 from evenpipe.parallel import ReplicatedGradients, ShardedModule
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix
 from evenpipe.runtime.device import HeldModel
-from evenpipe.schedule import Kind, Pass, Program
+from evenpipe.schedule import Pass, Program
 from evenpipe.schedule.passes import GATHERING_KINDS, REDUCING_KINDS
-from evenpipe.schedule.sharding import Part, part_of
+from evenpipe.schedule.sharding import Part, part_of, parts_of_matrices
 
 
 class Replicas:
@@ -96,14 +96,11 @@ class Replicas:
 
 
 def _vocabulary(held: HeldModel, program: Program) -> Iterator[tuple[Part, str, list[Matrix]]]:
-    """Yield (part, name, matrices). Whole matrices belong to the first and the last stage; tied ones that are held
-    once are a part of their own."""
-    placement = program.placement
+    """Yield (part, name, matrices)."""
     embedding, head = held.embedding_matrix, list(held.head_matrices)
-    if embedding is not None and embedding in head:
-        yield Kind.S, "vocabulary", head
-        return
-    if embedding is not None:
-        yield Kind.E if program.barriers else placement.first_stage, "embedding", [embedding]
+    one_matrix = embedding is not None and embedding in head
+    parts = parts_of_matrices(program.placement, program.barriers, one_matrix=one_matrix)
+    if embedding is not None and not one_matrix:
+        yield parts[0], "embedding", [embedding]
     if head:
-        yield Kind.S if program.barriers else placement.last_stage, "output layer", head
+        yield parts[1], "vocabulary" if one_matrix else "output layer", head

@@ -63,12 +63,16 @@ class Users:
 
     Args:
         parts: the parts of the vocabulary layers that the device has.
+
+    Attributes:
+        matrices: as `parts_of_matrices`.
     """
 
     def __init__(self, placement: Placement, barriers: int, parts: Collection[Part]) -> None:
-        self._ends = () if barriers or Kind.S not in parts else (placement.first_stage, placement.last_stage)
-        embedding = Kind.E if Kind.E in parts else Kind.S
-        found = {Kind.E: embedding, Kind.G: embedding, Kind.S: Kind.S, Kind.C: Kind.S, Kind.T: Kind.S}
+        one_matrix = Kind.S in parts and Kind.E not in parts
+        self.matrices = embedding, output = parts_of_matrices(placement, barriers, one_matrix=one_matrix)
+        self._ends = (placement.first_stage, placement.last_stage) if one_matrix and not barriers else ()
+        found = {Kind.E: embedding, Kind.G: embedding, Kind.S: output, Kind.C: output, Kind.T: output}
         self._of_vocabulary = {kind: (part,) for kind, part in found.items() if part in parts}
 
     @classmethod
@@ -93,16 +97,25 @@ class Users:
         return {part for one in parts_of(item) if one.kind in ADDING_KINDS for part in self.parts(one)}
 
 
+def parts_of_matrices(placement: Placement, barriers: int, *, one_matrix: bool) -> tuple[Part, Part]:
+    """Return the parts that the rows of the embedding and of the output layer belong to, where a device has them.
+
+    one_matrix: both are the same rows of one matrix there.
+    """
+    if one_matrix:
+        return Kind.S, Kind.S
+    return (Kind.E, Kind.S) if barriers else (placement.first_stage, placement.last_stage)
+
+
 def parts_of_device(placement: Placement, barriers: int, device: int, *, tied: bool) -> tuple[Part, ...]:
     """Return the parts of a device.
 
     tied: whether the embedding and the output layer share their matrix.
     """
     stages = placement.stages_of(device)
-    if barriers:
-        return (*stages, *((Kind.S,) if tied else (Kind.E, Kind.S)))
     both_ends = {placement.first_stage, placement.last_stage} <= {*stages}
-    return (*stages, Kind.S) if tied and both_ends else stages
+    matrices = parts_of_matrices(placement, barriers, one_matrix=tied and (barriers > 0 or both_ends))
+    return tuple(dict.fromkeys((*stages, *(part for part in matrices if isinstance(part, Kind)))))
 
 
 def check_sharding(placement: Placement, barriers: int, rows: Rows) -> Iterator[Fault]:
