@@ -27,8 +27,8 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
+from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
@@ -52,12 +52,10 @@ from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tied import tied_gradients
-from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
-from evenpipe.schedule.trace import Trace
+from evenpipe.schedule import Kind, Program
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -156,25 +154,7 @@ class Pipeline(SpreadModel):
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
-            layers, offload = self.description.layers, self.recipe.offload
-            self._checkpointing = self.recipe.checkpointing_of(layers)
-            check_choices(self._checkpointing)
-            self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
-            self.layout = Layout.of(
-                self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
-            )
-            refuse_unfit(self.layout.program)
-            self._evaluations: dict[int, Program] = {}
-            self._kept_layers = offload.kept_layers(layers)
-            self._activations = None
-            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-                self._activations = activations_engine(offload, self.torch_device)
-                self._closing.callback(self._activations.copies.close)
-            if self.torch_device.type == "cpu" and worker.owned:
-                if self._activations is None:
-                    keep_freed_memory()
-                else:
-                    return_freed_memory()
+            self._plan_step(worker)
             if self._sharded:
                 check_shardable(self.description)
             worker.wait_for_all("a description of the model", timeout_seconds)
@@ -223,6 +203,28 @@ class Pipeline(SpreadModel):
         return cls(describe_modules(embedding, layers, norm, head), **options)
 
     # --- building --------------------------------------------------------------------------------------------
+
+    def _plan_step(self, worker: Worker) -> None:
+        """Decide what every device computes and keeps, before anything is built."""
+        layers, offload = self.description.layers, self.recipe.offload
+        self._checkpointing = self.recipe.checkpointing_of(layers)
+        check_choices(self._checkpointing)
+        self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+        self.layout = Layout.of(
+            self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
+        )
+        refuse_unfit(self.layout.program)
+        self._evaluations: dict[int, Program] = {}
+        self._kept_layers = offload.kept_layers(layers)
+        self._activations = None
+        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+            self._activations = activations_engine(offload, self.torch_device)
+            self._closing.callback(self._activations.copies.close)
+        if self.torch_device.type == "cpu" and worker.owned:
+            if self._activations is None:
+                keep_freed_memory()
+            else:
+                return_freed_memory()
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
@@ -415,41 +417,6 @@ class Pipeline(SpreadModel):
             self._walker.counter = counter
 
         return ByteCounter(self._held.tensors(), follow)
-
-    def trace(self, result: StepResult, **about: Any) -> Trace | None:
-        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
-
-        about: further facts for the reader of the trace. Collective.
-        """
-        if result.record.clock is None:
-            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
-        layout = self.layout
-        return gather_trace(
-            result.record,
-            layout.program,
-            self._groups.pipeline,
-            self.torch_device,
-            costs=layout.costs,
-            about={"vocabulary": layout.mode, **about},
-        )
-
-    def predict(self, vocabulary: str | None = None) -> Timeline:
-        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
-
-        The other mode keeps the layers of each stage, unless one of both is "redistribute".
-        """
-        layout = self.layout
-        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
-            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            other = Recipe(
-                parallelism=self.recipe.parallelism,
-                batch=self.recipe.batch,
-                schedule=without_vocabulary(layout.program.order),
-                vocabulary=vocabulary,
-                layers_per_stage=None if cut_anew else layout.layers_per_stage,
-            )
-            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
-        return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
