@@ -114,7 +114,8 @@ class StageTracer:
         part = Part(
             first=first,
             last=first + len(choices),
-            **ends,
+            is_first=ends["is_first"],
+            is_last=ends["is_last"],
             dtype=self._parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device="meta",

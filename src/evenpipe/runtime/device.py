@@ -33,8 +33,8 @@ class HeldModel:
 
     stages: dict[int, nn.Module] = field(default_factory=dict)
     """By number."""
-    parameters: dict[int, StageParameters] = field(default_factory=dict)
-    """Parameters of each stage."""
+    by_stage: dict[int, StageParameters | ShardedModule] = field(default_factory=dict)
+    """Parameters of each stage: this process's alone, or sharded over replicas."""
     shards: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
     """All parameters (masters, with their gradients), by Hugging Face name."""
     buffers: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
@@ -54,8 +54,11 @@ class HeldModel:
     """The output layer's rows and their bias; if tied weights are held once, the embedding's matrix."""
     shared: list[Held[nn.Parameter]] = field(default_factory=list)
     """Those of its parameters that several tensor ranks hold, in the same order on all of them."""
-    sharded: dict[int, ShardedModule] = field(default_factory=dict)
-    """Each stage's parameters, if they are sharded over replicas; then `parameters` is empty."""
+
+    @property
+    def parameters(self) -> dict[int, StageParameters]:
+        """Those of `by_stage` that are not sharded over replicas."""
+        return {stage: one for stage, one in self.by_stage.items() if isinstance(one, StageParameters)}
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -97,6 +100,17 @@ class LayerOptions:
     """Layers whose activations stay on the device anyway."""
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How parameters begin."""
+
+    dtype: torch.dtype
+    seed: int
+    """Of fresh ones."""
+    broadcast: Callable[[torch.Tensor], None] | None = None
+    """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
     """Builds this process's part of a model, and fills it from the source of the description."""
@@ -106,16 +120,13 @@ class Builder:
     grid: Grid
     loss: LossOptions
     layers: LayerOptions
-    parameter_dtype: torch.dtype
+    weights: Weights
     compute_dtype: torch.dtype
     torch_device: torch.device
-    seed: int
     shards: Communicator | None = None
     """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
     tensor: tuple[ModelCut, TensorRanks] | None = None
     """How layers are cut over the tensor ranks of the device; None for one."""
-    broadcast: Callable[[torch.Tensor], None] | None = None
-    """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
     def build(self) -> HeldModel:
@@ -166,17 +177,17 @@ class Builder:
             last,
             is_first=stage == 0,
             is_last=stage == placement.last_stage,
-            dtype=self.parameter_dtype,
+            dtype=self.weights.dtype,
             compute_dtype=self.compute_dtype,
             torch_device=self.torch_device,
             held=cuts,
             tensor_ranks=ranks,
         )
-        fill_parameters(module, description, self.seed)
+        fill_parameters(module, description, self.weights.seed)
         held.stages[stage] = module
-        if self.broadcast is not None:
+        if self.weights.broadcast is not None:
             for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
-                self.broadcast(tensor.detach())
+                self.weights.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
         if self.tensor is not None:
@@ -184,13 +195,13 @@ class Builder:
             checkpointed = [index for index in layers if self.layers.checkpointing[index] != "none"]
             self.tensor[0].make_local(module, layers, self.tensor[1], checkpointed)
         if self.shards is None:
-            held.parameters[stage] = StageParameters(module, self.compute_dtype)
-            masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in held.parameters[stage]}
+            own = held.by_stage[stage] = StageParameters(module, self.compute_dtype)
+            masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in own}
         else:
-            held.sharded[stage] = ShardedModule(
+            sharded = held.by_stage[stage] = ShardedModule(
                 module, list(layers.values()), self.shards, compute_dtype=self.compute_dtype, what=f"stage {stage}"
             )
-            masters = {name: (one.tensor, one.placement) for name, one in held.sharded[stage]}
+            masters = {name: (one.tensor, one.placement) for name, one in sharded}
         for name, (parameter, over_replicas) in masters.items():
             over_ranks = cuts.get(name) or TensorPlacement(over_replicas.shape)
             over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *over_replicas.cuts))
@@ -234,10 +245,10 @@ class Builder:
         cuts = (Cut(tuple(axes), part, math.prod(map(grid.size, axes))),) if axes else ()
         (rows,) = TensorPlacement((description.vocabulary_size,), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
-        filled = fill_rows(description, name, rows.start, rows.stop, self.seed)
-        filled = filled.to(self.torch_device, self.parameter_dtype)
-        if self.broadcast is not None:
-            self.broadcast(filled)
+        filled = fill_rows(description, name, rows.start, rows.stop, self.weights.seed)
+        filled = filled.to(self.torch_device, self.weights.dtype)
+        if self.weights.broadcast is not None:
+            self.weights.broadcast(filled)
         parameter = nn.Parameter(filled, requires_grad=_is_trained(description, name))
         if self.shards is None:
             found = Matrix(parameter, self.compute_dtype)

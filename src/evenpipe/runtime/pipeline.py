@@ -27,9 +27,9 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import SharedGradients, TensorRanks
-from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.parallel.tensor_ranks import SharedGradients
+from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
+from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
@@ -45,22 +45,19 @@ from evenpipe.runtime.arguments import (
     recipe_of,
 )
 from evenpipe.runtime.batch import Inputs, cut, distribute
-from evenpipe.runtime.device import Builder, LayerOptions
+from evenpipe.runtime.device import Builder, LayerOptions, Weights
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
+from evenpipe.runtime.tensor_cut import cut_layers
 from evenpipe.runtime.tied import tied_gradients
-from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
-from evenpipe.schedule.trace import Trace
-from evenpipe.tensor.check import cut_of_model
-from evenpipe.tensor.layers import ModelCut, report_whole
+from evenpipe.schedule import Kind, Program
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -163,25 +160,7 @@ class Pipeline(SpreadModel):
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
-            layers, offload = self.description.layers, self.recipe.offload
-            self._checkpointing = self.recipe.checkpointing_of(layers)
-            check_choices(self._checkpointing)
-            self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
-            self.layout = Layout.of(
-                self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
-            )
-            refuse_unfit(self.layout.program)
-            self._evaluations: dict[int, Program] = {}
-            self._kept_layers = offload.kept_layers(layers)
-            self._activations = None
-            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-                self._activations = activations_engine(offload, self.torch_device)
-                self._closing.callback(self._activations.copies.close)
-            if self.torch_device.type == "cpu" and worker.owned:
-                if self._activations is None:
-                    keep_freed_memory()
-                else:
-                    return_freed_memory()
+            self._plan_step(worker)
             if self._sharded:
                 check_shardable(self.description)
             worker.wait_for_all("a description of the model", timeout_seconds)
@@ -198,7 +177,7 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor = None if self._groups.tensor is None else self._cut_layers(self_check)
+            self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -233,21 +212,42 @@ class Pipeline(SpreadModel):
 
     # --- building --------------------------------------------------------------------------------------------
 
+    def _plan_step(self, worker: Worker) -> None:
+        """Decide what every device computes and keeps, before anything is built."""
+        layers, offload = self.description.layers, self.recipe.offload
+        self._checkpointing = self.recipe.checkpointing_of(layers)
+        check_choices(self._checkpointing)
+        self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+        self.layout = Layout.of(
+            self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
+        )
+        refuse_unfit(self.layout.program)
+        self._evaluations: dict[int, Program] = {}
+        self._kept_layers = offload.kept_layers(layers)
+        self._activations = None
+        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+            self._activations = activations_engine(offload, self.torch_device)
+            self._closing.callback(self._activations.copies.close)
+        if self.torch_device.type == "cpu" and worker.owned:
+            if self._activations is None:
+                keep_freed_memory()
+            else:
+                return_freed_memory()
+
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
+        gives_all = replicas is not None and self.description.model is not None
         self._held = Builder(
             description=self.description,
             layout=self.layout,
             grid=self._grid,
             loss=options,
             layers=LayerOptions(self._checkpointing, self.recipe.compile_layers, self._activations, self._kept_layers),
-            parameter_dtype=parameter_dtype,
+            weights=Weights(parameter_dtype, seed, self._broadcast if gives_all else None),
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
-            seed=seed,
             shards=replicas if self._sharded else None,
             tensor=self._tensor,
-            broadcast=None if replicas is None or self.description.model is None else self._broadcast,
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
@@ -318,22 +318,6 @@ class Pipeline(SpreadModel):
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
-
-    def _cut_layers(self, check: bool) -> tuple[ModelCut, TensorRanks]:
-        """Find how the layers are cut over tensor ranks; the first process compares it with the whole, if wanted."""
-        assert self._groups.tensor is not None
-        cut, fault = None, None
-        try:
-            cut = cut_of_model(self.description, self.tensor_ranks, check=check and self._is_very_first)
-        except InputError as error:
-            fault = str(error)
-        fault = self._groups.from_the_first(fault, "the self-check of tensor parallelism")
-        if fault is not None:
-            raise InputError(fault)
-        assert cut is not None
-        if self._is_very_first:
-            report_whole(cut)
-        return cut, TensorRanks(self._groups.tensor)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -457,41 +441,6 @@ class Pipeline(SpreadModel):
             self._walker.counter = counter
 
         return ByteCounter(self._held.tensors(), follow)
-
-    def trace(self, result: StepResult, **about: Any) -> Trace | None:
-        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
-
-        about: further facts for the reader of the trace. Collective.
-        """
-        if result.record.clock is None:
-            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
-        layout = self.layout
-        return gather_trace(
-            result.record,
-            layout.program,
-            self._groups.pipeline,
-            self.torch_device,
-            costs=layout.costs,
-            about={"vocabulary": layout.mode, **about},
-        )
-
-    def predict(self, vocabulary: str | None = None) -> Timeline:
-        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
-
-        The other mode keeps the layers of each stage, unless one of both is "redistribute".
-        """
-        layout = self.layout
-        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
-            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            other = Recipe(
-                parallelism=self.recipe.parallelism,
-                batch=self.recipe.batch,
-                schedule=without_vocabulary(layout.program.order),
-                vocabulary=vocabulary,
-                layers_per_stage=None if cut_anew else layout.layers_per_stage,
-            )
-            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
-        return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""

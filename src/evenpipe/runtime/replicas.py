@@ -33,8 +33,9 @@ class Replicas:
         self._names: dict[Part, list[str]] = defaultdict(list)
         """Of the sums of replicated parameters."""
         vocabulary = list(_vocabulary(held, program))
-        if held.sharded:
-            for stage, module in held.sharded.items():
+        sharded = {stage: one for stage, one in held.by_stage.items() if isinstance(one, ShardedModule)}
+        if sharded:
+            for stage, module in sharded.items():
                 self._sharded[stage].append(module)
             for part, _, matrices in vocabulary:
                 for matrix in matrices:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
-from evenpipe.errors import RunError
+from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
     Description,
     disk_tensors,
@@ -29,15 +29,18 @@ from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.recipe.layout import Layout
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.arguments import (
     check_kinds,
     check_positive,
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.device import HeldModel
-from evenpipe.runtime.result import html_table
-from evenpipe.schedule import Order, Program
+from evenpipe.runtime.result import StepResult, html_table
+from evenpipe.runtime.trace import gather_trace
+from evenpipe.schedule import Order, Program, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class SpreadModel:
     """A model of which every process holds a part."""
 
     description: Description
+    recipe: Recipe
     layout: Layout
     microbatches: int
     torch_device: torch.device
@@ -58,6 +62,7 @@ class SpreadModel:
     """Processes of a device, which share each of its layers."""
     replica: int
     replicas: int
+    _model_costs: ModelCosts
     _held: HeldModel
     _groups: Groups
     _sharded: bool
@@ -122,6 +127,41 @@ class SpreadModel:
     def program(self) -> Program:
         """The passes and transfers that every device executes in a step."""
         return self.layout.program
+
+    def trace(self, result: StepResult, **about: Any) -> Trace | None:
+        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
+
+        about: further facts for the reader of the trace. Collective.
+        """
+        if result.record.clock is None:
+            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+        layout = self.layout
+        return gather_trace(
+            result.record,
+            layout.program,
+            self._groups.pipeline,
+            self.torch_device,
+            costs=layout.costs,
+            about={"vocabulary": layout.mode, **about},
+        )
+
+    def predict(self, vocabulary: str | None = None) -> Timeline:
+        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
+
+        The other mode keeps the layers of each stage, unless one of both is "redistribute".
+        """
+        layout = self.layout
+        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
+            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
+            other = Recipe(
+                parallelism=self.recipe.parallelism,
+                batch=self.recipe.batch,
+                schedule=without_vocabulary(layout.program.order),
+                vocabulary=vocabulary,
+                layers_per_stage=None if cut_anew else layout.layers_per_stage,
+            )
+            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
+        return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     # --- parameters ------------------------------------------------------------------------------------------
 

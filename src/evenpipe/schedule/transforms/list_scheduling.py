@@ -16,7 +16,7 @@ far as it does in its row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -186,32 +186,57 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
     return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
 
 
-def _run(
-    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
-) -> list[list[int]]:
-    """Return the passes of each device as they ran."""
-    passes, units, sites, devices = len(graph.items), graph.transfers.units, len(graph.waits), len(plans)
+@dataclass(slots=True)
+class _Queues:
+    """What may run next.
+
+    forwards, others: per device, heaps of ready passes. heap_of: by site, the heap for its passes. stored: by site,
+    whether they count in the memory plan. entrance: by site, whether they are the first stage's forwards. free: whether
+    each device is idle. asked: free devices that may have a new pass to start. events: a heap of ends of passes and
+    arrivals of transfers.
+    """
+
+    forwards: list[list[int]]
+    others: list[list[int]]
+    heap_of: list[list[int]]
+    stored: list[bool]
+    entrance: list[bool]
+    free: list[bool]
+    asked: list[int]
+    events: list[tuple[float, int]]
+
+    @classmethod
+    def of(cls, graph: Graph, first_stage: int) -> _Queues:
+        """Return empty queues."""
+        devices, sites = range(len(graph.places)), len(graph.waits)
+        forwards: list[list[int]] = [[] for _ in devices]
+        others: list[list[int]] = [[] for _ in devices]
+        heap_of: list[list[int]] = [[] for _ in range(sites)]
+        stored, entrance = [False] * sites, [False] * sites
+        for device, here in enumerate(graph.places):
+            for (kind, stage), numbers in here.at.items():
+                at = graph.site[max(numbers)]
+                heap_of[at] = (forwards if kind is Kind.F else others)[device]
+                stored[at] = kind in IN_FLIGHT
+                entrance[at] = kind is Kind.F and stage == first_stage
+        return cls(forwards, others, heap_of, stored, entrance, [True] * len(devices), list(devices), [])
+
+
+Met = Callable[[int], None]
+"""Takes a pass."""
+Complete = Callable[[int, float], None]
+"""Takes a pass or transfer, and the time."""
+
+
+def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[float]) -> tuple[Met, Complete, Met]:
+    """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
+    transfer."""
+    passes, units = len(graph.items), graph.transfers.units
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
-    needs, followers, consumers, beside = links.needs, links.followers, links.consumers, links.beside
-    missing, held_back = graph.producers(), iter(links.embedding[links.ahead :])
-    rows: list[list[int]] = [[] for _ in plans]
-    forwards: list[list[int]] = [[] for _ in plans]  # heaps of ready passes
-    others: list[list[int]] = [[] for _ in plans]
-    heap_of: list[list[int]] = [[] for _ in range(sites)]  # one of these
-    stored, entrance = [False] * sites, [False] * sites  # counts in the memory plan; forwards of the first stage
-    free, asked = [True] * devices, list(range(devices))  # idle; idle, and may have a new pass to start
-    events: list[tuple[float, int]] = []  # a heap of ends of passes and arrivals of transfers
-    # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * units)
-    for device, here in enumerate(graph.places):
-        for (kind, stage), numbers in here.at.items():
-            at = site[max(numbers)]
-            heap_of[at] = (forwards if kind is Kind.F else others)[device]
-            stored[at] = kind in IN_FLIGHT
-            entrance[at] = kind is Kind.F and stage == first_stage
+    needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
+    heap_of, free, asked, events, beside = queues.heap_of, queues.free, queues.asked, queues.events, links.beside
 
     def met(number: int) -> None:
-        """Count one need of a pass as met."""
         needs[number] -= 1
         if needs[number] == 0:
             heappush(heap_of[site[number]], number)
@@ -219,7 +244,6 @@ def _run(
                 asked.append(device_of[number])
 
     def complete(number: int, now: float) -> None:
-        """Process the end of a pass."""
         here, unit = site[number], offset[number]
         for waiting in followers[here]:
             met(waiting[unit])
@@ -239,6 +263,23 @@ def _run(
         for waiting in consumers[route]:
             met(waiting[unit])
 
+    return met, complete, arrive
+
+
+def _run(
+    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
+) -> list[list[int]]:
+    """Return the passes of each device as they ran."""
+    passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
+    queues = _Queues.of(graph, first_stage)
+    forwards, others, stored, entrance = queues.forwards, queues.others, queues.stored, queues.entrance
+    free, asked, events = queues.free, queues.asked, queues.events
+    met, complete, arrive = _counting(graph, links, queues, takes)
+    held_back = iter(links.embedding[links.ahead :])
+    rows: list[list[int]] = [[] for _ in range(devices)]
+    # Events so close together happen at once: sums of the same times in another order differ by less.
+    moment = 1e-9 * sum(takes[:passes]) / (devices * graph.transfers.units)
+
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait."""
         ready, first = others[device], forwards[device]
@@ -257,8 +298,8 @@ def _run(
 
     now = 0.0
     for number in range(passes):
-        if needs[number] == 0:
-            needs[number] = 1
+        if links.needs[number] == 0:
+            links.needs[number] = 1
             met(number)
     while True:
         while asked:

@@ -1,0 +1,39 @@
+"""Finds how layers are cut over the tensor ranks of a device, the same on every process."""
+
+from __future__ import annotations
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.tensor.check import cut_of_model
+from evenpipe.tensor.layers import ModelCut, report_whole
+
+
+def cut_layers(
+    description: Description, groups: Groups, *, check: bool, is_first: bool
+) -> tuple[ModelCut, TensorRanks] | None:
+    """Return the cut and the exchange of this device's ranks; None for one process per device. Collective.
+
+    Args:
+        check: compare a small copy of the model, cut, with the whole one, on the first process.
+        is_first: whether this is the first process of all.
+
+    Raises:
+        InputError: on every process: the model cannot be cut, or would be trained wrongly.
+    """
+    if groups.tensor is None:
+        return None
+    exchange = TensorRanks(groups.tensor)
+    cut, fault = None, None
+    try:
+        cut = cut_of_model(description, exchange.size, check=check and is_first)
+    except InputError as error:
+        fault = str(error)
+    fault = groups.from_the_first(fault, "the self-check of tensor parallelism")
+    if fault is not None:
+        raise InputError(fault)
+    assert cut is not None
+    if is_first:
+        report_whole(cut)
+    return cut, exchange
