@@ -425,7 +425,7 @@ def held_between_steps() -> list[int]:
         for run in (pipeline.step, pipeline.evaluate):
             run(ids)
             optimizer.step()
-            whole = [p for module in pipeline._held.sharded.values() for p in module._parameters]
+            whole = [p for module in pipeline._held.by_stage.values() for p in module._parameters]
             assert whole and all(one.whole.untyped_storage().size() == 0 for one in whole)
             assert all(one.whole.grad is None and one.gradient is None for one in whole)
         counts.append(sum(parameter.numel() for parameter in pipeline.parameters()))

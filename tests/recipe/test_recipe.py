@@ -116,7 +116,8 @@ def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tp": 2}, "tp: 2, expected 1: only estimates and plans know larger ones"),
+        ({"cp": 2}, "cp: 2, expected 1: only estimates and plans know larger ones"),
+        ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
         ({"cp": 2}, "cp: 2, expected 1"),
         ({"dp": 2, "ep": 2}, "ep: 2, expected 1"),
         ({"slices": 2}, "slices: 2, expected 1: only whole sequences can run"),

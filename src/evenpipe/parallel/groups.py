@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
-from evenpipe.parallel.grid import Grid
+from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.processes.watch import Watch
 
 
@@ -61,14 +61,12 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
-        wanted = [("pp",), ("dp",), ("pp", "tp"), ("tp",), *([("tp", "dp")] if sharded else []), ("dp", "pp", "tp")]
         groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
-        for axes in wanted:
-            long = [axis for axis in axes if grid.size(axis) > 1]
-            if long and frozenset(long) not in groups:
-                found = grid.groups(*long)
-                name = "everyone" if len(found) == 1 and len(long) > 1 else " x ".join(long)
-                groups[frozenset(long)] = name, [tuple(sorted(one)) for one in found] if axes == ("dp",) else found
+        for axes in (("dp",), ("pp", "tp"), ("tp",), ("tp", "dp") if sharded else ()):
+            long = self._long(axes)
+            if long:
+                name, found = " x ".join(axis for axis in axes if axis in long), grid.groups(*sorted(long))
+                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == ("dp",) else found))
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.size("pp") > 1:
             for name, devices in sorted(program.items()):
@@ -79,19 +77,28 @@ class Groups:
                 columns = (sorted(grid.line("dp", pp=device, tp=rank)) for device in tied)
                 listed += [("tied", pair) for pair in zip(*columns, strict=True)]
         listed += [(name, members) for name, found in groups.values() for members in found]
+        everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
+        if everyone == "everyone":
+            listed.append((everyone, grid.ranks))
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
+        self.everyone = by_name[everyone]
         self.pipeline, self.replicas, self.tensor = self.over("pp", "tp"), self.over("dp"), self.over("tp")
-        self.everyone = self.over("dp", "pp", "tp")
         self.tied = by_name.get("tied")
         made.warm_up()
 
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
-        return self._over.get(frozenset(axis for axis in axes if self._grid.size(axis) > 1))
+        long = self._long(axes)
+        if axes != ("dp",) and long == self._long(AXES):  # a line "dp" has an order of its own
+            return self.everyone
+        return self._over.get(long)
+
+    def _long(self, axes: Iterable[str]) -> frozenset[str]:
+        return frozenset(axis for axis in axes if self._grid.size(axis) > 1)
 
     def close(self) -> None:
         """Destroy the communicators. Collective, when no operation is pending."""

@@ -167,6 +167,8 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int, t
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
     axes = ("replicas", "tensor_parallel")
+    if how.get("tp", tp) != tp:
+        raise InputError(f"tp: {how['tp']}, expected {tp}, the processes of a device, as tensor_parallel says")
     options = cast(RecipeOptions, {name: value for name, value in how.items() if name not in axes} | {"tp": tp})
     if given is None:
         given = Recipe.of(dp=dp, pp=pp, **options)

@@ -10,11 +10,13 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import IN_FLIGHT
+from evenpipe.schedule.faults import Report
 from evenpipe.schedule.flows import Site, flows
 from evenpipe.schedule.passes import BACKWARD_KINDS, ROLE, SHAPES, StageUnit, unit_of
 from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.releases import releases
 from evenpipe.schedule.sharding import Part, RowSharding
+from evenpipe.schedule.tensor_ranks import check_tensor_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,10 @@ class Row:
         return key in self.offloaded and key not in self.recomputed
 
 
-def refuse_unfit(program: Program) -> None:
+def refuse_unfit(program: Program, tensor_ranks: int = 1) -> None:
     """Raise InputError for a program that the runtime cannot execute, though it is sound."""
+    if tensor_ranks > 1:
+        Report(tuple(check_tensor_ranks(program, tensor_ranks)), ()).raise_if_faulty()
     if program.slices > 1:
         raise InputError(
             f"schedule: sequences of {program.slices} slices can be planned, simulated and drawn, but the runtime"
