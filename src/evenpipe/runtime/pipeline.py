@@ -80,8 +80,8 @@ class Pipeline(SpreadModel):
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied).
         recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
-        mesh: a DeviceMesh with an axis "pp", and an axis "dp" for several pipelines side by side; default: all
-            processes, with neighbours in one pipeline.
+        mesh: a DeviceMesh with an axis "pp", an axis "dp" for several pipelines side by side, and an axis "tp" for
+            several processes per device; default: all processes, with neighbours in one device, then in one pipeline.
         loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
             except for plain modules.
         parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
@@ -109,7 +109,9 @@ class Pipeline(SpreadModel):
         communicators: "per-pair" (the default), "per-kind" or "one".
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
-        slices, cp, tp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
+        tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
+            size of `tp`; default: that of the mesh, else one.
+        slices, cp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
