@@ -43,7 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 # Words of the message -> refused types.
 REFUSED = {
     "transformers cannot build a causal language model from this": (
-        *("musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"),
+        *("gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"),
     ),
     "it needs exactly one list of layers": ("blt", "hrm_text", "xlm"),
     r"its embedding is \(\d+, \d+\) and its output layer \(\d+, \d+\)": ("cpmant", "mllama", "moshi", "rembert"),
@@ -51,8 +51,9 @@ REFUSED = {
     r"its layers receive a tensor of the shape .* travel": ("deepseek_v4", "electra", "hy_v4"),
     r"hand a second tensor on to each other \(prev_\w+\)": ("zaya",),
     r"receive trainable tensors besides the hidden states \(block_states\)": ("inkling2_text",),
-    r"num_kv_shared_layers = \d+ lets layers use the keys and values of others": (
-        *("gemma3n", "gemma3n_text", "gemma4_unified_assistant"),
+    # Before anything else, transformers asks for a package that is needed to see.
+    r"num_kv_shared_layers = \d+ lets layers use the keys and values of others|pip install timm": (
+        *("gemma3n", "gemma3n_text"),
     ),
     "acts on the layers or after them without a gradient": ("roformer",),
     "its forward.* needs more of .* it stops at `.*` in modeling_": ("gemma4", "rwkv", "xlnet", "xmod"),
