@@ -117,6 +117,7 @@ class Case(Shown):
     number: int
     processes: int
     replicas: int = 1
+    tensor_parallel: int = 1
     mesh: str = "none"
     model: Model
     schedule: Given
@@ -142,15 +143,16 @@ class Case(Shown):
 
     @property
     def devices(self) -> int:
-        return self.processes // self.replicas
+        return self.processes // (self.replicas * self.tensor_parallel)
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """Ranks by [replica][device]."""
+        """Ranks by [replica][device and tensor rank]."""
         ranks = list(range(self.processes))
         if self.mesh == "any":
             self.random("mesh").shuffle(ranks)
-        return [ranks[first : first + self.devices] for first in range(0, self.processes, self.devices)]
+        each = self.processes // self.replicas
+        return [ranks[first : first + each] for first in range(0, self.processes, each)]
 
     def random(self, *about: Any) -> random.Random:
         """Dice for what the fields leave open."""
@@ -158,7 +160,27 @@ class Case(Shown):
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of a seed and a number."""
+    """The case of a seed and a number. Some have tensor ranks, from `FIRST_WITH_TENSOR_RANKS` on: the bits of earlier
+    ones are kept."""
+    case = _draw_without_tensor_ranks(seed, number)
+    dice = case.random("tensor ranks")
+    if number < FIRST_WITH_TENSOR_RANKS or case.processes > 2 or case.model.family == MODULES or dice.random() < 0.3:
+        return case
+
+    def even(batch: Batch) -> Batch:
+        return replace_field(batch, tokens=batch.tokens + batch.tokens % 2 * (dice.random() > RULES_BROKEN))
+
+    steps = tuple(
+        replace_field(step, batches=tuple(tuple(map(even, replicas)) for replicas in step.batches))
+        for step in case.steps
+    )
+    return replace_field(case, processes=2 * case.processes, tensor_parallel=2, steps=steps)
+
+
+FIRST_WITH_TENSOR_RANKS = 1000
+
+
+def _draw_without_tensor_ranks(seed: int, number: int) -> Case:
     dice = random.Random(f"{seed} {number}")
     processes = dice.choices((1, 2, 3, 4), (1, 3, 3, 4))[0]
     replicas = dice.choice([count for count in (1, 1, 1, 2, 3, 4) if processes % count == 0])

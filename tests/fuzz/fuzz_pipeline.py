@@ -62,6 +62,7 @@ def open_pipeline(case: Case, folder: Path) -> Pipeline:
         "microbatches": case.microbatches,
         "mesh": mesh,
         "replicas": case.replicas if mesh is None else None,
+        "tensor_parallel": case.tensor_parallel if mesh is None else None,
         "data_parallel": case.data_parallel,
         "loss": LossOptions(**case.loss),
         "parameter_dtype": FP64,
@@ -136,10 +137,10 @@ def with_empty_slots(order: Order, case: Case) -> Order:
 def mesh_of(case: Case) -> DeviceMesh | None:
     if case.mesh == "none" or case.processes == 1:
         return None
-    table = torch.tensor(case.pipelines)
+    table = torch.tensor(case.pipelines).view(case.replicas, case.devices, case.tensor_parallel)
     if case.mesh == "pp dp":
-        return DeviceMesh("cpu", table.T, mesh_dim_names=("pp", "dp"))
-    return DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp"))
+        return DeviceMesh("cpu", table.transpose(0, 1), mesh_dim_names=("pp", "dp", "tp"))
+    return DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp", "tp"))
 
 
 def offload_of(case: Case, folder: Path) -> OffloadOptions | None:

@@ -99,7 +99,7 @@ def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
 
 def has_whole_tensors(pipeline: Pipeline) -> bool:
     """The first process of the first replica, whatever its rank."""
-    return pipeline.device == pipeline.replica == 0
+    return pipeline.device == pipeline.replica == pipeline.tensor_rank == 0
 
 
 def hash_of_programs(pipeline: Pipeline) -> str:

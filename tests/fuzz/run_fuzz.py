@@ -35,6 +35,7 @@ LINES = 12
 SIDES: dict[str, Callable[[Case], Any]] = {
     "processes": lambda case: case.processes,
     "replicas": lambda case: case.replicas,
+    "tensor ranks": lambda case: case.tensor_parallel,
     "family": lambda case: case.model.family,
     "schedule": lambda case: case.schedule.name,
     "schedule given as": lambda case: case.schedule.given_as,
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100, help="how many (default 100)")
     parser.add_argument("--minutes", type=float, help="in place of --runs: as many as that takes")
     parser.add_argument("--seed", type=int, default=0, help="of all cases (default 0)")
+    parser.add_argument("--first", type=int, default=1000, help="number of the first case (default 1000)")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="this case alone, shown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where figures are written")
     parser.add_argument("--verbose", action="store_true", help="show every case")
@@ -77,13 +79,13 @@ def _blocks(arguments: argparse.Namespace, started: float) -> Iterator[range]:
     if arguments.only is not None:
         yield range(arguments.only, arguments.only + 1)
         return
-    for first in itertools.count(0, BLOCK):
+    for first in itertools.count(arguments.first, BLOCK):
         if arguments.minutes is not None:
             if time.monotonic() - started > 60 * arguments.minutes:
                 return
             yield range(first, first + BLOCK)
-        elif first < arguments.runs:
-            yield range(first, min(first + BLOCK, arguments.runs))
+        elif first < arguments.first + arguments.runs:
+            yield range(first, min(first + BLOCK, arguments.first + arguments.runs))
         else:
             return
 

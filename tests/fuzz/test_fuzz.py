@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_fork_server")
 
 
 def test_random_pipelines_are_right_or_refused(sample) -> None:
-    numbers = sample(range(30), 6)
+    numbers = sample(range(1000, 1030), 6)
     verdicts = list(run(SEED, numbers))
     assert f"{len(numbers)} pipelines tried" in table(verdicts, 1.0)
     assert json.loads(json.dumps(figures_of(verdicts, SEED, 1.0)))["tried"] == len(numbers)
@@ -51,14 +51,17 @@ def test_a_process_that_fails_is_a_wrong_case_and_the_others_go_on() -> None:
 
 
 def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
-    cases = [draw(SEED, number) for number in range(400)]
-    assert cases[7:9] == [draw(SEED, 7), draw(SEED, 8)]
-    assert cases[:9] != [draw(SEED + 1, number) for number in range(9)]
+    cases = [draw(SEED, number) for number in range(1000, 1400)]
+    assert cases[7:9] == [draw(SEED, 1007), draw(SEED, 1008)]
+    assert cases[:9] != [draw(SEED + 1, number) for number in range(1000, 1009)]
     assert {case.model.family for case in cases} == {MODULES, *FAMILIES, *EXPERTS}
     assert all(sorted({str(value_of(case)) for case in cases}) for value_of in SIDES.values())
     assert {case.vocabulary for case in cases} == set(MODES)
     assert {case.schedule.name for case in cases} > {"random", *SCHEDULES}
     assert {(case.processes, case.replicas) for case in cases} >= {(1, 1), (2, 2), (3, 1), (4, 2), (4, 4)}
+    ranks = [case for case in cases if case.tensor_parallel == 2]
+    assert {(case.replicas, case.devices) for case in ranks} == {(1, 1), (1, 2), (2, 1)}
+    assert all(draw(SEED, number).tensor_parallel == 1 for number in range(400))  # their bits are kept
 
 
 def test_sentences_of_one_shape_are_counted_together() -> None:

@@ -36,7 +36,7 @@ OPTIONS = {
 class OfGpu(Buffers):
     """What is done on a GPU: the allocator holds what is free, and rows begin at whole vectors."""
 
-    def give(self, tensor: Tensor | None) -> None:
+    def give(self, *tensors: Tensor | None) -> None:
         pass
 
     @staticmethod

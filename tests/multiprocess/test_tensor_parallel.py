@@ -151,7 +151,7 @@ def matrix() -> list[Case]:
 
 
 def test_every_layout_gives_the_gradients_of_one_process(sample) -> None:
-    check(sample(matrix(), 30))
+    check(sample(matrix(), 12))
 
 
 # --- checkpoints and export ---------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def step_of_layout(folder: Path, family: str, number: int) -> float:
 
 
 @pytest.mark.parametrize("family", RESUMED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> None:
     model = copy.deepcopy(described(family).model)
     data = reference.batches(described(family).vocabulary_size, SEQUENCES, TOKENS, len(LAYOUTS))

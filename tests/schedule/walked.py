@@ -241,7 +241,7 @@ class Device:
 
 def _device(program: Program, device: int, exchange: Exchange) -> Device:
     placement, sharded = program.placement, program.barriers > 0
-    queue, pool = WeightGradients(), HostPool(Slab, slab_size=lambda size, room: size)
+    queue, pool = WeightGradients(), HostPool(Slab, powers=True)
     stages: dict[int, Any] = {}
     for stage in placement.stages_of(device):
         stages[stage] = module = _stages(placement.stages)[stage]

@@ -282,6 +282,7 @@ def backward_shard(
             weight_gradient.add_(scaled.sum(0))
         if bias_gradient is not None:
             bias_gradient.add_(uniform.sum())
+        del scaled  # as large as the hidden states
     state.kernels.add_label_rows(state, combined, hidden, weight_gradient, bias_gradient)
     return None if products is None else state.kernels.hidden_gradient(state, combined, weight, products)
 
