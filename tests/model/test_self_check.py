@@ -336,7 +336,7 @@ LAYER_KINDS = [
 def test_a_small_copy_has_a_layer_of_every_kind(name, settings, kept) -> None:
     description = describe(transformers.AutoConfig.for_model(name, num_hidden_layers=12, **settings))
     kinds = kinds_of_layers(all_layers(description))
-    small, _ = small_model(description)
+    small, *_ = small_model(description)
     found = kinds_of_layers(all_layers(small))
     assert [[one == other for other in found] for one in found] == [
         [kinds[index] == kinds[other] for other in kept] for index in kept
@@ -352,7 +352,7 @@ def all_layers(description):
 def test_a_model_of_two_layers_is_checked_with_four() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     description = describe(config)
-    small, _ = small_model(description)
+    small, *_ = small_model(description)
     assert small.config.layer_types == ["sliding_attention", "full_attention"] * 2
     self_check(description)
 

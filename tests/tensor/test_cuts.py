@@ -83,7 +83,7 @@ def test_a_residual_inside_a_block_is_found() -> None:
 
 def refuse(family: str, change) -> None:
     description = describe(CONFIGS[family]())
-    small, dtype = small_model(description)
+    small, dtype, _ = small_model(description)
     cut = change(find_model_cut(small))
     with pytest.raises(InputError, match="cannot be trained with tensor parallelism"):
         check._compare(small, dtype, cut, 2)
@@ -136,7 +136,7 @@ def test_a_norm_over_heads_without_a_sum_is_refused() -> None:
 
 
 def test_parts_that_are_not_summed_are_refused() -> None:
-    small, dtype = small_model(describe(CONFIGS["llama"]()))
+    small, dtype, _ = small_model(describe(CONFIGS["llama"]()))
     cut = find_model_cut(small)
     with (
         mock.patch.object(local, "Scatter", local.OwnRows),

@@ -73,7 +73,7 @@ def self_check(
     if description.config is None:
         return
     with undisturbed(), torch.enable_grad(), one_thread(), _sign_of_life(description, say):
-        small, dtype = small_model(description)
+        small, dtype, _ = small_model(description)
         generator = torch.Generator().manual_seed(1)
         for padded in (False, True) if small.takes("attention_mask") else (False,):
             _check_cut(small, dtype, some_batch(small, generator, padded), split)

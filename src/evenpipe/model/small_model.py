@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +21,18 @@ SMALL_ENOUGH = 80_000_000  # largest number of parameters if widths cannot be ma
 NOISE = 0.05
 
 
-def small_model(description: Description) -> tuple[Description, torch.dtype]:
-    """Return the description of a small model that runs, and its dtype: fp64 if possible.
+class SmallModel(NamedTuple):
+    """A small copy of a model."""
+
+    description: Description
+    dtype: torch.dtype
+    """fp64 if it runs in it."""
+    kept: list[int]
+    """For each layer, that of the model."""
+
+
+def small_model(description: Description) -> SmallModel:
+    """Return a small model that runs.
 
     Noise is added to every parameter, since norms of ones and biases of zero hide errors.
 
@@ -32,7 +43,7 @@ def small_model(description: Description) -> tuple[Description, torch.dtype]:
     for step in STEPS:
         for dtype in (torch.float64, torch.float32):
             try:
-                model = _build(description, dtype, **step)
+                model, kept = _build(description, dtype, **step)
                 with torch.no_grad():
                     logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
                 small = describe(model)
@@ -40,7 +51,7 @@ def small_model(description: Description) -> tuple[Description, torch.dtype]:
                     raise InputError("its logits are not finite")
                 if _form(small) != _form(description):
                     raise InputError("it is put together in another way")
-                return small, dtype
+                return SmallModel(small, dtype, kept)
             except Exception as error:  # families raise many types on unsupported widths
                 failures.append(error)
     failure = failures[0]
@@ -111,7 +122,7 @@ def _form(description: Description) -> tuple:
     )
 
 
-def _build(description: Description, dtype: torch.dtype, **step: bool) -> PreTrainedModel:
+def _build(description: Description, dtype: torch.dtype, **step: bool) -> tuple[PreTrainedModel, list[int]]:
     model_class, name = type(description.skeleton), description.structure.layers_name
     kinds = kinds_of_layers(layers_of(description.skeleton, name))
     for kept in choices_of_layers(description.config, kinds):
@@ -128,7 +139,7 @@ def _build(description: Description, dtype: torch.dtype, **step: bool) -> PreTra
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(NOISE * torch.randn_like(parameter))
-    return model.train()
+    return model.train(), kept
 
 
 def _failure_at_its_size(description: Description) -> Exception | None:

@@ -60,7 +60,8 @@ def gather_trace(
         parts = rows.cpu().split(counts)
         gathered = [json.loads(part.numpy().tobytes()) for part in parts]
     begin = min(times["start"] for times in gathered)
-    devices = tuple(_device(times, program, device, begin) for device, times in enumerate(gathered))
+    firsts = gathered[:: len(gathered) // program.placement.devices]  # of the tensor ranks of each device
+    devices = tuple(_device(times, program, device, begin) for device, times in enumerate(firsts))
     return Trace(program, devices, costs, {**(about or {}), **machine(torch_device)})
 
 

@@ -52,16 +52,18 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
     if description.config is None:
         raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
     with undisturbed(), torch.enable_grad(), one_thread():
-        small, dtype = small_model(description)
+        small, dtype, kept = small_model(description)
         few = 2  # ranks of the small copy
-        cut = find_model_cut(small)
+        of_copy = find_model_cut(small)
+        cut = of_copy.for_model(description, small, kept)
         if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
             few = MORE_THAN_HEADS
-            cut = find_model_cut(small, repeats=True)
+            of_copy = find_model_cut(small, repeats=True)
+            cut = of_copy.for_model(description, small, kept)
         for index in range(description.layers):
             cut.placements(description, index, ranks - 1, ranks)
         if check:
-            _compare(small, dtype, cut, few)
+            _compare(small, dtype, of_copy, few)
     return cut
 
 

@@ -8,8 +8,8 @@ rows     it treats tokens alone (norms, residual dropout): nothing is done, a ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,20 @@ class ModelCut:
     """How the layers of a model are cut, by their kind and the name of the part."""
 
     blocks: Mapping[Hashable, Mapping[str, Block]]
+    """By the kind of the layer."""
     end_is_whole: bool
     """What follows the layers needs all tokens, so every rank computes it whole."""
+
+    def for_model(self, description: Description, small: Description, kept: Sequence[int]) -> ModelCut:
+        """Return the cut of a small copy for its model, where a kind of layer may have other settings: a soft-cap is a
+        number in the copy, and may be None in the model.
+
+        kept: for each layer of the copy, that of the model.
+        """
+        kinds, of_copy = (
+            kinds_of_layers(layers_of(one.skeleton, one.structure.layers_name)) for one in (description, small)
+        )
+        return replace(self, blocks={kinds[index]: self.blocks[of_copy[place]] for place, index in enumerate(kept)})
 
     def placements(
         self, description: Description, index: int, rank: int, ranks: int
