@@ -57,15 +57,20 @@ class ModelCut:
     """What follows the layers needs all tokens, so every rank computes it whole."""
 
     def for_model(self, description: Description, small: Description, kept: Sequence[int]) -> ModelCut:
-        """Return the cut of a small copy for its model, where a kind of layer may have other settings: a soft-cap is a
-        number in the copy, and may be None in the model.
+        """Return the cut of a small copy for its model.
+
+        A kind of layer may have other settings there (a soft-cap is a number in the copy, and may be None in the
+        model), and is then that of the layer which the copy was made of.
 
         kept: for each layer of the copy, that of the model.
         """
         kinds, of_copy = (
             kinds_of_layers(layers_of(one.skeleton, one.structure.layers_name)) for one in (description, small)
         )
-        return replace(self, blocks={kinds[index]: self.blocks[of_copy[place]] for place, index in enumerate(kept)})
+        known = dict(self.blocks)
+        for place, index in enumerate(kept):
+            known.setdefault(kinds[index], self.blocks[of_copy[place]])
+        return replace(self, blocks=known)
 
     def placements(
         self, description: Description, index: int, rank: int, ranks: int
