@@ -55,6 +55,8 @@ class Groups:
         """The tensor ranks of this device; None for one."""
         self.replicas: Communicator | None = None
         """This device in every pipeline; None for one pipeline."""
+        self.shared: Communicator | None = None
+        """The tensor ranks of this device that hold the same rows of parameters which all of them hold."""
         self.everyone: Communicator | None = None
         """All processes; None for a single one."""
         self.tied: Communicator | None = None
@@ -71,11 +73,20 @@ class Groups:
         if grid.size("pp") > 1:
             for name, devices in sorted(program.items()):
                 listed += [(name, [line[device] for device in devices]) for line in grid.groups("pp")]
+        # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
         if tied is not None:
-            # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
             for rank in range(grid.size("tp")):
                 columns = (sorted(grid.line("dp", pp=device, tp=rank)) for device in tied)
                 listed += [("tied", pair) for pair in zip(*columns, strict=True)]
+        mates = [
+            mates
+            for device in range(grid.size("pp"))
+            for mates in zip(
+                *(sorted(grid.line("dp", pp=device, tp=rank)) for rank in range(grid.size("tp"))), strict=True
+            )
+        ]
+        differ = sharded and grid.size("tp") > 1 and set(mates) != set(grid.groups("tp"))
+        listed += [("shared", pair) for pair in mates] if differ else []
         listed += [(name, members) for name, found in groups.values() for members in found]
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
@@ -88,6 +99,7 @@ class Groups:
         self.everyone = by_name[everyone]
         self.pipeline, self.replicas, self.tensor = self.over("pp", "tp"), self.over("dp"), self.over("tp")
         self.tied = by_name.get("tied")
+        self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
 
     def over(self, *axes: str) -> Communicator | None:

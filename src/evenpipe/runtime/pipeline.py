@@ -263,8 +263,8 @@ class Pipeline(SpreadModel):
             )
         )
         self._shared_gradients = None
-        if groups.tensor is not None:
-            self._shared_gradients = SharedGradients(self._held.shared, groups.tensor)
+        if groups.shared is not None:
+            self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
         follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
