@@ -261,13 +261,17 @@ def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Refe
 
 def _noise(model: Any, text: Any, ids: torch.Tensor, gradients: dict[str, torch.Tensor | None]) -> dict[str, float]:
     """Return `NOISES` times what each gradient changes if the weights do by the last bit of fp32."""
-    moved = copy.deepcopy(model)
-    moved.zero_grad()
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
-        for parameter in moved.parameters():
+        for parameter in model.parameters():
             parameter.mul_(1 + NUDGE * torch.randn_like(parameter))
-    _mean_loss(moved, text, ids).backward()
-    found = {name: parameter.grad for name, parameter in moved.named_parameters()}
+    model.zero_grad()
+    _mean_loss(model, text, ids).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(before)
     return {name: NOISES * error for name, error in gradient_errors(found, gradients).items()}
 
 
