@@ -168,6 +168,23 @@ def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def loss_of_hidden(
+    small: Description,
+    weights: Mapping[str, torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    logits_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the loss of the last hidden states [batch, sequence, hidden_size], by the vocabulary matrices of these
+    names."""
+    head = weights[small.embedding_name if small.tied else small.head_name]
+    bias = None if small.head_bias_name is None else weights[small.head_bias_name]
+    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
+    if small.soft_cap is not None:
+        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
+    return loss_of_logits(logits, labels)
+
+
 def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> Result:
     model, router = small.model, small.router_loss
     model.zero_grad()
@@ -234,7 +251,6 @@ def _in_pieces(
         name: small.model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names
     }
     embedding = weights[small.embedding_name]
-    head = embedding if small.tied else weights[small.head_name]
     stages: list[Stage | ModuleStage] = []
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
@@ -253,11 +269,7 @@ def _in_pieces(
             routed.append(probabilities)
         stages.append(stage)
         outputs.append(hidden)
-    bias = weights[small.head_bias_name] if small.head_bias_name is not None else None
-    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
-    if small.soft_cap is not None:
-        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
-    loss = loss_of_logits(logits, labels)
+    loss = loss_of_hidden(small, weights, hidden, labels, logits_dtype)
     for index in range(len(stages) - 1, -1, -1):
         is_last = index == len(stages) - 1
         roots, given = [loss if is_last else outputs[index]], [None if is_last else inputs[index + 1].grad]

@@ -17,7 +17,7 @@ from evenpipe.model.comparison import (
     Result,
     compare,
     gradient_errors,
-    loss_of_logits,
+    loss_of_hidden,
     one_thread,
     some_batch,
     whole_result,
@@ -29,6 +29,7 @@ from evenpipe.model.rules import undisturbed
 from evenpipe.model.small_model import small_model
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import first_line
+from evenpipe.tensor.exchange import all_rows, own_rows
 from evenpipe.tensor.layers import ModelCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
@@ -186,18 +187,11 @@ def _of_rank(
     positions = {} if counted is None else {"position_ids": counted}
     recorded: dict[str, list[Tensor]] = {} if router is None else {"router_logits": []}
     own = stage(rows, attention_mask=mask, **positions, **recorded)
-    hidden = exchange.gather(own.detach().reshape(-1, own.shape[-1])).view(rows.shape).requires_grad_()
-    head = matrices[small.embedding_name if small.tied else small.head_name]
-    bias = None if small.head_bias_name is None else matrices[small.head_bias_name]
-    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
-    if small.soft_cap is not None:
-        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
-    loss = loss_of_logits(logits, labels)
+    hidden = all_rows(own.detach(), exchange).requires_grad_()
+    loss = loss_of_hidden(small, matrices, hidden, labels, logits_dtype)
     loss.backward()
     assert hidden.grad is not None
-    count = hidden[..., 0].numel() // ranks
-    gradient = hidden.grad.reshape(-1, hidden.shape[-1])[exchange.rank * count :][:count].view(own.shape)
-    roots, given = [own], [gradient]
+    roots, given = [own], [own_rows(hidden.grad, exchange)]
     value = loss.item()
     if router is not None:
         totals, probabilities = router.add(router.start(), recorded["router_logits"], mask)

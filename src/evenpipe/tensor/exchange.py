@@ -70,7 +70,8 @@ def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
     return own.view(*outer, length // exchange.size, whole.shape[-1])
 
 
-def _all(rows: Tensor, exchange: Exchange) -> Tensor:
+def all_rows(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Return all ranks' rows [b, s, ...] of [b, s/t, ...], or [n, h] of [n/t, h]."""
     *outer, length, width = rows.shape
     found = exchange.gather(rows.reshape(-1, width).contiguous())
     return formed(found, (*outer, length * exchange.size, width))
@@ -95,7 +96,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _all(rows, exchange)
+        return all_rows(rows, exchange)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -112,7 +113,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all(gradient, ctx.exchange), None
+        return all_rows(gradient, ctx.exchange), None
 
 
 class OwnRows(torch.autograd.Function):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.tensor.exchange import Exchange, Pending, formed
+from evenpipe.tensor.exchange import Exchange, Pending, all_rows, formed
 
 
 class Gathered:
@@ -96,9 +96,7 @@ class GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gathered: Gathered, exchange: Exchange) -> Tensor:
         ctx.gathered, ctx.exchange = gathered, exchange
-        *outer, length, width = rows.shape
-        found = exchange.gather(rows.reshape(-1, width).contiguous())
-        whole = formed(found, (*outer, length * exchange.size, width))
+        whole = all_rows(rows, exchange)
         gathered.opened(whole)
         return whole
 

@@ -39,8 +39,6 @@ class ThreadExchange:
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.size, self.rank, self.repeats = len(meeting.table), rank, False
         self._meeting = meeting
-        self.log: list[str] = []
-        """Names of the operations, in order."""
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._met("gather", rows))
@@ -66,7 +64,6 @@ class ThreadExchange:
         self._meeting.barrier.abort()
 
     def _met(self, what: str, tensor: Tensor) -> list[Tensor]:
-        self.log.append(what)
         meeting = self._meeting
         meeting.table[self.rank] = (what, tensor.detach())
         meeting.barrier.wait(SECONDS)
