@@ -24,7 +24,7 @@ from evenpipe.tensor.exchange import own_rows
 from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
 from evenpipe.tensor.threads import in_threads, thread_exchanges
-from evenpipe.tensor.units import Call, NoUnitsError, find_units, is_linear
+from evenpipe.tensor.units import Call, NoUnitsError, find_units, is_linear, until_the_end
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
 """Names of integers in modules and configs that count heads: those of a local block are a rank's."""
@@ -239,12 +239,8 @@ def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
         for name, inner in module.named_modules()
         if name and sum(map(is_linear, inner.modules())) > 1
     ]
-    try:
-        with torch.no_grad():
-            call.of(module)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with until_the_end(hooks), torch.no_grad():
+        call.of(module)
     return found
 
 

@@ -27,7 +27,7 @@ from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
 from evenpipe.tensor.local import hand_over, keep_whole, make_local
-from evenpipe.tensor.units import Call, NoUnitsError, is_linear
+from evenpipe.tensor.units import Call, NoUnitsError, is_linear, until_the_end
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +225,8 @@ def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, C
     mask = torch.ones_like(token_ids)
     mask[-1, -1] = 0  # without padding some kernels take a shorter way
     given = {"attention_mask": mask} if takes(type(model), "attention_mask") else {}
-    try:
-        with torch.no_grad():
-            model(input_ids=token_ids, use_cache=False, **given)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with until_the_end(hooks), torch.no_grad():
+        model(input_ids=token_ids, use_cache=False, **given)
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evenpipe.model.shape import NormStyle, norm_style
 from evenpipe.tensor.exchange import Exchange, Sum
-from evenpipe.tensor.units import Call, is_linear
+from evenpipe.tensor.units import Call, is_linear, until_the_end
 
 
 def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
@@ -37,12 +37,8 @@ def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
             hooks.append(module.register_forward_hook(partial(linear, name)))
         elif name and not list(module.children()) and [*module._parameters] == ["weight"]:
             hooks.append(module.register_forward_hook(partial(norm, name)))
-    try:
-        with torch.no_grad():
-            call.of(block)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with until_the_end(hooks), torch.no_grad():
+        call.of(block)
     return found
 
 

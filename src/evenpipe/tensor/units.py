@@ -12,7 +12,7 @@ A matrix whose outputs reach every unit (MLA's first projections) precedes them 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 NOTHING = 1e-9
@@ -83,6 +84,16 @@ class NoUnitsError(Exception):
 def is_hidden(value: Any) -> bool:
     """Return whether an argument may be hidden states."""
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+
+
+@contextmanager
+def until_the_end(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks on exit."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -160,12 +171,8 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
 
     linear = {name: module for name, module in block.named_modules() if is_linear(module)}
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in linear.items()]
-    try:
-        with torch.enable_grad():
-            call.of(block)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with until_the_end(hooks), torch.enable_grad():
+        call.of(block)
     if len(set(order)) < 2 or len(order) != len(set(order)):
         raise NoUnitsError(f"it has {len(linear)} linear layers, used {len(order)} times")
     output = order[-1]
