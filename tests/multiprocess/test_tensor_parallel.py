@@ -262,7 +262,7 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_trains_as_in_one_process(sample) -> None:
-    check(sample(of_families(), 10))
+    check(sample(of_families(), 7))
 
 
 def test_every_layout_trains_as_in_one_process(sample) -> None:
