@@ -66,7 +66,7 @@ def make_local(
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
     """Let every rank compute a block on all tokens, and keep its own rows."""
     block.register_forward_pre_hook(_Input(exchange, tuple(hidden)).gather, with_kwargs=True)
-    block.register_forward_hook(partial(hand_over, OwnRows, exchange))
+    block.register_forward_hook(partial(_hand_over_own, exchange))
 
 
 def block_width(module: nn.Module, weight: Tensor) -> int:
@@ -82,16 +82,14 @@ def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> 
     for name, attribute in cut.counts:
         module = block.get_submodule(name)
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))
-    configs: dict[int, Any] = {}
-    for name, attribute in cut.settings:
-        module = block.get_submodule(name)
-        given: Any = module.config
-        if id(given) not in configs:
-            copied = copy.copy(given)
-            configs[id(given)] = configs[id(copied)] = copied
-        module.config = config = configs[id(given)]
-        if vars(config)[attribute] == vars(given).get(attribute, None) and given is not config:
-            config.__dict__[attribute] = _divided(vars(given)[attribute], ranks)
+    modules = {name: block.get_submodule(name) for name, _ in cut.settings}
+    for config in {id(module.config): module.config for module in modules.values()}.values():
+        own = copy.copy(config)  # the model's, and other blocks', stays as it is
+        sharing = [name for name, module in modules.items() if module.config is config]
+        for attribute in {attribute for name, attribute in cut.settings if name in sharing}:
+            vars(own)[attribute] = _divided(vars(config)[attribute], ranks)
+        for name in sharing:
+            modules[name].config = own
     for name, attribute in cut.shares:
         module = block.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) * groups // ranks)
@@ -166,3 +164,14 @@ def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, 
     if isinstance(output, (tuple, list)):
         return type(output)((way.apply(output[0], exchange), *output[1:]))
     return way.apply(output, exchange)
+
+
+@torch.compiler.disable
+def _hand_over_own(exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Keep a rank's rows of all hidden states that a block returns (DBRX's also returns the residual)."""
+    if not isinstance(output, (tuple, list)):
+        return OwnRows.apply(output, exchange)
+    shape = output[0].shape
+    return type(output)(
+        OwnRows.apply(one, exchange) if isinstance(one, Tensor) and one.shape == shape else one for one in output
+    )
