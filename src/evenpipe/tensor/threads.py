@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from evenpipe.tensor.exchange import Overlap
+
 Result = TypeVar("Result")
 
 SECONDS = 600.0
@@ -38,6 +40,8 @@ class ThreadExchange:
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.size, self.rank, self.repeats = len(meeting.table), rank, False
+        self.overlap: Overlap | None = None
+        self.arrived: Tensor | None = None
         self._meeting = meeting
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -48,6 +52,9 @@ class ThreadExchange:
 
     def start_scatter(self, partial: Tensor) -> Done:
         return Done(self.scatter(partial))
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Done:
+        return Done(buffer.copy_(self._met(what, rows.clone())[self.rank - 1]))
 
     def table(self, own: Tensor) -> Tensor:
         return torch.stack(self._met("table", own))
