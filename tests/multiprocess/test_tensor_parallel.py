@@ -40,6 +40,7 @@ class Case:
     microbatches: int = 4
     size: int = 1
     """Sequences of a microbatch."""
+    overlap: str = "auto"
 
     @property
     def processes(self) -> int:
@@ -87,6 +88,7 @@ def run_case(case: Case) -> str:
         replicas=case.replicas,
         tensor_parallel=case.ranks,
         data_parallel=case.data_parallel,
+        tensor_overlap=case.overlap,
         parameter_dtype=torch.float64,
         self_check=False,
     )
