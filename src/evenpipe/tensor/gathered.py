@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +35,10 @@ class Gathered:
         or this is the repeated forward."""
         self._exchange = exchange
         self._keeps = keeps
-        self._rows: Tensor | None = rows.detach()
-        self._empty = rows.new_empty(0, rows.shape[-1])
-        self._address, self._elements = 0, rows.numel() * exchange.size
+        self._saved: ReferenceType[Tensor] | None = ref(rows)
+        """What layers save, during the call. The call owns it: nothing ends a repeated forward that has saved all."""
+        self._address, self._elements, self._width = 0, rows.numel() * exchange.size, rows.shape[-1]
+        self._empty = rows.new_empty(0)
         self._uses = 0
         self._started: Pending | None = None
         self._whole: Tensor | None = None
@@ -46,47 +48,40 @@ class Gathered:
         self.readers: list[nn.Module] = []
         """Layers that have multiplied the input in this call."""
 
-    def gather(self, readers: Sequence[Any]) -> Tensor:
-        """Begin the call: return all rows [n, h].
+    def gather(self, rows: Tensor, readers: Sequence[Any]) -> Tensor:
+        """Return all rows [n, h] of [n/t, h].
 
         readers: linear layers that multiplied the input of earlier calls; their products may be made meanwhile.
         """
-        rows, exchange = self._rows, self._exchange
-        assert rows is not None
-        rows = rows.reshape(-1, rows.shape[-1]).contiguous()
-        if exchange.overlap is None:
-            return exchange.gather(rows)
-        whole, products = gathered_products(rows, readers, exchange)
+        if self._exchange.overlap is None:
+            return self._exchange.gather(rows)
+        whole, products = gathered_products(rows, readers, self._exchange)
         self._products = dict(zip(readers, products, strict=False))
         return whole
 
     def opened(self, whole: Tensor) -> None:
-        """`whole` is what the block gets."""
-        self._address = whole.data_ptr()
+        """Begin the call: `whole` is what the block gets."""
+        self._address = whole.untyped_storage()._cdata
         if self._keeps:
-            self._rows = whole.detach()
+            self._saved = ref(whole)
 
     def close(self) -> None:
-        """End the call: only layers that have saved the rows keep them."""
-        self._rows = None
+        """End the call."""
+        self._saved = None
         self._products.clear()
 
     def gave(self, hidden: Tensor) -> bool:
         """Return whether a layer's input is all of what was gathered, row by row."""
-        return (
-            self._rows is not None
-            and hidden.data_ptr() == self._address
-            and hidden.numel() == self._elements
-            and hidden.shape[-1] == self._rows.shape[-1]
-            and hidden.is_contiguous()
-        )
+        is_all = hidden.numel() == self._elements and hidden.shape[-1] == self._width and hidden.is_contiguous()
+        return self._saved is not None and is_all and hidden.untyped_storage()._cdata == self._address
 
     def save(self, layer: nn.Module) -> Tensor:
         """Return what a layer saves for its weight gradient."""
-        assert self._rows is not None
+        saved = None if self._saved is None else self._saved()
+        assert saved is not None
         self._uses += 1
         self.readers.append(layer)
-        return self._rows
+        return saved.detach()
 
     def product(self, layer: nn.Module) -> Tensor | None:
         """Return the layer's output [n, out], if it was made while the input arrived."""
@@ -142,7 +137,7 @@ class Gathered:
             assert self._exchange.overlap is not None
             return self._exchange.overlap.sum_products(factors, rest=gradient)
         if gradient is None:  # nothing depends on the input
-            gradient = self._empty.new_zeros(self._elements // self._empty.shape[1], self._empty.shape[1])
+            gradient = self._empty.new_zeros(self._elements // self._width, self._width)
         summed = self._exchange.start_scatter(gradient)
         self.run()
         return summed.wait()
@@ -156,7 +151,8 @@ class GatherInput(torch.autograd.Function):
         """size: number of ranks."""
         ctx.gathered, ctx.shape = gathered, rows.shape
         *outer, length, width = rows.shape
-        whole = formed(gathered.gather(readers), (*outer, length * size, width))
+        found = gathered.gather(rows.reshape(-1, width).contiguous(), readers)
+        whole = formed(found, (*outer, length * size, width))
         gathered.opened(whole)
         ctx.set_materialize_grads(False)
         return whole
