@@ -27,7 +27,7 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import SharedGradients, TensorRanks
+from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
@@ -52,7 +52,7 @@ from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
-from evenpipe.runtime.tensor_cut import cut_layers, overlap_ranks
+from evenpipe.runtime.tensor_cut import cut_layers
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
@@ -111,9 +111,7 @@ class Pipeline(SpreadModel):
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
-        tensor_overlap: "auto" (the default), "none", "ring" or "fused", as in `Parallelism`; the attribute of this name
-            says what runs, and if it is nothing, why.
-        slices, cp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
+        tensor_overlap, slices, cp, ep: as in `Parallelism` and `BatchShape`; of the last three, only 1 can run.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -181,8 +179,7 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
-            self.tensor_overlap = None if self._tensor is None else self._overlap_ranks(self._tensor[1])
+            self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -316,14 +313,6 @@ class Pipeline(SpreadModel):
         self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
             "the first step"
         )
-
-    def _overlap_ranks(self, exchange: TensorRanks) -> str:
-        """Let tensor ranks exchange rows beside products; return the line that says how."""
-        wanted, compiled = self.recipe.parallelism.tensor_overlap, self.recipe.compile_layers
-        said = overlap_ranks(exchange, self._groups, wanted, self.torch_device, compiled=compiled)
-        if self._is_very_first:
-            logger.info("tensor ranks exchange rows beside products: %s", said)
-        return said
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""

@@ -152,7 +152,7 @@ class _Run:
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
         if self.pipeline.tensor_overlap is not None:
-            self.metrics.say(f"tensor parallelism beside products: {self.pipeline.tensor_overlap}")
+            self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
