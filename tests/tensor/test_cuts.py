@@ -16,9 +16,10 @@ from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.small_model import small_model
-from evenpipe.tensor import check, cuts, layers, local
+from evenpipe.tensor import check, cuts, layers, summed
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.cuts import find_cut
+from evenpipe.tensor.exchange import OwnRows
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
 from evenpipe.tensor.units import NoUnitsError
 
@@ -139,7 +140,7 @@ def test_parts_that_are_not_summed_are_refused() -> None:
     small, dtype, _ = small_model(describe(CONFIGS["llama"]()))
     cut = find_model_cut(small)
     with (
-        mock.patch.object(local, "Scatter", local.OwnRows),
+        mock.patch.object(summed, "Scatter", OwnRows),
         pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
     ):
         check._compare(small, dtype, cut, 2)
