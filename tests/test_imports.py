@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": set(),
     "model": set(),
     "layers": set(),
-    "tensor": {"model"},
+    "tensor": {"model", "layers"},
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},

@@ -60,6 +60,7 @@ class Case:
     size: int = 1
     """Sequences of a microbatch."""
     microbatches: int = 4
+    overlap: str = "auto"
 
     @property
     def processes(self) -> int:
@@ -154,6 +155,7 @@ def run_case(case: Case) -> str:
         tensor_parallel=case.ranks,
         data_parallel=case.data_parallel,
         offload=None if case.offload == "none" else OffloadOptions(activations=case.offload),
+        tensor_overlap=case.overlap,
         parameter_dtype=torch.float64,
         self_check=False,
     )

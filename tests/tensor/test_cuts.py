@@ -16,10 +16,10 @@ from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.small_model import small_model
-from evenpipe.tensor import check, cuts, layers, local
+from evenpipe.tensor import check, cuts, layers, summed
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.cuts import find_cut
-from evenpipe.tensor.exchange import Scatter
+from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
 from evenpipe.tensor.units import NoUnitsError
 
@@ -144,7 +144,7 @@ def test_parts_that_are_not_summed_are_refused() -> None:
     compare = check._compare
 
     def without_sums(*given) -> None:
-        with mock.patch.object(local, "Scatter", local.OwnRows):
+        with mock.patch.object(summed, "Scatter", OwnRows):
             compare(*given)
 
     with (
@@ -166,7 +166,7 @@ class NearlyScatter(Scatter):
 def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
     description = describe(CONFIGS[family]())
     with (
-        mock.patch.object(local, "Scatter", NearlyScatter),
+        mock.patch.object(summed, "Scatter", NearlyScatter),
         pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
     ):
         cut_of_model(description, 2)

@@ -111,7 +111,7 @@ class Pipeline(SpreadModel):
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
-        slices, cp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
+        tensor_overlap, slices, cp, ep: as in `Parallelism` and `BatchShape`; of the last three, only 1 can run.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -179,7 +179,7 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
+            self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.model.fp64 import InFp64
+from evenpipe.tensor.exchange import Overlap
 
 Result = TypeVar("Result")
 
@@ -41,6 +42,8 @@ class ThreadExchange:
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.size, self.rank, self.repeats = len(meeting.table), rank, False
+        self.overlap: Overlap | None = None
+        self.arrived: Tensor | None = None
         self._meeting = meeting
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -51,6 +54,9 @@ class ThreadExchange:
 
     def start_scatter(self, partial: Tensor) -> Done:
         return Done(self.scatter(partial))
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Done:
+        return Done(buffer.copy_(self._met(what, rows.clone())[self.rank - 1]))
 
     def table(self, own: Tensor) -> Tensor:
         return torch.stack(self._met("table", own))

@@ -28,7 +28,9 @@ CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 """Default training data, which exists on every machine."""
 TOKENIZER_ENTRIES = 8192
 
-NOT_PLANNED = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
+NOT_PLANNED = (
+    *("compile_layers", "communicators", "tensor_overlap", "nccl_high_priority", "nccl_channels", "timeout_seconds"),
+)
 """Fields of [pipeline] that a plan does not decide."""
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")
 """Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""

@@ -151,6 +151,8 @@ class _Run:
             tensorboard=config.output.tensorboard,
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
+        if self.pipeline.tensor_overlap is not None:
+            self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
