@@ -13,7 +13,7 @@ from evenpipe.model import Description
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import Evaluation
 from evenpipe.plan.problem import Problem
-from evenpipe.plan.ranking import runnable
+from evenpipe.plan.runnable import refusal
 from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.train.config import Config
@@ -42,10 +42,11 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
-    if not runnable(plan):
+    reason = refusal(problem, plan.configuration.recipe.parallelism)
+    if reason:
         raise InputError(
-            f"the plan {plan.configuration.name} is an estimate only: evenpipe train runs data and pipeline parallelism"
-            " (tp and cp of 1, zero 0 or 3); --runnable plans for that"
+            f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it;"
+            f" --runnable plans for that: {reason}"
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
