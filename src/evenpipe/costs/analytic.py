@@ -411,7 +411,7 @@ def costs_of_cut(
     def costs(factor: float = 1.0, **others: Any) -> Costs:
         others |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
         waits = {name: tuple(factor * time for time in row) for name, row in exchanged.items()}
-        return Costs(**others, p2p=p2p, contention=contention, tensor_exchange=waits | shard_waits)
+        return Costs(**others, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
 
     shard_waits: dict[str, float] = {}
     if cut.vocabulary in WHOLE:

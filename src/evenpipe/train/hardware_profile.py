@@ -249,7 +249,8 @@ def _fastest(work: Callable[[], Any], calls: int) -> float:
 
 
 def _hop(worker: Worker) -> tuple[float, float] | None:
-    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1."""
+    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1, and on
+    all others."""
     if worker.world_size < 2:
         return None
     communicators = Communicators(
@@ -259,6 +260,9 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
         watch=worker.watch,
     )
     communicators.warm_up()
+    if worker.rank > 1:
+        communicators.close()
+        return None
     there, back = communicators["F:0>1"], communicators["B:1>0"]
     times = []
     for size, calls in ((SMALL, 200), (LARGE, 20)):
@@ -268,7 +272,7 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
             if worker.rank == 0:
                 there.send(buffer, 1, "0SEND_F0").wait()
                 back.receive(buffer, 1, "0RECV_B0").wait()
-            elif worker.rank == 1:
+            else:
                 there.receive(buffer, 0, "1RECV_F0").wait()
                 back.send(buffer, 0, "1SEND_B0").wait()
 
