@@ -16,8 +16,8 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
 
-from .cost_file import toml_lines
 from .measured_passes import MeasuredPasses, is_number
+from .toml import toml_lines
 
 GIB = 2**30
 TILES = ((128, 256), (128, 128))
