@@ -453,9 +453,11 @@ def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str
     once, whole = setting.exchange_seconds(hidden_size), cut.vocabulary in WHOLE
     correction = setting.correction.beside_whole if whole else setting.correction
     last = _gathered_for_loss(setting, hidden_size) if whole else 0.0, once if whole else 0.0
-    pairs = {"F": (2 * once, last[0]), "B": (2 * once, last[1]), "I": (2 * once, last[1])}
-    factors = {name: correction.exchange(name) for name in pairs}
-    return {name: (factors[name] * at_first, factors[name] * at_last) for name, (at_first, at_last) in pairs.items()}
+    at_last = {"F": last[0], "B": last[1], "I": last[1]}
+    return {
+        name: (correction.exchange(name) * 2 * once, correction.exchange(OUTPUT[name]) * seconds)
+        for name, seconds in at_last.items()
+    }
 
 
 def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:

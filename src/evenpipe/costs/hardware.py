@@ -308,7 +308,8 @@ def write_hardware(hardware: Hardware, path: str | Path) -> None:
 
 def hardware_to_toml(hardware: Hardware) -> str:
     """Return TOML with figures first, then tables."""
-    figures, tables = [], []
+    figures: list[str] = []
+    tables: list[str] = []
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):
             for table in value:
