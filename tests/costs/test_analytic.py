@@ -153,6 +153,19 @@ def test_exchange_of_a_layer_is_that_of_the_runtime() -> None:
     assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
 
 
+@pytest.mark.parametrize(
+    ("name", "gathered"),
+    [
+        ("phi3", [[(64, 128)], [(64, 192)]]),  # lists the last layer of attention first
+        ("gpt2", [[(64, 192)], [(64, 256)]]),
+        ("mixtral", [[(64, 64), (64, 32), (64, 32)]]),  # experts keep their whole input
+    ],
+)
+def test_matrices_whose_input_is_gathered_again(name: str, gathered: list[list[tuple[int, int]]]) -> None:
+    (work, *_) = layers_of(describe(tiny_config(name)))
+    assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == gathered
+
+
 def test_without_sequence_parallelism_all_reduces_are_not_hidden() -> None:
     (work, *_) = layers_of(describe(llama_8b()))
     given = tensor_setting(2, sequence_parallel=False)

@@ -119,19 +119,16 @@ def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> 
 def _gathered(
     layer: nn.Module, products: Sequence[tuple[str, Product]], hidden_size: int
 ) -> tuple[tuple[Product, ...], ...]:
-    """Return `LayerWork.gathered`: the linear layers of each child that are as wide inside as the hidden states, except
-    for its last one. The runtime splits no other modules, such as experts: they keep their whole input."""
+    """Return `LayerWork.gathered`: the linear layers of each child that take hidden states, but for the last one that
+    returns them. The runtime splits no other modules, such as experts: they keep their whole input."""
     blocks: dict[str, list[tuple[str, Product]]] = {}
     for name, product in products:
         blocks.setdefault(name.partition(".")[0], []).append((name, product))
-    found = (
-        tuple(
-            product
-            for name, product in block[:-1]
-            if product.inputs == hidden_size and _is_linear(layer.get_submodule(name))
-        )
-        for block in blocks.values()
-    )
+    found = []
+    for block in blocks.values():
+        wide = [name for name, product in block if product.outputs == hidden_size]
+        inside = (product for name, product in block if name not in wide[-1:] and _is_linear(layer.get_submodule(name)))
+        found.append(tuple(product for product in inside if product.inputs == hidden_size))
     return tuple(block for block in found if block)
 
 
