@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"parallel", "host", "checkpoints", "tensor"},
     },
     "memory": {"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
-    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe"},
+    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},

@@ -4,8 +4,14 @@
     streaming   bytes / bandwidth + operations
     attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
                 products, one of them recomputed)
-    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, not
-                overlapped; with sequence parallelism the streamed tensors are split too
+    tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
+                result's gradient and sums the input's; W gathers each input again, and a repeated forward leaves out
+                its last sum. None of that overlaps. B gathers the input again while input gradients are computed, and
+                sums the input's gradient while weight gradients are: the longer of the two counts, twice. A repeated
+                forward keeps the whole input. Streamed tensors are split too. Without sequence parallelism, two
+                all-reduces forward and two backward
+    vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
+                rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
     context     keys and values arrive while attention computes: the longer of the two counts
 
 F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
@@ -16,7 +22,7 @@ with measurements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,6 +122,10 @@ class Setting:
         """Bytes of one hop."""
         return self.tokens * hidden_size * self.element * self.hidden_share
 
+    def exchange_seconds(self, hidden_size: int) -> float:
+        """Time in which tensor ranks gather or sum hidden states of all tokens."""
+        return self.axes.tensor.gather_seconds(self.hardware, self.tokens * hidden_size * self.element)
+
     # --- one matrix ------------------------------------------------------------------------------------------
 
     def product_seconds(self, product: Product, which: str = "forward") -> float:
@@ -155,32 +165,62 @@ class LayerTime:
     weights: float
     whole: float
     """B: both in one, without recomputation."""
+    weights_repeated: float
+    """W of a layer whose forward was repeated: tensor ranks have its whole input."""
+    whole_repeated: float
+    """B likewise."""
     again_selective: float
     """Recomputation if the results of products and attention are kept."""
     again_full: float
     """The same if only the layer's input is kept."""
+    exchanged: LayerTime | None = None
+    """Of these times, those in which only tensor ranks exchange rows; None with one rank."""
 
     @property
     def backward(self) -> float:
         """The shorter of the whole and the split backward."""
         return min(self.whole, self.inputs + self.weights)
 
-    @property
-    def recomputed(self) -> float:
-        """Extra time of a layer that keeps only its input."""
-        return self.again_full + self.bare - self.forward
+    # Below, `checkpointing` is one of the policies "none", "selective", "full".
+
+    def extra(self, checkpointing: str) -> float:
+        """Return how much longer forward and backward take than without recomputation."""
+        weights, whole = self.weights_of(checkpointing), self.whole_of(checkpointing)
+        backward = self.again(checkpointing) + min(whole, self.inputs + weights)
+        return self.forward_of(checkpointing) + backward - self.forward - self.backward
 
     def forward_of(self, checkpointing: str) -> float:
-        """Return the forward under one of the policies "none", "selective", "full"."""
+        """Return the forward."""
         return self.bare if checkpointing == "full" else self.forward
 
     def again(self, checkpointing: str) -> float:
-        """Return the recomputation in the backward under one of the policies "none", "selective", "full"."""
+        """Return the recomputation in the backward."""
         return {"none": 0.0, "selective": self.again_selective, "full": self.again_full}[checkpointing]
+
+    def weights_of(self, checkpointing: str) -> float:
+        """Return W."""
+        return self.weights if checkpointing == "none" else self.weights_repeated
+
+    def whole_of(self, checkpointing: str) -> float:
+        """Return B without the recomputation."""
+        return self.whole if checkpointing == "none" else self.whole_repeated
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times of one layer."""
+    computed = _computed(work, setting)
+    if setting.tensor == 1:
+        return computed
+    exchanged = _exchanged(work, setting)
+    sums = {name: getattr(computed, name) + getattr(exchanged, name) for name in _TIMES}
+    return LayerTime(**sums, exchanged=exchanged)
+
+
+_TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name != "exchanged")
+
+
+def _computed(work: LayerWork, setting: Setting) -> LayerTime:
+    """Return the times without the exchange of tensor ranks."""
     hardware, tokens = setting.hardware, setting.tokens
     products = sum(setting.product_seconds(product) for product in work.products)
     inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
@@ -192,9 +232,8 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
-    exchanged = 4 * setting.axes.tensor.gather_seconds(hardware, tokens * work.hidden_size * setting.element)
-    forward = products + attention + streaming + exchanged
-    inputs = inputs + attention_backward + streaming_backward + exchanged
+    forward = products + attention + streaming
+    inputs = inputs + attention_backward + streaming_backward
     correction = setting.correction
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
     return LayerTime(
@@ -202,9 +241,45 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
         bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * forward,
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
+        weights_repeated=correction["W"] * weights,
         whole=correction["B"] * (inputs + weights),
+        whole_repeated=correction["B"] * (inputs + weights),
         again_selective=correction["F"] * streaming,
         again_full=correction["F"] * (forward - skipped),
+    )
+
+
+BLOCKS = 2
+"""Blocks of a layer: attention and MLP."""
+
+
+def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
+    """Return the times in which tensor ranks exchange rows and compute nothing."""
+    correction, once = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
+    each_way = 2 * BLOCKS * once
+    weights = again_selective = gathering = 0.0
+    summing, again_full = BLOCKS * once, each_way
+    if setting.sequence_parallel:
+        again_full = again_selective = each_way - (once if work.last is not None and setting.stops_early else 0.0)
+        weights = len(work.gathered) * once
+        for block in work.gathered:
+            inputs, made = (
+                sum(setting.product_seconds(one, which) for one in block) for which in ("inputs", "weights")
+            )
+            gathering += max(0.0, once - inputs)
+            summing -= min(once, made)
+    arriving = BLOCKS * once  # the gradients of results
+    bare = correction(BARE if BARE in setting.correction.factors else "F")
+    return LayerTime(
+        forward=correction("F") * each_way,
+        bare=bare * each_way,
+        inputs=correction("I") * each_way,
+        weights=correction("W") * weights,
+        weights_repeated=0.0,
+        whole=correction("B") * (arriving + gathering + summing),
+        whole_repeated=correction("B") * (arriving + summing),
+        again_selective=correction("F") * again_selective,
+        again_full=correction("F") * again_full,
     )
 
 
@@ -320,16 +395,25 @@ def costs_of_cut(
     """
     devices, hardware, pipeline = cut.placement.devices, setting.hardware, setting.axes.pipeline
     correction = setting.correction
-    stages = _stage_times(cut, layers, correction)
+    stages = _stage_times(cut, layers, correction.stage)
+    exchanged: dict[str, list[float]] = {}
+    if setting.tensor > 1:
+        exchanged = _stage_times(cut, [layer.exchanged for layer in layers if layer.exchanged], {})
+        for name, (first, last) in _exchanged_at_ends(cut, setting, hidden_size).items():
+            for times in (stages[name], exchanged[name]):
+                times[0] += first
+                times[-1] += last
     embedded = setting.tokens * hidden_size * setting.hidden_share
     wide = setting.hop_bytes(hidden_size)
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
     rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
 
-    def costs(**others: Any) -> Costs:
-        others |= {name: tuple(row) for name, row in stages.items()}
-        return Costs(**others, p2p=p2p, contention=contention)
+    def costs(factor: float = 1.0, **others: Any) -> Costs:
+        others |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
+        waits = {name: tuple(factor * time for time in row) for name, row in exchanged.items()}
+        return Costs(**others, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
 
+    shard_waits: dict[str, float] = {}
     if cut.vocabulary in WHOLE:
         stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
         for name, seconds in whole_head_time(hidden_size, rows, setting).items():
@@ -337,17 +421,23 @@ def costs_of_cut(
         for name in ("W", "B"):
             stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
         return costs()
-    if devices > 1 and hardware.torch_device != "cpu":
-        stages = {name: [time * BESIDE_COLLECTIVES for time in row] for name, row in stages.items()}
-    shard = head_time(hidden_size, rows / devices, setting)
-    combined = correction["C"] * hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
     one_barrier = cut.vocabulary == "vocab-2"
-    gathered = setting.axes.tensor.gather_seconds(hardware, setting.tokens * hidden_size * setting.element)
-    first_product = shard.forward + shard.loss_forward + gathered
+    second = "C" if one_barrier else "T"
+    if setting.tensor > 1:
+        shard_waits = {
+            "S": correction.exchange("S") * _gathered_for_loss(setting, hidden_size),
+            second: correction.exchange(second) * setting.exchange_seconds(hidden_size),
+        }
+    shard = head_time(hidden_size, rows / devices, setting)
+    # Every tensor rank combines its part of the gradient of all tokens.
+    combined = correction["C"] * hardware.streaming_seconds(4.0 * setting.tokens * hidden_size * setting.element, 4)
+    combined += shard_waits.get(second, 0.0)
+    first_product = shard.forward + shard.loss_forward + shard_waits.get("S", 0.0)
     to_all = pipeline.broadcast_seconds(hardware, wide)
     statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
     collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
     return costs(
+        BESIDE_COLLECTIVES if devices > 1 and hardware.torch_device != "cpu" else 1.0,
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
@@ -357,18 +447,38 @@ def costs_of_cut(
     )
 
 
-def _stage_times(cut: Cut, layers: Sequence[LayerTime], correction: Correction) -> dict[str, list[float]]:
-    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers."""
-    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
+def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:
+    """Return the times in which tensor ranks of the first stage sum rows of the embedding and their gradients, and
+    those of the last one gather and sum for a whole output layer, by the names in `PASSES`."""
+    once, whole = setting.exchange_seconds(hidden_size), cut.vocabulary in WHOLE
+    correction = setting.correction.beside_whole if whole else setting.correction
+    last = _gathered_for_loss(setting, hidden_size) if whole else 0.0, once if whole else 0.0
+    at_last = {"F": last[0], "B": last[1], "I": last[1]}
+    return {
+        name: (correction.exchange(name) * 2 * once, correction.exchange(OUTPUT[name]) * seconds)
+        for name, seconds in at_last.items()
+    }
+
+
+def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:
+    """Return the time in which tensor ranks gather hidden states for the output layer, and then its statistics."""
+    table = setting.tokens * setting.tensor * STATISTICS * 4.0
+    return setting.exchange_seconds(hidden_size) + setting.axes.tensor.gather_seconds(setting.hardware, table)
+
+
+def _stage_times(cut: Cut, layers: Sequence[LayerTime], beside_layers: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers. beside_layers: seconds of
+    a pass besides its layers."""
+    beside = {name: beside_layers.get(name, 0.0) for name in PASSES}
     stages: dict[str, list[float]] = {name: [] for name in PASSES}
     first = 0
     for count in cut.layers_per_stage:
         own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
         again = sum(map(LayerTime.again, own, choices))
         stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
-        stages["B"].append(beside["B"] + again + sum(layer.whole for layer in own))
+        stages["B"].append(beside["B"] + again + sum(map(LayerTime.whole_of, own, choices)))
         stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
-        stages["W"].append(beside["W"] + sum(layer.weights for layer in own))
+        stages["W"].append(beside["W"] + sum(map(LayerTime.weights_of, own, choices)))
         first += count
     return stages
 

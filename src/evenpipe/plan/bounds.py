@@ -154,8 +154,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         if least > room + tolerance:
             return again, math.ceil(least - room), device
         if only == LEAST and none > room:
-            cheap = sum(times[layer].again_selective for layer in layers)
-            dear = sum(times[layer].recomputed for layer in layers)
+            cheap, dear = (sum(times[layer].extra(policy) for layer in layers) for policy in ("selective", "full"))
             if selective <= room:
                 again[device] = cheap * (none - room) / max(1.0, none - selective)
             else:
