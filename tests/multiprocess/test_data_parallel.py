@@ -469,7 +469,7 @@ def places_of_the_sums() -> list[tuple[str, str, list[str]]]:
 
 def test_sums_are_issued_after_the_last_gradient_of_each_part() -> None:
     results = run_processes(places_of_the_sums, 4)
-    assert results[0] == results[2] and results[1] == results[3], "replicas issue sums in different orders"
+    assert results[0] == results[1] and results[2] == results[3], "replicas issue sums in different orders"
     for mode, row, places in results[0]:
         passes = row.split()
         for stage in {text[0] for text in passes if text[0].isdigit()}:

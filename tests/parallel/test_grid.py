@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from evenpipe.costs.collectives import Axes
 from evenpipe.errors import InputError
 from evenpipe.parallel.grid import Grid, check_built
 
@@ -28,21 +29,30 @@ def world() -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_neighbours_without_other_axes_form_a_pipeline() -> None:
-    grid = Grid.from_sizes(4, dp=2, pp=3)
-    assert grid.ranks == (0, 1, 2, 3, 4, 5)
+def test_neighbours_without_other_axes_are_replicas_of_one_device() -> None:
+    grid = Grid.from_sizes(3, dp=2, pp=3)
+    assert grid.ranks == (0, 2, 4, 1, 3, 5)
     assert (grid.coordinate("dp"), grid.coordinate("pp")) == (1, 1)
-    assert grid.line("pp") == (3, 4, 5)
-    assert grid.line("dp") == (1, 4)
-    assert grid.line("dp", pp=2) == (2, 5)
-    assert grid.groups("pp") == [(0, 1, 2), (3, 4, 5)]
-    assert grid.groups("dp") == [(0, 3), (1, 4), (2, 5)]
+    assert grid.line("pp") == (1, 3, 5)
+    assert grid.line("dp") == (2, 3)
+    assert grid.line("dp", pp=2) == (4, 5)
+    assert grid.groups("pp") == [(0, 2, 4), (1, 3, 5)]
+    assert grid.groups("dp") == [(0, 1), (2, 3), (4, 5)]
     assert grid.groups("dp", "pp") == [grid.ranks]
-    assert (grid.at(dp=0), grid.at(pp=2), grid.at(dp=0, pp=0)) == (1, 5, 0)
+    assert (grid.at(dp=0), grid.at(pp=2), grid.at(dp=0, pp=0)) == (2, 5, 0)
+
+
+def test_ranks_count_as_the_planner_times_them() -> None:
+    """Neighbours on an axis are as far apart as the axis of the costs says."""
+    sizes = {"dp": 4, "pp": 3, "tp": 2}
+    grid, axes = Grid.from_sizes(0, **sizes), Axes.of(cp=1, **sizes)
+    for name, axis in (("tp", axes.tensor), ("dp", axes.replicas), ("pp", axes.pipeline)):
+        line = grid.line(name)
+        assert (len(line), line[1] - line[0]) == (axis.size, axis.stride)
 
 
 @pytest.mark.parametrize(
-    ("axis", "step"), [("tp", 1), ("cp", 2), ("ep", 4), ("pp", 8), ("edp", 24)], ids=lambda value: str(value)
+    ("axis", "step"), [("tp", 1), ("cp", 2), ("ep", 4), ("edp", 8), ("pp", 16)], ids=lambda value: str(value)
 )
 def test_ranks_count_along_the_axes_that_exchange_most_first(axis: str, step: int) -> None:
     line = Grid.from_sizes(0, **SIZES).line(axis)
@@ -50,10 +60,10 @@ def test_ranks_count_along_the_axes_that_exchange_most_first(axis: str, step: in
 
 
 def test_members_of_an_expert_group_are_neighbours_whatever_the_devices() -> None:
-    """rank = (block * devices + device) * ep + member; the replica is block * ep + member."""
+    """rank = (device * blocks + block) * ep + member; the replica is block * ep + member."""
     for rank in range(24):
         grid = Grid.from_sizes(rank, dp=8, pp=3, ep=4)
-        member, device, block = rank % 4, rank // 4 % 3, rank // 12
+        member, block, device = rank % 4, rank // 4 % 2, rank // 8
         assert grid.line("ep") == tuple(range(rank - member, rank - member + 4))
         assert [grid.coordinate(axis) for axis in ("dp", "pp", "ep", "edp")] == [
             4 * block + member,
@@ -61,7 +71,7 @@ def test_members_of_an_expert_group_are_neighbours_whatever_the_devices() -> Non
             member,
             block,
         ]
-        assert grid.line("edp") == (rank % 12, rank % 12 + 12)
+        assert grid.line("edp") == (rank - 4 * block, rank - 4 * block + 4)
 
 
 def test_every_process_is_where_its_coordinates_say() -> None:

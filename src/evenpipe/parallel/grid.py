@@ -8,12 +8,13 @@
     edp  these blocks, in which a member has the same experts
 
     axis "pp" --->        device 0   device 1   device 2
-    axis "dp"  replica 0     0          1          2        each row is a pipeline; each column holds the same
-       |       replica 1     3          4          5        parameters and sums their gradients
+    axis "dp"  replica 0     0          2          4        each row is a pipeline; each column holds the same
+       |       replica 1     1          3          5        parameters and sums their gradients
        v
 
 The more two processes exchange, the nearer they are to each other: without a mesh, ranks count tp first, then cp, ep,
-pp, edp.
+edp, pp. Hops come last because a step sends less over them than it sums over replicas; Megatron, torchtitan and our
+planner (`costs.collectives.Axes`) number processes so, too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ AXES = ("dp", "pp", "cp", "tp")
 _CUT = ("edp", "ep", "pp", "cp", "tp")
 """The same with "dp" cut in two. No other axis has parts."""
 _PARTS = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
-_FAR_TO_NEAR = ("edp", "pp", "ep", "cp", "tp")
+_FAR_TO_NEAR = ("pp", "edp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None, tensor_pa
     """Return the grid of all processes of torch.distributed; without it, that of one process.
 
     Args:
-        mesh: with an axis "pp", and other ones, in any order. None: all processes, neighbours in one pipeline.
+        mesh: with an axis "pp", and other ones, in any order. None: all processes, with neighbours in one device.
         replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
         tensor_parallel: processes of a device; None: as many as in the mesh, one without a mesh.
 

@@ -81,7 +81,7 @@ class Pipeline(SpreadModel):
             every layout), or a live transformers model (its weights are copied).
         recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
         mesh: a DeviceMesh with an axis "pp", an axis "dp" for several pipelines side by side, and an axis "tp" for
-            several processes per device; default: all processes, with neighbours in one device, then in one pipeline.
+            several processes per device; default: all processes, with neighbours in one device.
         loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
             except for plain modules.
         parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
