@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class Gathered:
         or this is the repeated forward."""
         self._exchange = exchange
         self._keeps = keeps
-        self._rows: Tensor | None = rows.detach()
+        self._saved: ReferenceType[Tensor] | None = ref(rows)
+        """What layers save, during the call. The call owns it: nothing ends a repeated forward that has saved all."""
         self._address, self._elements = 0, rows.numel() * exchange.size
         self._uses = 0
         self._started: Pending | None = None
@@ -38,23 +40,25 @@ class Gathered:
 
     def opened(self, whole: Tensor) -> None:
         """Begin the call: `whole` is what the block gets."""
-        self._address = whole.data_ptr()
+        self._address = whole.untyped_storage()._cdata
         if self._keeps:
-            self._rows = whole.detach()
+            self._saved = ref(whole)
 
     def close(self) -> None:
-        """End the call: only layers that have saved the rows keep them."""
-        self._rows = None
+        """End the call."""
+        self._saved = None
 
     def gave(self, hidden: Tensor) -> bool:
         """Return whether a layer's input is all of what was gathered."""
-        return self._rows is not None and hidden.data_ptr() == self._address and hidden.numel() == self._elements
+        is_all = hidden.numel() == self._elements
+        return self._saved is not None and is_all and hidden.untyped_storage()._cdata == self._address
 
     def save(self) -> Tensor:
         """Return what a layer saves for its weight gradient."""
-        assert self._rows is not None
+        saved = None if self._saved is None else self._saved()
+        assert saved is not None
         self._uses += 1
-        return self._rows
+        return saved.detach()
 
     def start(self, saved: Tensor) -> None:
         """Begin to gather again, in a backward that needs it soon."""
