@@ -76,13 +76,13 @@ class Norms:
     def _normed_over_ranks(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
         """A norm over all heads, of which this GPU has some: `tensor/norms.py`."""
         operations, element = self._operations, self._sizes.element
-        hidden = operations.to(hidden, WIDE)
-        total = operations.scaled(operations.summed(operations.sum(operations.power(hidden), rows)))
-        hidden = operations.times_rows(hidden, self._deviation(total), f"{name}, before the weight")
+        wide = operations.to(hidden, WIDE)
+        total = operations.scaled(operations.summed(operations.sum(operations.power(wide), rows)))
+        normed = operations.times_rows(wide, self._deviation(total), f"{name}, before the weight")
         if self._shape.norm_style == "narrow":
-            narrow = operations.to(hidden, element, f"{name}, before the weight")
+            narrow = operations.to(normed, element, f"{name}, before the weight")
             return operations.times_weight(narrow, size, element, name, first=True)
-        return operations.to(operations.times_weight(hidden, size, element), element, name)
+        return operations.to(operations.times_weight(normed, size, element), element, name)
 
     def _deviation(self, variance: Sketch) -> Sketch:
         """Inverse deviation, after a small number is added to the variance."""
