@@ -111,7 +111,7 @@ def test_a_family_without_closed_form_is_traced() -> None:
     found = estimated(describe(tiny_config("bloom")), pp=2, sequence=32, microbatches=4)
     assert min(peaks(found)) > 0
     shared = estimated(describe(tiny_config("bloom")), pp=2, tp=2, sequence=32, microbatches=4)
-    assert min(peaks(found)) / 2 < min(peaks(shared)) < min(peaks(found))
+    assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
     for layout in ({"cp": 2}, {"tp": 2, "kernels": "megatron"}):
         with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
             estimated(describe(tiny_config("bloom")), sequence=32, **layout)

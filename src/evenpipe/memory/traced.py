@@ -129,8 +129,9 @@ class StageTracer:
         choices = [choice for _, choice, _ in run]
         indices = range(first, first + len(choices))
         held: dict[str, TensorPlacement | None] = {}
-        for index in indices if self._cut is not None else ():
-            held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
+        if self._cut is not None:
+            for index in indices:
+                held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
         # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
         part = Part(
             first=first,

@@ -65,12 +65,8 @@ def vocabulary_bytes(
     if device == placement.first_device:
         own = _embedding(letters)
         looked_up = own.rows if letters.t > 1 else 0  # by every tensor rank, and likewise the gradients
-        found = replace(
-            found,
-            embedding=EmbeddingBytes(
-                backward_peak=own.backward_peak + looked_up, looked_up=looked_up, **_between_ranks(letters, looked_up)
-            ),
-        )
+        embedding = EmbeddingBytes(backward_peak=own.backward_peak + looked_up, looked_up=looked_up)
+        found = replace(found, embedding=_with_ranks(embedding, letters, looked_up))
     return found
 
 
@@ -88,13 +84,13 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> in
     return tokens * (4 + INDEX * indices)
 
 
-def _between_ranks(x: Letters, picked: int) -> dict[str, int]:
-    """Return the peaks while tensor ranks put their rows of the embedding together at the first stage, and sum their
+def _with_ranks(embedding: EmbeddingBytes, x: Letters, picked: int) -> EmbeddingBytes:
+    """Add the peaks while tensor ranks put their rows of the embedding together at the first stage, and sum their
     gradients, of which each keeps `picked` bytes."""
     if x.t == 1:
-        return {}
+        return embedding
     whole = x.n * x.h * x.e
-    return {"placing_peak": 2 * whole, "picking_peak": whole + picked}
+    return replace(embedding, placing_peak=2 * whole, picking_peak=whole + picked)
 
 
 # --- E, G, S, C and T ---------------------------------------------------------------------------------------------
@@ -219,9 +215,12 @@ def _sharded(x: Letters, *, one_barrier: bool, is_first: bool) -> VocabularyByte
     combine_peak, combined = _combine(x)
     hidden = x.n * x.h * x.e // x.t
     after = left.stored - left.handed_on + combined  # freed by then
+    embedding = _embedding(x)
+    if is_first:
+        embedding = _with_ranks(replace(embedding, all_rows=hidden), x, hidden)
     return replace(
         left,
-        embedding=replace(_embedding(x), **({"all_rows": hidden, **_between_ranks(x, hidden)} if is_first else {})),
+        embedding=embedding,
         hidden=hidden,
         combined=combined,
         peaks=replace(
