@@ -36,7 +36,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
         *{"parallel", "host", "checkpoints", "tensor"},
     },
-    "memory": {"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
+    "memory": {
+        *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
+        *{"tensor"},
+    },
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},

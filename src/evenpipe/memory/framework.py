@@ -15,6 +15,12 @@ class Framework:
     masters: Literal["parameters", "optimizer"]
     """Where the parameters in the optimizer's precision are: "parameters": they are the model's own, and products read
     a copy; "optimizer": they are sharded with its state, and products read the model's own."""
+    gathers: Literal["blocks", "products"] = "products"
+    """Tensor parallelism with sequence parallelism. "products": every product by columns gathers its input, and keeps
+    only its own rows of input and output gradient for the weight gradient, for which both are gathered again.
+    "blocks": a block gathers its input once (`tensor/gathered.py`), cut as a small copy of the model tells
+    (`tensor/cuts.py`); the output gradient stays whole, and so does the input of what is repeated; the output layer
+    gathers its input, and the first stage gets all rows."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
     follows_program: bool = False
@@ -51,13 +57,14 @@ class Framework:
 
 EVENPIPE = Framework(
     masters="parameters",
+    gathers="blocks",
     follows_program=True,
     step_counters=True,
     gradients_exist=False,
     stops_early=True,
     groups=(("dp", "cp"), ("tp",), ("cp",)),
 )
-"""This library: `runtime/parameters.py`, `parallel/fsdp.py`, torch's AdamW."""
+"""This library: `runtime/parameters.py`, `parallel/fsdp.py`, `tensor`, torch's AdamW."""
 
 MEGATRON = Framework(
     masters="optimizer",

@@ -156,11 +156,13 @@ class LayerRun:
         *,
         split: bool = False,
         part: Callable[[Block, Sketch], Sketch] = Block.__call__,
+        elements: int | None = None,
     ) -> None:
+        """elements: of the input; None: of the residual stream."""
         self.tape = tape = Tape()
         tape.queue = [] if split else None
         self._checkpointing = checkpointing
-        self.hidden: Sketch | None = tape.new(sizes.stream, sizes.element, INPUT)
+        self.hidden: Sketch | None = tape.new(sizes.stream if elements is None else elements, sizes.element, INPUT)
         self.hidden.node = tape.leaf()
         names = _table_names(shape)
         self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
@@ -235,7 +237,7 @@ def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
     last: Storage | None = None
     while queue:
         entry = queue.pop(0)
-        made = [Storage(size, meter) for size in (entry.weight, entry.bias) if size]
+        made = entry.compute()
         last = made[-1] if made else None
         del made
     del last

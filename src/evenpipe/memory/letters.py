@@ -4,6 +4,7 @@ n  tokens of a microbatch      v  those that have a label      o  those whose la
 h  hidden size                 R  rows of the shard            P  shards
 e  bytes of hidden states      a  of accumulators (4, or 8 for fp64)      q  of stored exponentials
 k  statistics per token        b  tokens per block of logits   c  tokens whose embedding rows are here
+t  tensor ranks that each have a part of X and dX, besides rows of both matrices
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ class Letters:
     """First row of the shard."""
     machine: Machine
     shape: VocabularyShape
+    t: int = 1
 
     @classmethod
-    def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
+    def of(
+        cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine, *, ranks: int = 1
+    ) -> Letters:
         n = shape.sequences * shape.tokens
         v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
         part = shard.tokens / shape.rows if share is None else share
@@ -80,6 +84,7 @@ class Letters:
             start=shard.start,
             machine=machine,
             shape=shape,
+            t=ranks,
         )
 
     @property
