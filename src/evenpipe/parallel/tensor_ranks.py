@@ -17,11 +17,10 @@ class UnderWay(NamedTuple):
 
     handle: Handle
     result: Tensor
-    during: str
 
     def wait(self) -> Tensor:
         """Return its result."""
-        self.handle.wait(self.during)
+        self.handle.wait()
         return self.result
 
 
@@ -45,7 +44,7 @@ class TensorRanks:
         """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
         handle = self._communicator.all_gather(table, rows, f"rows of {self.during}")
-        return UnderWay(handle, table.flatten(0, 1), self.during)
+        return UnderWay(handle, table.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
@@ -56,18 +55,18 @@ class TensorRanks:
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
         handle = self._communicator.reduce_scatter(own, parts, f"sum of {self.during}")
-        return UnderWay(handle, own, self.during)
+        return UnderWay(handle, own)
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
         total = partial.clone(memory_format=torch.contiguous_format)
-        self._communicator.all_reduce(total, f"sum of {self.during}").wait(self.during)
+        self._communicator.all_reduce(total, f"sum of {self.during}").wait()
         return total
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
         table = own.new_empty((self.size, *own.shape))
-        self._communicator.all_gather(table, own, f"statistics of {self.during}").wait(self.during)
+        self._communicator.all_gather(table, own, f"statistics of {self.during}").wait()
         return table
 
 
@@ -85,9 +84,9 @@ class SharedGradients:
         self._shared = shared
 
     def begin(self) -> None:
-        """Prepare for the first backward of a step."""
+        """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are, on all ranks."""
         for one in self._shared:
-            if "tp" in one.placement.copied_along:
+            if "tp" in one.placement.copied_along and one.tensor.requires_grad:
                 one.tensor.grad = None
 
     @torch.no_grad()

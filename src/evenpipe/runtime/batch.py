@@ -186,6 +186,7 @@ def distribute(
     tensor_ranks: int = 1,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
+    tensor: Communicator | None = None,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
@@ -199,6 +200,7 @@ def distribute(
         microbatches, tensor_ranks: as for `check`.
         communicator: of the pipeline's processes; None for one device.
         replicas: of the processes that are this device in their pipelines; None for one pipeline.
+        tensor: of the tensor ranks of this device; None for one.
         trained: flags read for this step.
 
     Returns:
@@ -226,7 +228,7 @@ def distribute(
             fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
         assert fault is not None
         raise fault
-    trained.check([numbers[len(header) :] for numbers in table])
+    _check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, tensor, torch_device)
     *_, total_weight, valid_tokens, accumulate = head
     totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
     if communicator is not None:
@@ -236,6 +238,28 @@ def distribute(
         None if one is None else one.to(torch_device) for one in (own.position_ids, own.token_weights)
     )
     return replace(own, position_ids=positions, token_weights=weights), totals
+
+
+def _check_trained(
+    trained: Trained,
+    processes: list[list[int]],
+    communicator: Communicator | None,
+    tensor: Communicator | None,
+    torch_device: torch.device,
+) -> None:
+    """Raise InputError on every process if some disagree on the trainable parameters; `processes` are the numbers of
+    all processes of the pipeline. Nothing more is sent unless tensor ranks disagree."""
+    differing = trained.check(processes)
+    if not differing:
+        return
+    assert communicator is not None and tensor is not None
+    what = "which parameters are trained"
+    own_device = communicator.position // len(tensor.members)
+    found = [0] * (1 + len(tensor.members))
+    if own_device in differing:
+        found = trained.disagreement(_gather(tensor, list(map(int, trained.common_flags)), what, torch_device))
+    table = _gather(communicator, found, what, torch_device)
+    raise trained.disagreement_error(differing[0], table[differing[0] * len(tensor.members)])
 
 
 def _agree(

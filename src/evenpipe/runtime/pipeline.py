@@ -274,6 +274,8 @@ class Pipeline(SpreadModel):
             dict(self.named_parameters()),
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
             vocabulary=self.description.vocabulary_names,
+            tensor_ranks=self.tensor_ranks,
+            alone=self._alone(),
             follow=follow,
         )
         self._results = Results(
@@ -306,6 +308,13 @@ class Pipeline(SpreadModel):
             activations=self._activations,
             tensor=None if self._tensor is None else self._tensor[1],
         )
+
+    def _alone(self) -> set[str]:
+        """Return the names of parameters that only the first tensor rank of a device holds."""
+        if self._tensor is None:
+            return set()
+        cut, _ = self._tensor
+        return {name for index in range(self.description.layers) for name in cut.alone(self.description, index)}
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
@@ -398,6 +407,7 @@ class Pipeline(SpreadModel):
             tensor_ranks=self.tensor_ranks,
             communicator=groups.pipeline,
             replicas=groups.replicas,
+            tensor=groups.tensor,
             trained=self._trained,
             torch_device=self.torch_device,
         )
