@@ -52,7 +52,7 @@ from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
-from evenpipe.runtime.tensor_cut import cut_layers
+from evenpipe.runtime.tensor_cut import cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
@@ -151,6 +151,7 @@ class Pipeline(SpreadModel):
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
             self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices, tp=self.tensor_ranks)
             self.microbatches = self.recipe.microbatches

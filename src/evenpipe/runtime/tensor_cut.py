@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.parallel.grid import Grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.tensor.check import cut_of_model
@@ -37,3 +40,15 @@ def cut_layers(
     if is_first:
         report_whole(cut)
     return cut, exchange
+
+
+def places_of(grid: Grid) -> dict[int, str]:
+    """Return what messages say of a process beside its number, by process; nothing without tensor ranks."""
+    replicas, devices, ranks = (grid.size(axis) for axis in ("dp", "pp", "tp"))
+    found: dict[int, str] = {}
+    if ranks == 1:
+        return found
+    for replica, device, rank in itertools.product(range(replicas), range(devices), range(ranks)):
+        place = f"device {device}, tensor rank {rank}"
+        found[grid.at(dp=replica, pp=device, tp=rank)] = place if replicas == 1 else f"replica {replica}, {place}"
+    return found
