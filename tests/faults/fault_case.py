@@ -15,7 +15,7 @@ MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 
 LAYERS = 8
 
-FIRST_WITH_TENSOR_RANKS = 1000
+FIRST_WITH_TENSOR_RANKS = 10_000
 """Cases of this seed and later ones have two tensor ranks on each device."""
 
 FAULTS = {

@@ -4,7 +4,7 @@ and what they awaited, and that nothing is left behind.
     python tests/faults/run_faults.py --runs 100 --seed 0
 
 A case is drawn from its seed alone (the first from --seed, the next from --seed + 1, ...): one that fails is run again
-by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 1000 on).
+by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 10,000 on).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fault_run import Verdict, mark, run  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random faults in random runs.")
     parser.add_argument("--runs", type=int, default=100, help="how many (default 100)")
-    parser.add_argument("--seed", type=int, help="of the first run (default 0, and 1000 for those with tensor ranks)")
+    parser.add_argument("--seed", type=int, help="of the first run (default 0, and 10000 for those with tensor ranks)")
     parser.add_argument("--started-by", choices=("launch", "torchrun"), help="default: three in four by launch")
     parser.add_argument("--verbose", action="store_true", help="show every run")
     arguments = parser.parse_args()
