@@ -1,4 +1,4 @@
-"""Six of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
+"""Seven of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import run_network
 from fault_case import FAULTS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
 from fault_run import mark, run
 
-SEEDS = {"launch": (4, 11, 126, 133), "torchrun": (47, 402)}
+SEEDS = {"launch": (4, 11, 126, 133, 10_001), "torchrun": (47, 402)}
 """A process killed while communicators are made; one stopped while it saves; one that leaves beside a stopped one; one
-that hangs in the optimizer; and of torchrun's one beside a stopped one, and one that ends at once before a wait."""
+that hangs in the optimizer; a tensor rank that is terminated in a sum; and of torchrun's one beside a stopped one, and
+one that ends at once before a wait."""
 
 
 @pytest.fixture(scope="module", autouse=True)
