@@ -44,16 +44,7 @@ from evenpipe.processes.names import call_by_place, place_of, process, processes
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.proof import strangers
-from evenpipe.processes.signs import (
-    LAUNCHER,
-    Beat,
-    Board,
-    Cause,
-    Waiting,
-    cause_of,
-    machine,
-    started,
-)
+from evenpipe.processes.signs import LAUNCHER, Beat, Board, Cause, Waiting, cause_of, machine, started
 from evenpipe.processes.store import Store, StoreError, StoreSilentError
 
 BEAT_SECONDS = 0.25

@@ -52,7 +52,7 @@ from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
-from evenpipe.runtime.tensor_cut import cut_layers, places_of
+from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
@@ -253,16 +253,11 @@ class Pipeline(SpreadModel):
             tensor=self._tensor,
         ).build()
         router_loss = self.description.router_loss
-        self._router_losses = (
-            None
-            if router_loss is None
-            else RouterLosses(
-                router_loss,
-                replicas=self.replicas,
-                torch_device=self.torch_device,
-                tensor_ranks=self.tensor_ranks,
+        self._router_losses = None
+        if router_loss is not None:
+            self._router_losses = RouterLosses(
+                router_loss, replicas=self.replicas, torch_device=self.torch_device, tensor_ranks=self.tensor_ranks
             )
-        )
         self._shared_gradients = None
         if groups.shared is not None:
             self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
@@ -276,7 +271,7 @@ class Pipeline(SpreadModel):
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
             vocabulary=self.description.vocabulary_names,
             tensor_ranks=self.tensor_ranks,
-            alone=self._alone(),
+            alone=alone(self.description, self._tensor),
             follow=follow,
         )
         self._results = Results(
@@ -309,13 +304,6 @@ class Pipeline(SpreadModel):
             activations=self._activations,
             tensor=None if self._tensor is None else self._tensor[1],
         )
-
-    def _alone(self) -> set[str]:
-        """Return the names of parameters that only the first tensor rank of a device holds."""
-        if self._tensor is None:
-            return set()
-        cut, _ = self._tensor
-        return {name for index in range(self.description.layers) for name in cut.alone(self.description, index)}
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""

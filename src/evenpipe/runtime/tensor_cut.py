@@ -42,6 +42,14 @@ def cut_layers(
     return cut, exchange
 
 
+def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
+    """Return the names of parameters that only the first tensor rank of a device holds. tensor: as `cut_layers` has
+    returned it."""
+    if tensor is None:
+        return set()
+    return {name for index in range(description.layers) for name in tensor[0].alone(description, index)}
+
+
 def places_of(grid: Grid) -> dict[int, str]:
     """Return what messages say of a process beside its number, by process; nothing without tensor ranks."""
     replicas, devices, ranks = (grid.size(axis) for axis in ("dp", "pp", "tp"))

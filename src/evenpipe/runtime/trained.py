@@ -16,14 +16,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.schedule.words import join
 
 
 class Trained:
-    """The flags of one process. Communication is in `distribute`."""
+    """The flags of one process, without communication."""
 
     def __init__(
         self,
@@ -143,3 +145,37 @@ class Trained:
 def _fingerprint(flags: Sequence[bool]) -> int:
     """Return an int64."""
     return int.from_bytes(hashlib.blake2b(bytes(flags), digest_size=8).digest(), "little", signed=True)
+
+
+def check_trained(
+    trained: Trained,
+    processes: list[list[int]],
+    communicator: Communicator | None,
+    tensor: Communicator | None,
+    torch_device: torch.device,
+) -> None:
+    """Raise InputError on every process if some disagree on the trainable parameters; `processes` are the numbers of
+    all processes of the pipeline. Nothing more is sent unless tensor ranks disagree."""
+    differing = trained.check(processes)
+    if not differing:
+        return
+    assert communicator is not None and tensor is not None
+    what = "which parameters are trained"
+    own_device = communicator.position // len(tensor.members)
+    found = [0] * (1 + len(tensor.members))
+    if own_device in differing:
+        found = trained.disagreement(gather(tensor, list(map(int, trained.common_flags)), what, torch_device))
+    table = gather(communicator, found, what, torch_device)
+    raise trained.disagreement_error(differing[0], table[differing[0] * len(tensor.members)])
+
+
+def gather(
+    communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
+) -> list[list[int]]:
+    """Return the numbers of all members, in order, on each of them; only one's own without others."""
+    if communicator is None:
+        return [numbers]
+    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
+    table = own.new_empty((len(communicator.members), len(numbers)))
+    communicator.all_gather(table, own, what).wait("the step")
+    return table.tolist()
