@@ -55,7 +55,7 @@ test test-all: $(STAMP)
 	$(if $(call part,$(ALONE)),$(BIN)/python -m pytest $(CHOICE) $(call part,$(ALONE)))
 
 fault-test: $(STAMP)
-	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(or $(SEED),0)
+	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python tests/faults/run_network.py
 
 fuzz: $(STAMP)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenpipe.tensor.exchange import Overlap
+
 
 class _UnderWay(NamedTuple):
     """A transfer and the tensors that it holds, as a communicator's handle does."""
@@ -28,6 +30,8 @@ class FirstRank:
     def __init__(self, size: int) -> None:
         self.size = size
         self.repeats = False
+        self.overlap: Overlap | None = None
+        self.arrived: Tensor | None = None
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.start_gather(rows).wait()

@@ -17,11 +17,10 @@ class UnderWay(NamedTuple):
 
     handle: Handle
     result: Tensor
-    during: str
 
     def wait(self) -> Tensor:
         """Return its result."""
-        self.handle.wait(self.during)
+        self.handle.wait()
         return self.result
 
 
@@ -49,7 +48,7 @@ class TensorRanks:
         """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
         handle = self.communicator.all_gather(table, rows, f"rows of {self.during}")
-        return UnderWay(handle, table.flatten(0, 1), self.during)
+        return UnderWay(handle, table.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
@@ -60,26 +59,26 @@ class TensorRanks:
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
         handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.during}")
-        return UnderWay(handle, own, self.during)
+        return UnderWay(handle, own)
 
     def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> UnderWay:
         """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
-        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.during}"), buffer, self.during)
+        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.during}"), buffer)
 
     def started(self, what: str) -> None:
         """Let the watch know of an exchange that torch has started by itself."""
-        self.communicator.started(f"{what} of {self.during}").wait(self.during)
+        self.communicator.started(f"{what} of {self.during}").wait()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
         total = partial.clone(memory_format=torch.contiguous_format)
-        self.communicator.all_reduce(total, f"sum of {self.during}").wait(self.during)
+        self.communicator.all_reduce(total, f"sum of {self.during}").wait()
         return total
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
         table = own.new_empty((self.size, *own.shape))
-        self.communicator.all_gather(table, own, f"statistics of {self.during}").wait(self.during)
+        self.communicator.all_gather(table, own, f"statistics of {self.during}").wait()
         return table
 
 
@@ -97,9 +96,9 @@ class SharedGradients:
         self._shared = shared
 
     def begin(self) -> None:
-        """Prepare for the first backward of a step."""
+        """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are, on all ranks."""
         for one in self._shared:
-            if "tp" in one.placement.copied_along:
+            if "tp" in one.placement.copied_along and one.tensor.requires_grad:
                 one.tensor.grad = None
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.runtime.trained import Trained
+from evenpipe.runtime.trained import Trained, check_trained, gather
 
 IGNORE_INDEX = -100
 
@@ -186,6 +186,7 @@ def distribute(
     tensor_ranks: int = 1,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
+    tensor: Communicator | None = None,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
@@ -199,6 +200,7 @@ def distribute(
         microbatches, tensor_ranks: as for `check`.
         communicator: of the pipeline's processes; None for one device.
         replicas: of the processes that are this device in their pipelines; None for one pipeline.
+        tensor: of the tensor ranks of this device; None for one.
         trained: flags read for this step.
 
     Returns:
@@ -219,14 +221,14 @@ def distribute(
         trained=trained,
         torch_device=torch_device,
     )
-    table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
+    table = gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
     head = table[0][: len(header)]
     if not head[0]:
         if not is_source:
             fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
         assert fault is not None
         raise fault
-    trained.check([numbers[len(header) :] for numbers in table])
+    check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, tensor, torch_device)
     *_, total_weight, valid_tokens, accumulate = head
     totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
     if communicator is not None:
@@ -269,9 +271,9 @@ def _agree(
             inputs = _with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
             own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
-    table = _gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
+    table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
-        trained.dispute(_gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
+        trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
     header = [0] * 9
     if all(good for good, *_ in table):  # as the first processes see it
         steps = [accumulate for *_, accumulate, _ in table]
@@ -327,18 +329,6 @@ def _header(inputs: Inputs, totals: Totals) -> list[int]:
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
     return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens, totals.accumulate]
-
-
-def _gather(
-    communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
-) -> list[list[int]]:
-    """Return the numbers of all members, in order, on each of them; only one's own without others."""
-    if communicator is None:
-        return [numbers]
-    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-    table = own.new_empty((len(communicator.members), len(numbers)))
-    communicator.all_gather(table, own, what).wait("the step")
-    return table.tolist()
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:

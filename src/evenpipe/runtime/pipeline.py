@@ -52,7 +52,7 @@ from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
-from evenpipe.runtime.tensor_cut import cut_layers
+from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
@@ -151,6 +151,7 @@ class Pipeline(SpreadModel):
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
             self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices, tp=self.tensor_ranks)
             self.microbatches = self.recipe.microbatches
@@ -252,16 +253,11 @@ class Pipeline(SpreadModel):
             tensor=self._tensor,
         ).build()
         router_loss = self.description.router_loss
-        self._router_losses = (
-            None
-            if router_loss is None
-            else RouterLosses(
-                router_loss,
-                replicas=self.replicas,
-                torch_device=self.torch_device,
-                tensor_ranks=self.tensor_ranks,
+        self._router_losses = None
+        if router_loss is not None:
+            self._router_losses = RouterLosses(
+                router_loss, replicas=self.replicas, torch_device=self.torch_device, tensor_ranks=self.tensor_ranks
             )
-        )
         self._shared_gradients = None
         if groups.shared is not None:
             self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
@@ -274,6 +270,8 @@ class Pipeline(SpreadModel):
             dict(self.named_parameters()),
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
             vocabulary=self.description.vocabulary_names,
+            tensor_ranks=self.tensor_ranks,
+            alone=alone(self.description, self._tensor),
             follow=follow,
         )
         self._results = Results(
@@ -398,6 +396,7 @@ class Pipeline(SpreadModel):
             tensor_ranks=self.tensor_ranks,
             communicator=groups.pipeline,
             replicas=groups.replicas,
+            tensor=groups.tensor,
             trained=self._trained,
             torch_device=self.torch_device,
         )

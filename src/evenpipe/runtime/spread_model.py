@@ -136,13 +136,14 @@ class SpreadModel:
         if result.record.clock is None:
             raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
         layout = self.layout
+        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
         return gather_trace(
             result.record,
             layout.program,
             self._groups.pipeline,
             self.torch_device,
             costs=layout.costs,
-            about={"vocabulary": layout.mode, **about},
+            about={"vocabulary": layout.mode, **ranks, **about},
         )
 
     def predict(self, vocabulary: str | None = None) -> Timeline:

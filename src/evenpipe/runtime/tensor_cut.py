@@ -3,10 +3,12 @@ every process."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.parallel.grid import Grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.symmetric_memory import Fused, obstacle_to_fused
 from evenpipe.parallel.tensor_ranks import TensorRanks
@@ -68,3 +70,23 @@ def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
     if wanted == "fused":
         raise InputError(f"tensor_overlap: 'fused', but {obstacle}; expected 'auto', 'none' or 'ring'")
     return f"none, because {obstacle}"
+
+
+def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
+    """Return the names of parameters that only the first tensor rank of a device holds. tensor: as `cut_layers` has
+    returned it."""
+    if tensor is None:
+        return set()
+    return {name for index in range(description.layers) for name in tensor[0].alone(description, index)}
+
+
+def places_of(grid: Grid) -> dict[int, str]:
+    """Return what messages say of a process beside its number, by process; nothing without tensor ranks."""
+    replicas, devices, ranks = (grid.size(axis) for axis in ("dp", "pp", "tp"))
+    found: dict[int, str] = {}
+    if ranks == 1:
+        return found
+    for replica, device, rank in itertools.product(range(replicas), range(devices), range(ranks)):
+        place = f"device {device}, tensor rank {rank}"
+        found[grid.at(dp=replica, pp=device, tp=rank)] = place if replicas == 1 else f"replica {replica}, {place}"
+    return found

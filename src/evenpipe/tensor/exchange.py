@@ -85,17 +85,21 @@ class Exchange(Protocol):
         """Begin `scatter`."""
         ...
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Pending:
-        """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
-        with those of the previous one."""
-        ...
-
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
         ...
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
+        ...
+
+
+class RingExchange(Exchange, Protocol):
+    """Ranks that can also pass rows on around a ring."""
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Pending:
+        """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
+        with those of the previous one."""
         ...
 
 

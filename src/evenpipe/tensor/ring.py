@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenpipe.tensor.exchange import Exchange
+from evenpipe.tensor.exchange import RingExchange
 from evenpipe.tensor.operations import product
 
 
@@ -28,7 +28,7 @@ class Ring:
 
     adds_biases = True
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: RingExchange) -> None:
         self._exchange = exchange
 
     def gather_products(
