@@ -67,7 +67,7 @@ class Attention(Norms):
         size, vector = sizes.whole, sizes.hidden if bias else 0
         if not sizes.blocks:
             return operations.linear(x, size, weight, vector, name, scattered=sizes.gathered)
-        return operations.scatter(operations.linear(x, size, weight, vector, f"{name}, partial"), sizes.stream, name)
+        return operations.linear(x, size, weight, vector, name, summed=sizes.stream)
 
     def _turned(self, x: Sketch) -> Sketch:
         """Heads before tokens, in place; in memory the gradient arrives in that order too, and is copied back."""

@@ -24,7 +24,7 @@ from evenpipe.memory.blocks import Block
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE
-from evenpipe.memory.sketch import Queued, Sketch, Storage, Tape, held
+from evenpipe.memory.sketch import Queued, Sketch, Source, Storage, Tape, held
 from evenpipe.model.shape import LayerShape
 
 INPUT, GRADIENT = "input", "gradient of the output"
@@ -229,19 +229,30 @@ class LayerRun:
 
 
 def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
-    """W as in `runtime/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
-    when the next one is computed."""
+    """W as in `layers/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
+    when the next one is computed; a gathered input is under way during the products before those that need it."""
     meter = tape.meter
     live = meter.live
     meter.reset()
     last: Storage | None = None
+    sources = list(dict.fromkeys(entry.source for entry in queue if entry.source is not None))
+    under_way = _start_next(sources)
     while queue:
         entry = queue.pop(0)
+        if entry.source is not None and entry.source is under_way:
+            under_way = _start_next(sources)
         made = entry.compute()
         last = made[-1] if made else None
         del made
     del last
     return meter.peak - live
+
+
+def _start_next(sources: list[Source]) -> Source | None:
+    source = sources.pop(0) if sources else None
+    if source is not None:
+        source.start()
+    return source
 
 
 # --- tensors that layers share

@@ -256,7 +256,16 @@ class Operations:
     # --- products ------------------------------------------------------------------------------------------------
 
     def linear(
-        self, x: Sketch, size: int, weight: int, bias: int, name: str, *, gathered: int = 0, scattered: int = 0
+        self,
+        x: Sketch,
+        size: int,
+        weight: int,
+        bias: int,
+        name: str,
+        *,
+        gathered: int = 0,
+        scattered: int = 0,
+        summed: int = 0,
     ) -> Sketch:
         """A linear layer.
 
@@ -267,6 +276,8 @@ class Operations:
                 before each gets its part); 0: not gathered.
             scattered: elements of the result before it is summed over these GPUs and scattered; its gradient is
                 gathered in the backward. 0: not scattered.
+            summed: elements of own rows, if the layer itself sums its results over tensor ranks and its backward
+                gathers the gradient (`tensor/summed.py`); 0: it does not.
         """
         tape, elements, element, queue = self.tape, x.elements, x.element, self.tape.queue
         weight_bytes, bias_bytes = (0, 0) if self._fuses else (weight * element, bias * element)
@@ -276,7 +287,8 @@ class Operations:
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
             whole_gradient = tape.new(scattered, element) if scattered else None
             transient = weight_bytes + (gathered + scattered) * element
-            entry = Queued(saved[0], gradients[0].storage, transient, bias_bytes, source)
+            given_gradient = tape.new(size, element) if summed else gradients[0]
+            entry = Queued(saved[0], given_gradient.storage, transient, bias_bytes, source)
             if queue is not None:
                 queue.append(entry)
                 result = tape.new(gathered or elements, element)
@@ -293,12 +305,15 @@ class Operations:
             del of_parameters, whole_input, whole_gradient
             return (cut,)
 
-        saves, is_late = x if given is None else given.saved, queue is not None or given is not None
+        saves, is_late = x if given is None else given.saved, bool(queue is not None or given is not None or summed)
         node = tape.begin((x,), backward, () if is_late else (saves,))
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
         only_saves = is_late and tape.call is not None and tape.call.only_saves
-        result = (tape.new if only_saves else tape.product)(size, element, name)
+        made = size if not (summed and only_saves) else summed
+        result = (tape.new if only_saves else tape.product)(made, element, name)
+        if summed and not only_saves:
+            result = self._own_rows_of_sum(result, summed, name)
         del there, before
         if is_late:
             tape.save(node, saves)
@@ -335,13 +350,10 @@ class Operations:
         finally:
             self._given = None
 
-    def scatter(self, partial: Sketch, elements: int, name: str = "") -> Sketch:
-        """Sum a partial result over tensor ranks, and keep own rows, of `elements`; the backward gathers."""
-        node = self.tape.begin((partial,), self._all_new(partial))
-        parts = self.tape.new(*partial.size)
+    def _own_rows_of_sum(self, partial: Sketch, elements: int, name: str) -> Sketch:
+        parts = self.tape.new(*partial.size)  # a copy, which the sum destroys
         result = self.tape.new(elements, partial.element, name)
         del parts
-        self.tape.end(node, result)
         return result
 
     def own_rows(self, whole: Sketch, elements: int) -> Sketch:

@@ -6,8 +6,8 @@ transfers: of a sum it keeps a rank's rows [n/t, h], and not the part [n, h] tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -101,7 +101,11 @@ def _arrived_rows(rows: Tensor, exchange: int) -> Tensor:
     return found.gather(rows) if whole is None else whole
 
 
+_operations = torch.ops.evenpipe
+WITHIN: dict[Any, Callable[..., Any]] = {}
+"""What each operation runs, for those who count what is allocated inside of it: torch shows a dispatch mode the whole
+operation only."""
 for _computed in (_sum_rows, _sum_product, _gathered_products, _arrived_rows):
     _library.impl(_computed.__name__[1:], _computed, "CompositeExplicitAutograd")
-_operations = torch.ops.evenpipe
+    WITHIN[getattr(_operations, _computed.__name__[1:]).default] = _computed
 PRODUCTS += [_operations.sum_rows.default, _operations.sum_product.default, _operations.gathered_products.default]
