@@ -17,18 +17,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
-from evenpipe.costs.analytic import (
-    BESIDE_COLLECTIVES,
-    WHOLE,
-    Cut,
-    Setting,
-    costs_of_cut,
-    head_time,
-    layer_time,
-    step_end_seconds,
-)
+from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import KNOWN, Wire
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer

@@ -177,7 +177,7 @@ def _vocabulary(
         shape,
         loss=settings.kernels.loss,
         stream=hidden,
-        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathered_head,
+        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathers == "products",
         machine=settings.machine,
         tensor_parallel=parallelism.tp,
         own_rows=settings.gathers_blocks,

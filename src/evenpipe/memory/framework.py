@@ -17,7 +17,8 @@ class Framework:
     a copy; "optimizer": they are sharded with its state, and products read the model's own."""
     gathers: Literal["blocks", "products"] = "products"
     """Tensor parallelism with sequence parallelism. "products": every product by columns gathers its input, and keeps
-    only its own rows of input and output gradient for the weight gradient, for which both are gathered again.
+    only its own rows of input and output gradient for the weight gradient, for which both are gathered again; the
+    output layer gathers its input, and computes the gradient of all of it.
     "blocks": a block gathers its input once (`tensor/gathered.py`), cut as a small copy of the model tells
     (`tensor/cuts.py`); the output gradient stays whole, and so does the input of what is repeated; the output layer
     gathers its input, and the first stage gets all rows."""
@@ -32,8 +33,6 @@ class Framework:
     """If products add to the sum of gradients themselves, autograd gets an empty tensor instead of a gradient: one of
     each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
     `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
-    gathered_head: bool = False
-    """The output layer gathers the sequence-parallel parts of its input, and computes the gradient of all of it."""
     holds_sent_gradient: bool = False
     """The last sent input gradient stays until the next microbatch's replaces it: a variable of the scheduling
     function."""
@@ -70,7 +69,6 @@ MEGATRON = Framework(
     masters="optimizer",
     vocabulary_multiple=128,
     placeholders=True,
-    gathered_head=True,
     holds_sent_gradient=True,
     attention_copies=True,
     workspace=32 * MIB,

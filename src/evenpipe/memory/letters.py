@@ -52,10 +52,8 @@ class Letters:
     n: int
     v: int
     o: int
-    h: int
     R: int
     P: int
-    e: int
     a: int
     c: int
     start: int
@@ -75,10 +73,8 @@ class Letters:
             n=n,
             v=v,
             o=round(v * part) if shard.tokens else 0,
-            h=shape.hidden_size,
             R=shard.tokens,
             P=shards,
-            e=shape.element,
             a=8 if shape.element == 8 else 4,
             c=round(n * part),
             start=shard.start,
@@ -86,6 +82,14 @@ class Letters:
             shape=shape,
             t=ranks,
         )
+
+    @property
+    def h(self) -> int:
+        return self.shape.hidden_size
+
+    @property
+    def e(self) -> int:
+        return self.shape.element
 
     @property
     def q(self) -> int:

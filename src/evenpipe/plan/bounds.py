@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from evenpipe.costs.analytic import Setting, head_time, least_seconds, step_end_seconds, whole_head_time
+from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
+from evenpipe.costs.step import step_end_seconds
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from evenpipe.costs.analytic import WHOLE, Cut, LayerTime, Setting, costs_of_cut, layer_time
+from evenpipe.costs.analytic import LayerTime, Setting, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
@@ -20,6 +20,7 @@ from evenpipe.costs.measured_passes import (
     passes_of,
     whole_passes,
 )
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
