@@ -92,8 +92,8 @@ def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
     """A layer has two blocks. Each gathers before and sums behind in F, and the other way round in B or I; its input is
     gathered again for the weight gradients, in B or W.
 
-    With checkpointing a layer repeats its forward without the last sum in B or I, and keeps the gathered input from
-    there to W. E, S and C add theirs.
+    With checkpointing a layer repeats its forward in B or I, and keeps the gathered input from there to W: "full"
+    without the last sum, "selective" without any, since it has kept them. E, S and C add theirs.
     """
     every = [logs[schedule, checkpointing].collectives for logs in shared()]
     assert every[0] == every[1] and every[2] == every[3]
@@ -107,7 +107,7 @@ def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
             "F gather": blocks,
             "F scatter": blocks,
             f"{backward} gather": blocks * (2 if repeats or not splits else 1),
-            f"{backward} scatter": blocks + (blocks // 2 if repeats else 0),
+            f"{backward} scatter": blocks + (blocks // 2 if checkpointing == "full" else 0),
         }
         weights = {"W gather": blocks} if splits and not repeats else {}
         assert log == layers | weights | vocabulary | (embedding if device == 0 else {})

@@ -126,8 +126,11 @@ class ByteCounter(TorchDispatchMode):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
         within = WITHIN.get(operation)
         if within is not None:
-            with self:
+            super().__enter__()  # see what is allocated inside, too
+            try:
                 return within(*args)
+            finally:
+                super().__exit__(None, None, None)
         result = operation(*args, **(kwargs or {}))
         maker = "" if operation.is_view else operation  # the base of a new view existed before
         if isinstance(result, Tensor):
