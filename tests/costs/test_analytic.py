@@ -127,17 +127,18 @@ def test_exchange_of_a_layer_is_that_of_the_runtime() -> None:
         [(4096, 14336), (4096, 14336)],
     ]
     assert layer_time(work, tensor_setting(1)).exchanged is None
-    # (bandwidth, what B waits for): all transfers are hidden; none is, to a thousandth
-    for bandwidth, whole, whole_repeated in ((1e12, 2, 2), (1e6, 6, 4)):
+    # (bandwidth, what W and B wait for): all transfers are hidden; none is, to a thousandth
+    for bandwidth, weights, whole, whole_repeated in ((1e12, 0, 2, 2), (1e6, 2, 6, 4)):
         given = tensor_setting(2, bandwidth)
         once, time = given.exchange_seconds(4096), layer_time(work, given)
         found = time.exchanged
         assert found is not None
         counts = {name: getattr(found, name) / once for name in ("forward", "inputs", "weights", "whole")}
-        assert counts == pytest.approx({"forward": 4, "inputs": 4, "weights": 2, "whole": whole}, rel=0.02)
+        assert counts == pytest.approx({"forward": 4, "inputs": 4, "weights": weights, "whole": whole}, rel=0.02)
         assert found.whole_repeated / once == pytest.approx(whole_repeated, rel=0.02)
         assert found.weights_repeated == 0
-        assert found.again_full == found.again_selective == pytest.approx(3 * once)
+        assert found.again_full == pytest.approx(3 * once)
+        assert found.again_selective == pytest.approx(2 * once)  # it has kept the sums
         assert time.forward == pytest.approx(
             layer_time(work, tensor_setting(2, 1e15)).forward + found.forward, rel=0.02
         )
@@ -190,7 +191,7 @@ def test_exchange_of_the_vocabulary_layers(mode: str) -> None:
         of_the_last = 0.0 if sharded else once
         assert costs[name][0] - costs[name][1] == pytest.approx(2 * once - of_the_last, rel=0.1), name
     beside = BESIDE_COLLECTIVES if sharded else 1.0
-    assert costs["W"] == pytest.approx((4 * once * beside, 4 * once * beside))
+    assert costs["W"] == pytest.approx((once * beside, once * beside))  # the first input of the pass
     assert found["full"].tensor_exchange["W"] == (0, 0)
     assert set(costs) - {*"FBIW"} == ({"S", "C" if mode == "vocab-2" else "T"} if sharded else set())
     if sharded:

@@ -5,11 +5,12 @@
     attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
                 products, one of them recomputed)
     tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
-                result's gradient and sums the input's; W gathers each input again, and a repeated forward leaves out
-                its last sum. None of that overlaps. B gathers the input again while input gradients are computed, and
-                sums the input's gradient while weight gradients are: the longer of the two counts, twice. A repeated
-                forward keeps the whole input. Streamed tensors are split too. Without sequence parallelism, two
-                all-reduces forward and two backward
+                result's gradient and sums the input's; a repeated forward leaves out its last sum, or with "selective"
+                all sums. None of that overlaps. W gathers each input again during the products before those that need
+                it (but the first of a pass, see `step.py`), B while input gradients are computed, and B sums the
+                input's gradient while weight gradients are computed: the longer counts. A repeated forward keeps the
+                whole input. Streamed tensors are split too. Without sequence parallelism, two all-reduces forward and
+                two backward
     vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
                 rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
     context     keys and values arrive while attention computes: the longer of the two counts
@@ -258,8 +259,11 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
     weights = again_selective = gathering = 0.0
     summing, again_full = BLOCKS * once, each_way
     if setting.sequence_parallel:
-        again_full = again_selective = each_way - (once if work.last is not None and setting.stops_early else 0.0)
-        weights = len(work.gathered) * once
+        again_full = each_way - (once if work.last is not None and setting.stops_early else 0.0)
+        again_selective = BLOCKS * once  # it has kept the sums
+        if work.gathered:
+            made_before = sum(setting.product_seconds(one, "weights") for one in work.products) / len(work.gathered)
+            weights = len(work.gathered) * max(0.0, once - made_before)
         for block in work.gathered:
             inputs, made = (
                 sum(setting.product_seconds(one, which) for one in block) for which in ("inputs", "weights")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from evenpipe.schedule import Costs, Placement
@@ -49,6 +50,10 @@ def costs_of_cut(
             for times in (stages[name], exchanged[name]):
                 times[0] += first
                 times[-1] += last
+        if setting.sequence_parallel:
+            for stage, seconds in enumerate(_first_gathered(cut, setting, hidden_size)):
+                for times in (stages["W"], exchanged["W"]):
+                    times[stage] += seconds
     embedded = setting.tokens * hidden_size * setting.hidden_share
     wide = setting.hop_bytes(hidden_size)
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
@@ -104,6 +109,13 @@ def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str
         name: (correction.exchange(name) * 2 * once, correction.exchange(OUTPUT[name]) * seconds)
         for name, seconds in at_last.items()
     }
+
+
+def _first_gathered(cut: Cut, setting: Setting, hidden_size: int) -> list[float]:
+    """Return, by stage, the time in which W gathers its first input, beside nothing; without one after a repetition."""
+    seconds = setting.correction.exchange("W") * setting.exchange_seconds(hidden_size)
+    bounds = pairwise(accumulate(cut.layers_per_stage, initial=0))
+    return [seconds if "none" in cut.checkpointing[first:last] else 0.0 for first, last in bounds]
 
 
 def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:
