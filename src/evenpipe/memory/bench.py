@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from evenpipe.experts.adopt import adopt_experts
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
-from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.layers import SMALLEST_MOVED
@@ -135,7 +135,7 @@ class Bench:
         self._tracker = tracker
         self._parameters = dict(StageParameters(stage, dtype))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
-        split_experts(stage, self._queue)
+        adopt_experts(stage, self._queue)
         split_layers(stage, self._queue)
         layers = [stage.get_submodule(name) for name in names]
         for layer, choice in zip(layers, choices, strict=True):

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
 from evenpipe.errors import InputError
+from evenpipe.experts.adopt import split_once
 from evenpipe.given import is_whole
-from evenpipe.layers.experts import split_once
 from evenpipe.model import Description, self_check
 from evenpipe.model.structure import first_line
 from evenpipe.recipe.recipe import Recipe, RecipeOptions

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
+from evenpipe.experts.adopt import adopt_experts
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
-from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
@@ -220,7 +220,7 @@ class Builder:
         held, options = self.held, self.layers
         if options.activations is not None:
             held.checkpointing.hooks = options.activations.pack, options.activations.unpack
-        experts = split_experts(module, held.weight_gradients)
+        experts = adopt_experts(module, held.weight_gradients)
         unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index, layer in layers.items():
             choice = options.checkpointing[index]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import EXPERTS, tiny_config, whole_model
 
-from evenpipe.layers.experts import IMPLEMENTATION, grouped_outer, grouped_product, split_experts
+from evenpipe.experts.adopt import IMPLEMENTATION, adopt_experts
+from evenpipe.experts.products import grouped_outer, grouped_product
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import gradient_errors
 
@@ -61,7 +62,7 @@ def test_gradients_are_those_of_one_product_after_the_other(family, choices) -> 
     experts = experts_of(family, *ONE_AFTER_THE_OTHER)
     given = routed(experts, torch.float64, choices)
     expected, queue = gradients(experts, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < 1e-14
 
 
@@ -71,7 +72,7 @@ def test_gradients_are_those_of_grouped_products_bit_for_bit(family, choices) ->
     experts = experts_of(family, *AT_ONCE)
     given = routed(experts, torch.float32, choices)
     expected, queue = gradients(experts, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     found = gradients(experts, given, queue)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -80,7 +81,7 @@ def test_biases_of_experts_are_summed_in_one_product() -> None:
     experts = experts_of("gpt_oss", *AT_ONCE)
     given = routed(experts, torch.float32, 2)
     expected, queue = gradients(experts, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     found = gradients(experts, given, queue)
     biases = [name for name in expected if name.endswith("bias")]
     assert len(biases) == 2
@@ -93,7 +94,7 @@ def test_an_expert_that_no_token_meets_gets_zeros(implementation, dtype) -> None
     experts = experts_of("gpt_oss", implementation, dtype)
     given, queue = routed(experts, dtype, 2, among=3), WeightGradients()
     expected = gradients(experts, given)
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     found = gradients(experts, given, queue)
     for name, parameter in experts.named_parameters():
         assert not found[name][3].any() and not expected[name][3].any() and found[name].shape == parameter.shape
@@ -104,7 +105,7 @@ def test_microbatches_that_are_not_split_run_as_configured(implementation, dtype
     experts = experts_of("mixtral", implementation, dtype)
     given = routed(experts, dtype, 2)
     expected, queue = gradients(experts, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     assert experts.config._experts_implementation == IMPLEMENTATION
     found = gradients(experts, given)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -116,7 +117,7 @@ def test_in_fp64_grouped_products_are_done_one_by_one() -> None:
     given = routed(experts, torch.float64, 2)
     with pytest.raises(RuntimeError, match="got Double"):
         gradients(experts, given)
-    split_experts(experts, WeightGradients())
+    adopt_experts(experts, WeightGradients())
     same = experts_of("mixtral", *ONE_AFTER_THE_OTHER)
     found, expected = gradients(experts, given), gradients(same, given)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -134,7 +135,7 @@ def test_rows_that_are_not_whole_16_bytes_are_multiplied_one_by_one(family, impl
             gradients(experts, given)
     same = experts_of(family, "eager", torch.float32, **small)
     expected, queue = gradients(same, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     found = gradients(experts, given)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < 1e-6
@@ -144,7 +145,7 @@ def test_rows_and_their_gradients_wait_and_nothing_else() -> None:
     experts = experts_of("mixtral", *ONE_AFTER_THE_OTHER)
     hidden, chosen, weights, gradient = routed(experts, torch.float64, 2)
     queue = WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     hidden.requires_grad_()
     queue.under_way = (0, 0)
     output = experts(hidden, chosen, weights)
@@ -170,7 +171,7 @@ def test_frozen_experts_leave_nothing() -> None:
     experts.gate_up_proj.requires_grad_(False)
     experts.down_proj_bias.requires_grad_(False)
     expected, queue = gradients(experts, given), WeightGradients()
-    split_experts(experts, queue)
+    adopt_experts(experts, queue)
     found = gradients(experts, given, queue)
     assert found["gate_up_proj"] is None and found["down_proj_bias"] is None
     assert max(gradient_errors(found, expected).values()) < 1e-14
@@ -180,7 +181,7 @@ def test_frozen_experts_leave_nothing() -> None:
 def test_only_the_routers_are_not_split(family, router) -> None:
     model = whole_model(tiny_config(family)).base_model
     queue = WeightGradients()
-    experts = split_experts(model, queue)
+    experts = adopt_experts(model, queue)
     others = [name for name in split_layers(model, queue) if name not in experts]
     assert others == ["embed_tokens.weight", *(f"layers.{index}.mlp.{router}.weight" for index in range(4))]
 

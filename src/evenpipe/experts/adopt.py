@@ -1,0 +1,112 @@
+"""Makes transformers call our function for the experts of a stage.
+
+transformers looks for the function by the name in a config; a stage has configs of its own. Within compiled layers, and
+for experts of another form, runs what the config named before ("eager", "grouped_mm", ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.experts.function import Call, Overlap, first_of, run
+from evenpipe.experts.layout import alone
+from evenpipe.experts.products import has_grouped
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError:  # a transformers version without the experts interface: all gradients of experts are computed in I
+    ALL_EXPERTS_FUNCTIONS = None  # type: ignore[assignment]
+
+IMPLEMENTATION = "evenpipe"
+"""Name of the implementation in transformers; never written into a user's config."""
+
+
+@dataclass(eq=False)
+class Adopted:
+    """What the experts of a layer need."""
+
+    queue: WeightGradients
+    otherwise: Callable[..., Tensor]
+    """Runs them as configured."""
+    overlap: Overlap = field(default_factory=Overlap)
+
+
+def adopt_experts(module: nn.Module, queue: WeightGradients) -> list[str]:
+    """Let our function run the experts of a stage. Return the names of their matrices, which take part in split
+    backwards."""
+    if ALL_EXPERTS_FUNCTIONS is None:
+        return []
+    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
+    found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
+    for _, part in found:
+        part._adopted = Adopted(queue, _as_configured(part))  # type: ignore[assignment]
+    for _, part in found:  # experts share one config
+        part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+    return [
+        f"{prefix}.{name}"
+        for prefix, part in found
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    ]
+
+
+def split_once(module: nn.Module) -> Callable[[], None]:
+    """Split the next backward of a module, for the self-check: the returned function then runs its W."""
+    queue = WeightGradients()
+    adopt_experts(module, queue)
+    split_layers(module, queue)
+    key = (0, 0)
+    queue.begin(key)
+
+    def weight_gradients() -> None:
+        queue.under_way = None
+        queue.compute(key)
+
+    return weight_gradients
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether our function can run a module: its forward uses the interface, whose decorator leaves these
+    attributes, and nothing stands between the second product and the weights."""
+    marks = ("_apply_gate", "is_transposed", "has_bias", "config")
+    is_dispatched = all(hasattr(module, name) for name in marks) and hasattr(type(module).forward, "__wrapped__")
+    return is_dispatched and not getattr(module, "has_post_expert_norm", False)
+
+
+def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run every token through its experts, and add their weighted outputs; the interface's functions are called so.
+
+    Args:
+        experts: transformers' module.
+        hidden: [tokens, hidden_size].
+        top_k_index: [tokens, choices], the experts of each token.
+        top_k_weights: [tokens, choices].
+
+    Returns: [tokens, hidden_size].
+    """
+    adopted: Adopted = experts._adopted
+    if torch.compiler.is_compiling():
+        return adopted.otherwise(experts, hidden, top_k_index, top_k_weights)
+    layout = alone(top_k_index, getattr(experts, first_of(experts)).shape[0])
+    queue = adopted.queue if adopted.queue.takes(hidden) else None
+    return run(Call(experts, layout, None, adopted.overlap, queue), hidden, top_k_weights)
+
+
+def _as_configured(experts: Any) -> Callable[..., Tensor]:
+    """Run the experts' original forward, by the name in the config; one product after the other if there are no grouped
+    ones."""
+    eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
+    configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
+
+    def run(experts: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
+        parameters = [one for one in experts._parameters.values() if one is not None and one.dim() == 3]
+        lacking = name == "grouped_mm" and not has_grouped(hidden, *parameters)
+        return (eager if lacking else configured)(experts, hidden, *routing)
+
+    return run
