@@ -249,7 +249,8 @@ def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torc
     of_rows[layout.row, layout.slot] = of_weight
     if call.exchange is None:
         assert layout.present is not None
-        return lambda: torch.where(layout.present, of_rows, 0).to(dtype)
+        own = torch.where(layout.present, of_rows, 0).to(dtype)
+        return lambda: own
     there = of_rows.new_empty(sum(layout.sent), shape[1])
     pending = call.exchange.start(there, of_rows[layout.own :], layout.sent, layout.received, "gradients of weights")
 
