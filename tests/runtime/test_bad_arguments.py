@@ -45,11 +45,11 @@ MADE = [
     ({"seed": "a"}, ["seed: 'a'", "a whole number from 0"]),
     ({"costs": "costs.toml"}, ["costs: 'costs.toml'", "expected Costs"]),
     ({"torch_device": "tpu"}, ["torch_device: 'tpu'", "'cpu' or 'cuda'"]),
-    ({"tp": 2}, ["tp: 2, expected 1, the processes of a device"]),
+    ({"tp": 2}, ["tp: 2, expected 1, as tensor_parallel says"]),
     ({"tensor_parallel": 2}, ["tensor_parallel: 2", "a divisor of 1, the number of processes"]),
     ({"slices": 2}, ["slices: 2, expected 1"]),
     ({"recipe": 3}, ["recipe: 3", "expected a Recipe, or None"]),
-    ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe: dp, pp, tp = 1, 2, 1, expected 1, 1, 1"]),
+    ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe: pp = 2, expected pp = 1, the sizes of the processes"]),
     ({"recipe": evenpipe.Recipe(), "schedule": "zbv"}, ["recipe: given together with schedule"]),
 ]
 

@@ -10,15 +10,17 @@ vocabulary shards, and both ends of an exchange of embedding rows know its size.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenpipe.attention.sight import Sight, seeing
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
@@ -45,9 +47,19 @@ class Microbatch:
     attention_mask: Tensor | None
     """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
 
+    sight: Sight | None = None
+    """What a piece of every sequence sees of the whole rows; None: these are whole rows. A piece has position ids."""
+
     @property
     def tokens(self) -> int:
         return self.token_ids.numel()
+
+    def through(self, stage: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
+        """Return what a stage makes of the hidden states of this microbatch."""
+        if self.sight is None:
+            return stage(hidden, self.position_ids, self.attention_mask, **options)
+        with seeing(self.sight):
+            return stage(hidden, self.position_ids, None, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +96,32 @@ class Totals:
     accumulate: int = 1
 
 
-def check(inputs: Inputs, *, microbatches: int, model: Description, tensor_ranks: int = 1) -> None:
+class Divisor(NamedTuple):
+    """What the number of tokens of a sequence must be a multiple of."""
+
+    number: int
+    reason: str
+    """For messages: the number, and where it comes from."""
+
+    @classmethod
+    def of(cls, tensor_ranks: int, context_ranks: int = 1) -> Divisor:
+        """Tensor ranks share the tokens of a piece; each piece of a sequence consists of two equal chunks."""
+        if context_ranks == 1:
+            return cls(tensor_ranks, f"the {tensor_ranks} tensor ranks")
+        number = context_ranks * math.lcm(2, tensor_ranks)
+        chunks = f"two chunks for each of the {context_ranks} context ranks"
+        return cls(number, f"{number}: {chunks}" + (f", for {tensor_ranks} tensor ranks" if tensor_ranks > 1 else ""))
+
+
+WHOLE = Divisor(1, "1")
+
+
+def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor = WHOLE) -> None:
     """Check the inputs of the first process.
 
     Args:
         microbatches: the number of sequences must be a multiple of it.
-        tensor_ranks: the number of tokens must be a multiple of it.
+        tokens: what the number of tokens must be a multiple of.
 
     Raises:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
@@ -114,10 +146,8 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tensor_ranks
         raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
     if maximum_length is not None and sequence > maximum_length:
         raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
-    if sequence % tensor_ranks:
-        raise InputError(
-            f"input_ids: {sequence} tokens per sequence, expected a multiple of the {tensor_ranks} tensor ranks"
-        )
+    if sequence % tokens.number:
+        raise InputError(f"input_ids: {sequence} tokens per sequence, expected a multiple of {tokens.reason}")
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
@@ -183,7 +213,7 @@ def distribute(
     *,
     microbatches: int,
     model: Description,
-    tensor_ranks: int = 1,
+    tokens: Divisor = WHOLE,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
     trained: Trained,
@@ -196,9 +226,9 @@ def distribute(
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
-        microbatches, tensor_ranks: as for `check`.
-        communicator: of the pipeline's processes; None for one device.
-        replicas: of the processes that are this device in their pipelines; None for one pipeline.
+        microbatches, tokens: as for `check`.
+        communicator: of the replica's processes; None for one.
+        replicas: of the processes that are this one in their replicas; None for one replica.
         trained: flags read for this step.
 
     Returns:
@@ -214,7 +244,7 @@ def distribute(
         inputs if is_source else None,
         microbatches=microbatches,
         model=model,
-        tensor_ranks=tensor_ranks,
+        tokens=tokens,
         replicas=replicas,
         trained=trained,
         torch_device=torch_device,
@@ -243,7 +273,7 @@ def _agree(
     *,
     microbatches: int,
     model: Description,
-    tensor_ranks: int,
+    tokens: Divisor,
     replicas: Communicator | None,
     trained: Trained,
     torch_device: torch.device,
@@ -259,7 +289,7 @@ def _agree(
     own = [0, 0, 0, 0]
     if given is not None:
         try:
-            check(given, microbatches=microbatches, model=model, tensor_ranks=tensor_ranks)
+            check(given, microbatches=microbatches, model=model, tokens=tokens)
             given = with_positions(given, model)
         except InputError as error:
             fault = error

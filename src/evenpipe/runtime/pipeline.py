@@ -26,6 +26,7 @@ from evenpipe.model import (
     describe_modules,
 )
 from evenpipe.parallel import check_built, process_grid
+from evenpipe.parallel.context_ranks import ContextRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
@@ -44,8 +45,9 @@ from evenpipe.runtime.arguments import (
     loss_of_model,
     recipe_of,
 )
-from evenpipe.runtime.batch import Inputs, cut, distribute
+from evenpipe.runtime.batch import Divisor, Inputs, cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, Weights
+from evenpipe.runtime.pieces import in_pieces
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
@@ -143,18 +145,20 @@ class Pipeline(SpreadModel):
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            given = (how.get("replicas"), how.get("tensor_parallel"))
+            given = (how.get("replicas"), how.get("context_parallel"), how.get("tensor_parallel"))
             if recipe is not None:
-                given = (recipe.parallelism.dp, recipe.parallelism.tp)
+                given = (recipe.parallelism.dp, recipe.parallelism.cp, recipe.parallelism.tp)
             self._grid = grid = process_grid(mesh, *given)
             check_built(grid)
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
+            self._copies = grid.size("dp") * grid.size("cp")
+            self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
             self.torch_device = device_of_pipeline(worker, wanted)
-            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices, tp=self.tensor_ranks)
+            self.recipe = recipe_of(recipe, how, grid)
             self.microbatches = self.recipe.microbatches
-            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self._copies > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
@@ -180,6 +184,7 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
+            self._context = None if self._groups.context is None else ContextRanks(self._groups.context)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -250,6 +255,7 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
             tensor=self._tensor,
+            pieces=self._context is not None,
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
@@ -260,6 +266,7 @@ class Pipeline(SpreadModel):
                 replicas=self.replicas,
                 torch_device=self.torch_device,
                 tensor_ranks=self.tensor_ranks,
+                context=groups.context,
             )
         )
         self._shared_gradients = None
@@ -268,7 +275,9 @@ class Pipeline(SpreadModel):
         follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
-            over_replicas = Replicas(self._held, self.layout.program, replicas, is_first=self.replica == 0)
+            over_replicas = Replicas(
+                self._held, self.layout.program, replicas, is_first=not (self.replica or self.context_rank)
+            )
             follow.append(over_replicas.follow_flags)
         self._trained = Trained(
             dict(self.named_parameters()),
@@ -281,7 +290,7 @@ class Pipeline(SpreadModel):
             self._router_losses,
             groups,
             self.layout,
-            replicas=self.replicas,
+            pipelines=self._copies,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
         )
@@ -304,19 +313,21 @@ class Pipeline(SpreadModel):
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
-            tensor=None if self._tensor is None else self._tensor[1],
+            meetings=[one for one in (None if self._tensor is None else self._tensor[1], self._context) if one],
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0, cp=0), "weights of the first replica").wait(
             "the first step"
         )
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
-        fault = fault_of_architecture(self.description, self.layout.program.order) if self._is_very_first else None
+        fault = None
+        if self._is_very_first:
+            fault = fault_of_architecture(self.description, self.layout.program.order, self.context_ranks)
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
@@ -395,9 +406,9 @@ class Pipeline(SpreadModel):
             inputs,
             microbatches=self.microbatches if training else 1,
             model=self.description,
-            tensor_ranks=self.tensor_ranks,
+            tokens=Divisor.of(self.tensor_ranks, self.context_ranks),
             communicator=groups.pipeline,
-            replicas=groups.replicas,
+            replicas=groups.data,
             trained=self._trained,
             torch_device=self.torch_device,
         )
@@ -406,6 +417,8 @@ class Pipeline(SpreadModel):
         program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
         parts = program.microbatches
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
+        if self._context is not None:
+            batch = in_pieces(batch, self._context, self.torch_device)
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate

@@ -10,7 +10,7 @@ from torch import Tensor
 from evenpipe.communication.shared import Shared
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout
-from evenpipe.runtime.batch import Batch
+from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.router_loss import RouterLosses
@@ -23,7 +23,7 @@ class Results:
     Args:
         output: this device's rows of the output layer; None if it has none.
         router_losses: of a model with a router loss; None for others.
-        replicas: number of pipelines; their losses are added.
+        pipelines: number of pipelines, of all replicas and pieces of sequences; their losses are added.
         compute_dtype: of activations; losses are fp32, with fp64 activations fp64.
         entropy: whether the output layer computes it.
     """
@@ -35,12 +35,12 @@ class Results:
         groups: Groups,
         layout: Layout,
         *,
-        replicas: int,
+        pipelines: int,
         compute_dtype: torch.dtype,
         entropy: bool,
     ) -> None:
         self._output, self._router_losses = output, router_losses
-        self._groups, self._layout, self._replicas = groups, layout, replicas
+        self._groups, self._layout, self._pipelines = groups, layout, pipelines
         self._last = layout.program.placement.last_device
         self.dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         """Of losses and token weights."""
@@ -71,10 +71,28 @@ class Results:
 
     def _log_probabilities(self, batch: Batch) -> list[Shared]:
         own = None if self._output is None else self._output.log_probabilities
-        return [
+        shared = [
             self._share(None if own is None else own[index], (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
+        if self._groups.context is None:
+            return shared
+        return [
+            Shared(self._in_order(piece.value(), microbatch), None)
+            for piece, microbatch in zip(shared, batch.microbatches, strict=True)
+        ]
+
+    def _in_order(self, own: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the values of whole rows, from those of each piece."""
+        context, sight = self._groups.context, microbatch.sight
+        assert context is not None and sight is not None
+        table = own.new_empty((len(context.members), *microbatch.token_ids.shape))
+        context.all_gather(table, own.view(microbatch.token_ids.shape), "log-probabilities of all pieces").wait(
+            "the caller"
+        )
+        whole = torch.empty_like(table).view(-1, sight.length)
+        whole[:, sight.keys] = table.transpose(0, 1).flatten(1)
+        return whole.flatten()
 
     def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Shared:
         """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
@@ -86,7 +104,7 @@ class Results:
     def _mean(self, own: Tensor | None) -> Shared:
         """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
         mean."""
-        if self._replicas == 1:
+        if self._pipelines == 1:
             return self._share(own, ())
         return self._groups.share_sum(own, self._last, self.dtype)
 
@@ -95,6 +113,6 @@ class Results:
         if self._router_losses is None:
             return None
         own = self._router_losses.value
-        if self._replicas == 1:
+        if self._pipelines == 1:
             return self._groups.share(own, self._last, torch.float64, ())
         return self._groups.share_sum(own, self._last, torch.float64)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.model import RouterLoss
 from evenpipe.runtime.batch import Microbatch
 from evenpipe.schedule import Program
@@ -27,10 +28,19 @@ class RouterLosses:
     Args:
         replicas: pipelines side by side, which the mean includes.
         tensor_ranks: processes of a device: each routes all tokens, and has its share of the gradient.
+        context: of the processes that share every sequence: each routes its own tokens. None for one.
     """
 
-    def __init__(self, loss: RouterLoss, *, replicas: int, torch_device: torch.device, tensor_ranks: int = 1) -> None:
-        self._loss = loss
+    def __init__(
+        self,
+        loss: RouterLoss,
+        *,
+        replicas: int,
+        torch_device: torch.device,
+        tensor_ranks: int = 1,
+        context: Communicator | None = None,
+    ) -> None:
+        self._loss, self._context = loss, context
         self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device
         self.accumulate = 1
@@ -70,7 +80,11 @@ class RouterLosses:
         assert totals is not None
         if stage < self._last_stage:
             return (totals,)
-        value = self._loss.value(totals).double() * (self._loss.coefficient * self._share)
+        pieces = 1
+        if self._context is not None:
+            pieces = len(self._context.members)
+            self._context.all_reduce(totals, "totals of routers").wait("the loss of routers")
+        value = self._loss.value(totals).double() * (self._loss.coefficient * self._share / pieces)  # all have it
         self.value = value if self.value is None else self.value + value
         if self._gradients:
             self._at_the_end[unit] = self._loss.gradient(totals, self._share / self._tensor_ranks)
@@ -84,7 +98,7 @@ class RouterLosses:
     def call(self, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
         logits: list[Tensor] = []
-        output = module(hidden, microbatch.position_ids, microbatch.attention_mask, router_logits=logits)
+        output = microbatch.through(module, hidden, router_logits=logits)
         before = self._loss.start(self._torch_device) if self._totals is None else self._totals
         totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
         if self._totals is not None:  # F already has the values: R needs only the graph

@@ -28,6 +28,7 @@ from evenpipe.model.placement import Held
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
+from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
@@ -60,6 +61,9 @@ class SpreadModel:
     tensor_rank: int
     tensor_ranks: int
     """Processes of a device, which share each of its layers."""
+    context_rank: int
+    context_ranks: int
+    """Processes that share every sequence, each with the same parameters."""
     replica: int
     replicas: int
     _model_costs: ModelCosts
@@ -74,6 +78,7 @@ class SpreadModel:
             f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
             f"device {self.device} of {self.devices}",
             *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
+            *([f"context rank {self.context_rank} of {self.context_ranks}"] if self.context_ranks > 1 else []),
             *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
             count(self.layout.program.placement.stages, "stage"),
             count(self.microbatches, "microbatch"),
@@ -109,12 +114,12 @@ class SpreadModel:
     @property
     def _is_very_first(self) -> bool:
         """Whether this is the first process of the first pipeline."""
-        return self.device == 0 and self.replica == 0 and self.tensor_rank == 0
+        return not (self.device or self.replica or self.context_rank or self.tensor_rank)
 
     @property
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
-        return ("pp", "tp", "dp") if self._sharded else ("pp", "tp")
+        return ("pp", "tp", *COPIES) if self._sharded else ("pp", "tp")
 
     # --- the schedule ----------------------------------------------------------------------------------------
 
@@ -242,7 +247,7 @@ class SpreadModel:
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        if self.replica > 0 and not self._sharded:
+        if (self.replica or self.context_rank) and not self._sharded:
             return iter(())
         placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
         held = {
