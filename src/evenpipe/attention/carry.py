@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenpipe.attention.sight import Alone, Exchange, Keys
+from evenpipe.attention.sight import Exchange, Keys
 
 
 class Carry:
@@ -30,19 +30,32 @@ class Carry:
         self._keys: dict[int, Keys] = {}
         self._gradients: dict[int, Keys] = {}
 
-    def slice(self, index: int, exchange: Exchange | None = None) -> CarriedSlice:
-        """Return the exchange of one slice. exchange: gathers the slice first, from several processes."""
-        return CarriedSlice(self, index, exchange or Alone())
+    def slice(self, index: int, within: Exchange) -> CarriedSlice:
+        """Return the exchange of one slice. within: that of the slice, before the carry."""
+        return CarriedSlice(self, index, within)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is kept: all backwards are done, or nothing was begun."""
         return not self._keys and not self._gradients
 
-    def clear(self) -> None:
-        """Forget everything: after a forward without a backward, or a step that failed."""
-        self._keys.clear()
-        self._gradients.clear()
+
+class Carries:
+    """Of one sequence in all stages of a process."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        """ends: as of `Carry`."""
+        self._ends = ends
+        self._by_stage: dict[int, Carry] = {}
+
+    def exchange(self, stage: int, index: int, within: Exchange) -> CarriedSlice:
+        """Return the exchange of a slice in a stage. within: gathers the slice from several processes first."""
+        return self._by_stage.setdefault(stage, Carry(self._ends)).slice(index, within)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no stage keeps anything."""
+        return all(carry.empty for carry in self._by_stage.values())
 
 
 class CarriedSlice:
@@ -50,8 +63,8 @@ class CarriedSlice:
 
     keeps_keys = False
 
-    def __init__(self, carry: Carry, index: int, exchange: Exchange) -> None:
-        self._carry, self._exchange = carry, exchange
+    def __init__(self, carry: Carry, index: int, within: Exchange) -> None:
+        self._carry, self._within = carry, within
         self._first, self._last = index == 0, index == len(carry.ends) - 1
         self._end = carry.ends[index]
         self._own = slice(0 if index == 0 else carry.ends[index - 1], self._end)
@@ -59,7 +72,7 @@ class CarriedSlice:
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
         kept, length = self._carry._keys, self._carry.ends[-1]
-        made = self._exchange.keys(layer, key, value)
+        made = self._within.keys(layer, key, value)
         if layer not in kept:
             key, value = (one.new_empty((*one.shape[:2], length, one.shape[3])) for one in made)
             kept[layer] = key, value
@@ -85,4 +98,4 @@ class CarriedSlice:
         key, value = (whole[:, :, self._own].clone() for whole in sums[layer])
         if self._first:
             del sums[layer], self._carry._keys[layer]
-        return self._exchange.gradients(layer, key, value, dtype)
+        return self._within.gradients(layer, key, value, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
@@ -141,6 +141,7 @@ def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, P
         recipe.microbatches,
         recipe.vocabulary,
         costs,
+        slices=recipe.batch.slices if recipe.batch.slices > 1 else None,
         sharing=recipe.communicators,
         offload=recipe.offload.activations,
         **(recipe.options if isinstance(schedule, str) else {}),
@@ -163,7 +164,7 @@ def without_vocabulary(order: Order) -> Order:
     """Return the order without its vocabulary passes, for any mode."""
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
-    return Order(order.placement, order.microbatches, rows)
+    return replace(order, rows=rows, barriers=0)
 
 
 def _is_sharded(mode: str) -> bool:

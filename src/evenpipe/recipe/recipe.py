@@ -169,8 +169,6 @@ class Recipe:
     def check_runnable(self) -> None:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
         self.parallelism.check_runnable()
-        if self.batch.slices > 1:
-            raise InputError(f"slices: {self.batch.slices}, expected 1: only whole sequences can run")
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:

@@ -204,6 +204,8 @@ def fault_of_architecture(description: Description, order: Order, context_ranks:
         self_check(description, split_once if splits else None, say=logger.warning)
         if context_ranks > 1:
             check_pieces(description, "context_parallel", slices=False)
+        if order.slices > 1:
+            check_pieces(description, "slices", slices=True)
     except InputError as error:
         return str(error)
     except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Sight, seeing
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
@@ -33,7 +34,8 @@ INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_w
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of the parts of a step's batch, equal in training. n = sequences x tokens."""
+    """One of the parts of a step's batch, equal in training, or a piece of every sequence of one. n = sequences x
+    tokens."""
 
     token_ids: Tensor
     """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
@@ -49,17 +51,23 @@ class Microbatch:
 
     sight: Sight | None = None
     """What a piece of every sequence sees of the whole rows; None: these are whole rows. A piece has position ids."""
+    carries: Carries | None = None
+    """Of the slices of the same sequences; None: these are not cut into slices."""
+    slice: int = 0
 
     @property
     def tokens(self) -> int:
         return self.token_ids.numel()
 
-    def through(self, stage: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
-        """Return what a stage makes of the hidden states of this microbatch."""
-        if self.sight is None:
-            return stage(hidden, self.position_ids, self.attention_mask, **options)
-        with seeing(self.sight):
-            return stage(hidden, self.position_ids, None, **options)
+    def through(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
+        """Return what a stage, of this number, makes of the hidden states of this microbatch."""
+        sight = self.sight
+        if sight is None:
+            return module(hidden, self.position_ids, self.attention_mask, **options)
+        if self.carries is not None:
+            sight = replace(sight, exchange=self.carries.exchange(stage, self.slice, sight.exchange))
+        with seeing(sight):
+            return module(hidden, self.position_ids, None, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class Batch:
     """All microbatches of a pipeline's step, the same on every device of it."""
 
     microbatches: tuple[Microbatch, ...]
+    """By unit: if sequences are cut into slices, the slices of each one after the other."""
     sequences: int
     sequence_length: int
     valid_tokens: int

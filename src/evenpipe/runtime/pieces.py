@@ -1,19 +1,22 @@
-"""Cuts every sequence of a batch over the processes that share it (context parallelism).
+"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it.
 
-A causal token attends to all before it, so equal pieces in order are unequal work. Each sequence is cut into chunks,
-and each process gets equally many, with about equal work: of one long document the first and the last, and so on
-inwards; of packed documents, whose work is uneven in another way, eight smaller ones. A gather of keys allows any
-order.
+slices      one after the other, of equal work: a token has more to look at, the later it stands
+processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one long
+            document a process gets the first and the last, and so on inwards; of packed documents, whose work is
+            uneven in another way, eight smaller ones. A gather of keys allows any order.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from evenpipe.attention.sight import Sight, documents_of
+from evenpipe.attention.carry import Carries
+from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.parallel.context_ranks import ContextRanks
 from evenpipe.runtime.batch import Batch, Microbatch
 
@@ -21,48 +24,71 @@ OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 """Chunks of each process."""
 
 
-def in_pieces(batch: Batch, ranks: ContextRanks, torch_device: torch.device) -> Batch:
-    """Return this process's piece of a batch; its sizes stay those of the whole. The number of tokens of a sequence
-    must be a multiple of two chunks for each process."""
-    pieces = (_piece(microbatch, ranks, torch_device) for microbatch in batch.microbatches)
-    return replace(batch, microbatches=tuple(pieces))
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts batches for one process."""
+
+    context: ContextRanks | None
+    """The processes that share every sequence; None for one."""
+    torch_device: torch.device
+
+    def pieces(self, batch: Batch, ends: Sequence[int]) -> Batch:
+        """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole.
+
+        Args:
+            ends: number of tokens up to the end of each slice. The tokens of a slice must be a multiple of two chunks
+                for each process.
+        """
+        pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
+        return replace(batch, microbatches=tuple(pieces))
+
+    def _cut(self, microbatch: Microbatch, ends: Sequence[int]) -> Iterator[Microbatch]:
+        rows, length = microbatch.token_ids.shape
+        positions, mask = microbatch.position_ids, microbatch.attention_mask
+        documents = None if positions is None or mask is not None else documents_of(positions)
+        packed = None if documents is None else positions
+        ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
+        exchange: Exchange = Alone() if self.context is None else self.context
+        carries = None if len(ends) == 1 else Carries(ends)
+        known: list[Tensor] = []
+        for index, (start, end) in enumerate(pairwise((0, *ends))):
+            places = places_of_ranks(start, end, ranks, packed)
+            known += places
+            own = places[rank]
+            here = own.to(self.torch_device)
+            sight = Sight(
+                queries=here,
+                keys=torch.cat(known).to(self.torch_device),
+                exchange=exchange,
+                length=length,
+                positions=positions,
+                documents=documents,
+                valid=None if mask is None else mask.bool(),
+            )
+            yield Microbatch(
+                token_ids=microbatch.token_ids[:, own],
+                targets=microbatch.targets.view(rows, length)[:, own].flatten(),
+                weights=microbatch.weights.view(rows, length)[:, here].flatten(),
+                position_ids=here.expand(rows, -1) if positions is None else positions[:, here],
+                attention_mask=None if mask is None else mask[:, here],
+                sight=sight,
+                carries=carries,
+                slice=index,
+            )
 
 
-def _piece(microbatch: Microbatch, ranks: ContextRanks, torch_device: torch.device) -> Microbatch:
-    rows, length = microbatch.token_ids.shape
-    positions, mask = microbatch.position_ids, microbatch.attention_mask
-    documents = None if positions is None or mask is not None else documents_of(positions)
-    places = places_of_ranks(length, ranks.size, None if documents is None else positions)
-    own = places[ranks.rank]
-    here = own.to(torch_device)
-    sight = Sight(
-        queries=here,
-        keys=torch.cat(places).to(torch_device),
-        exchange=ranks,
-        length=length,
-        positions=positions,
-        documents=documents,
-        valid=None if mask is None else mask.bool(),
-    )
-    return Microbatch(
-        token_ids=microbatch.token_ids[:, own],
-        targets=microbatch.targets.view(rows, length)[:, own].flatten(),
-        weights=microbatch.weights.view(rows, length)[:, here].flatten(),
-        position_ids=here.expand(rows, -1) if positions is None else positions[:, here],
-        attention_mask=None if mask is None else mask[:, here],
-        sight=sight,
-    )
-
-
-def places_of_ranks(length: int, ranks: int, positions: Tensor | None) -> list[Tensor]:
-    """Return the places of each rank's tokens, [length / ranks] each.
+def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) -> list[Tensor]:
+    """Return the places of each rank's tokens of a slice, equally many.
 
     positions: of packed rows [rows, length], which restart with each document; None: each row is one document.
     """
+    places = torch.arange(start, end)
+    if ranks == 1:
+        return [places]
     chunks = OF_ONE_DOCUMENT * ranks
-    if positions is not None and length % (OF_SEVERAL * ranks) == 0:
+    if positions is not None and len(places) % (OF_SEVERAL * ranks) == 0:
         chunks = OF_SEVERAL * ranks
-    work = torch.arange(length, dtype=torch.float64) if positions is None else positions.sum(0).double().cpu()
+    work = places.double() if positions is None else positions[:, start:end].sum(0).double().cpu()
     work = (work + 1).view(chunks, -1).sum(1)
     owned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -71,5 +97,4 @@ def places_of_ranks(length: int, ranks: int, positions: Tensor | None) -> list[T
         rank = min(free, key=lambda rank: (loads[rank], rank))
         owned[rank].append(chunk)
         loads[rank] += float(work[chunk])
-    every = torch.arange(length).view(chunks, -1)
-    return [every[sorted(own)].flatten() for own in owned]
+    return [places.view(chunks, -1)[sorted(own)].flatten() for own in owned]

@@ -24,6 +24,7 @@ from evenpipe.model import (
     check_compute_dtype,
     describe,
     describe_modules,
+    slice_ends,
 )
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.context_ranks import ContextRanks
@@ -47,7 +48,7 @@ from evenpipe.runtime.arguments import (
 )
 from evenpipe.runtime.batch import Divisor, Inputs, cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, Weights
-from evenpipe.runtime.pieces import in_pieces
+from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
@@ -185,6 +186,9 @@ class Pipeline(SpreadModel):
                 self._check_architecture()
             self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
             self._context = None if self._groups.context is None else ContextRanks(self._groups.context)
+            in_pieces = self._context is not None or self.layout.program.slices > 1
+            self._pieces = Cutter(self._context, self.torch_device) if in_pieces else None
+            self._ends: dict[int, tuple[int, ...]] = {}
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -255,7 +259,7 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
             tensor=self._tensor,
-            pieces=self._context is not None,
+            pieces=self._pieces is not None,
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
@@ -417,8 +421,8 @@ class Pipeline(SpreadModel):
         program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
         parts = program.microbatches
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
-        if self._context is not None:
-            batch = in_pieces(batch, self._context, self.torch_device)
+        if self._pieces is not None:
+            batch = self._pieces.pieces(batch, self._slice_ends(batch.sequence_length))
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
@@ -434,6 +438,13 @@ class Pipeline(SpreadModel):
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         return self._results.of(batch, record, started, totals.accumulate, training=training)
+
+    def _slice_ends(self, length: int) -> tuple[int, ...]:
+        """Return the number of tokens up to the end of each slice of a sequence."""
+        if length not in self._ends:
+            multiple = Divisor.of(self.tensor_ranks, self.context_ranks).number
+            self._ends[length] = slice_ends(self.description, length, self.layout.program.slices, multiple)
+        return self._ends[length]
 
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""

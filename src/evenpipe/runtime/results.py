@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -75,23 +76,30 @@ class Results:
             self._share(None if own is None else own[index], (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
-        if self._groups.context is None:
+        if all(microbatch.sight is None for microbatch in batch.microbatches):
             return shared
+        slices = self._layout.program.slices
         return [
-            Shared(self._in_order(piece.value(), microbatch), None)
-            for piece, microbatch in zip(shared, batch.microbatches, strict=True)
+            Shared(self._in_order(batch.microbatches[first : first + slices], shared[first : first + slices]), None)
+            for first in range(0, len(shared), slices)
         ]
 
-    def _in_order(self, own: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the values of whole rows, from those of each piece."""
-        context, sight = self._groups.context, microbatch.sight
-        assert context is not None and sight is not None
-        table = own.new_empty((len(context.members), *microbatch.token_ids.shape))
-        context.all_gather(table, own.view(microbatch.token_ids.shape), "log-probabilities of all pieces").wait(
-            "the caller"
-        )
-        whole = torch.empty_like(table).view(-1, sight.length)
-        whole[:, sight.keys] = table.transpose(0, 1).flatten(1)
+    def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Shared]) -> Tensor:
+        """Return the values of whole rows, from those of every slice and of each context rank's piece of it."""
+        whole: Tensor | None = None
+        for one, values in zip(slices, shared, strict=True):
+            sight, context = one.sight, self._groups.context
+            assert sight is not None
+            own = values.value().view(one.token_ids.shape)
+            if whole is None:
+                whole = own.new_empty((len(own), sight.length))
+            table = own.unsqueeze(0)
+            if context is not None:
+                table = own.new_empty((len(context.members), *own.shape))
+                context.all_gather(table, own.contiguous(), "log-probabilities of all pieces").wait("the caller")
+            places = sight.keys[-table[:, 0].numel() :]  # of this slice
+            whole[:, places] = table.transpose(0, 1).flatten(1)
+        assert whole is not None
         return whole.flatten()
 
     def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Shared:

@@ -49,6 +49,8 @@ class RouterLosses:
         self._gradient: Tensor | None = None
         self._at_the_end: dict[int, Tensor] = {}
         """By unit, the gradient of the last stage, from its F to its B or I."""
+        self._earlier: dict[int, Tensor] = {}
+        """By microbatch, the totals of its slices so far: the loss is that of whole sequences."""
         self.value: Tensor | None = None
         """fp64, on the last stage's device: this step's loss with its coefficient, and its share of the mean over
         replicas and accumulated steps."""
@@ -56,7 +58,7 @@ class RouterLosses:
     def begin(self, program: Program) -> None:
         """Start a step."""
         self._share = 1.0 / (program.microbatches * self._replicas * self.accumulate)
-        self._last_stage = program.placement.last_stage
+        self._last_stage, self._slices = program.placement.last_stage, program.slices
         self._gradients = not program.forward_only
         self.clear()
 
@@ -64,11 +66,12 @@ class RouterLosses:
         """Release the last step's loss, and its inputs."""
         self._totals = self._gradient = self.value = None
         self._at_the_end.clear()
+        self._earlier.clear()
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Return units whose gradient has not been used."""
-        return tuple(self._at_the_end)
+        """Return units whose gradient has not been used, and microbatches without a loss."""
+        return *self._at_the_end, *self._earlier
 
     def before_forward(self, totals: Tensor | None = None) -> None:
         """Before F. totals: of earlier stages; None for the first stage."""
@@ -80,6 +83,12 @@ class RouterLosses:
         assert totals is not None
         if stage < self._last_stage:
             return (totals,)
+        microbatch, index = divmod(unit, self._slices)
+        if index:
+            totals = totals + self._earlier.pop(microbatch)
+        if index < self._slices - 1:
+            self._earlier[microbatch] = totals
+            return ()
         pieces = 1
         if self._context is not None:
             pieces = len(self._context.members)
@@ -87,7 +96,9 @@ class RouterLosses:
         value = self._loss.value(totals).double() * (self._loss.coefficient * self._share / pieces)  # all have it
         self.value = value if self.value is None else self.value + value
         if self._gradients:
-            self._at_the_end[unit] = self._loss.gradient(totals, self._share / self._tensor_ranks)
+            gradient = self._loss.gradient(totals, self._share / self._tensor_ranks)
+            first = microbatch * self._slices
+            self._at_the_end.update(dict.fromkeys(range(first, first + self._slices), gradient))
         return ()
 
     def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:
@@ -95,10 +106,10 @@ class RouterLosses:
         self._gradient = self._at_the_end.pop(unit) if gradient is None else gradient
         return self._gradient
 
-    def call(self, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
+    def call(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
         logits: list[Tensor] = []
-        output = microbatch.through(module, hidden, router_logits=logits)
+        output = microbatch.through(stage, module, hidden, router_logits=logits)
         before = self._loss.start(self._torch_device) if self._totals is None else self._totals
         totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
         if self._totals is not None:  # F already has the values: R needs only the graph

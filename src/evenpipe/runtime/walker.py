@@ -199,7 +199,8 @@ class Walker:
         moved = () if self._activations is None else self._activations.left
         unfinished = () if self._output is None else self._output.left
         routed = () if self._router_losses is None else self._router_losses.left
-        left = (*values.left, *self._forwarded, *moved, *unfinished, *routed)
+        carried = [one.slice for one in batch.microbatches if one.carries and row.gradients and not one.carries.empty]
+        left = (*values.left, *self._forwarded, *moved, *unfinished, *routed, *carried)
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
         return record
@@ -309,8 +310,8 @@ class Walker:
     def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
         module, microbatch = self._stages[stage], self._microbatches[unit]
         if self._router_losses is not None:
-            return self._router_losses.call(module, hidden, microbatch)
-        return microbatch.through(module, hidden)
+            return self._router_losses.call(stage, module, hidden, microbatch)
+        return microbatch.through(stage, module, hidden)
 
     def _recompute(self, item: Pass) -> None:
         """R: rebuild the graph that F did not keep, from the stage's input and with the same random numbers."""

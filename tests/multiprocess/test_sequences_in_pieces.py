@@ -39,6 +39,9 @@ class Case:
     checkpointing: str = "none"
     rows: str = "whole"
     data_parallel: str = "replicate"
+    slices: int = 1
+    ends: tuple[int, ...] | None = None
+    """Of slices; None: as evenpipe cuts them."""
     microbatches: int = 4
 
     @property
@@ -123,9 +126,12 @@ def run_case(case: Case) -> str:
         context_parallel=case.pieces,
         tensor_parallel=case.ranks,
         data_parallel=case.data_parallel,
+        slices=case.slices,
         parameter_dtype=torch.float64,
         self_check=False,
     )
+    if case.ends is not None:
+        pipeline._ends[TOKENS] = case.ends
     own = slice(pipeline.replica * case.microbatches, (pipeline.replica + 1) * case.microbatches)
     extra = {name: one[own] for name, one in given(case.rows, case.sequences).items()}
     optimizer = reference.adamw(list(pipeline.parameters()))
