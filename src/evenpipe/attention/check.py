@@ -24,7 +24,8 @@ from evenpipe.model.small_model import small_model
 from evenpipe.model.structure import first_line
 
 BATCH, ROW = 2, 24
-CHUNKS = (0, 6, 12, 18, ROW)
+CHUNKS = (0, 5, 10, 16, ROW)
+"""Of two processes: the first and the last, and the others. Some rotary tables change after `FEW_TOKENS` = 16."""
 RESTART = 10
 """Place of the second document of a packed row."""
 PADDED = 2

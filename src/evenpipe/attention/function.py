@@ -124,7 +124,8 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
-        result = query.new_empty((*query.shape[:3], value.shape[-1]))
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # as the layer wants it
         weight = torch.float64 if query.dtype == torch.float64 else torch.float32
         sums = query.new_empty(query.shape[:3], dtype=weight)
         for part in _parts(query, keys, values, call.mask):

@@ -1,9 +1,9 @@
 """Cuts every sequence of a batch: into slices, and each of these over the processes that share it.
 
 slices      one after the other, of equal work: a token has more to look at, the later it stands
-processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one long
-            document a process gets the first and the last, and so on inwards; of packed documents, whose work is
-            uneven in another way, eight smaller ones. A gather of keys allows any order.
+processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one
+            long document a process gets the first and the last, and so on inwards; of packed documents, whose work
+            is uneven in another way, eight smaller ones. A gather of keys allows any order.
 """
 
 from __future__ import annotations
