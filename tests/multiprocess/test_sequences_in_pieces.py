@@ -1,28 +1,67 @@
-"""With context ranks, every layout gives the loss, gradients and trained weights of transformers in one process.
+"""With sequences in pieces, over context ranks or in slices or both, every layout gives the loss, gradients and trained
+weights of transformers in one process.
 
-Families x sizes of the axes x schedules x vocabulary modes x checkpointing x data parallelism, on rows of one document,
-packed rows and padded ones; three clipped steps of AdamW; evaluation in the order of the rows.
+Families x sizes of the axes x slices x schedules x vocabulary modes x checkpointing x activations on the host x data
+parallelism, on rows of one document, packed rows and padded ones; three clipped steps of AdamW; evaluation in the order
+of the rows.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cache
 
 import reference
 import torch
 from harness import run_processes
-from small_families import CONFIGS
+from small_families import CONFIGS, USUAL
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig
 
 from evenpipe import Pipeline
 from evenpipe.model import describe
 
 TOKENS, STEPS, CLIP = 16, 3, 0.5
-ROUNDS = ("gemma2", "mixtral", "olmo2", "cohere2")
+ALL = {
+    **CONFIGS,
+    "mixtral, router loss": lambda: MixtralConfig(
+        **USUAL,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,  # far above what is usual, so that a wrong one is seen
+    ),
+    "gpt-oss": lambda: GptOssConfig(  # sinks, windows
+        **USUAL,
+        head_dim=4,
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(  # keys and values of two sizes
+        **USUAL | {"num_key_value_heads": 4},
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+        experts_implementation="eager",
+    ),
+}
+ROUNDS = ("gemma2", "mixtral", "mixtral, router loss", "olmo2", "cohere2", "gpt-oss", "deepseek-v3")
 """Families that compute parts in fp32."""
 ROWS = ("whole", "packed", "padded")
 
@@ -39,6 +78,7 @@ class Case:
     checkpointing: str = "none"
     rows: str = "whole"
     data_parallel: str = "replicate"
+    exchange: str = "keys"
     slices: int = 1
     ends: tuple[int, ...] | None = None
     """Of slices; None: as evenpipe cuts them."""
@@ -56,7 +96,7 @@ class Case:
 @cache
 def described(family: str):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(ALL[family](), dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # norms of ones hide errors
@@ -85,8 +125,19 @@ def batches(vocabulary: int, rows: str, sequences: int) -> list[tuple[torch.Tens
 
 
 def logits_and_loss(model, ids, labels, extra):
-    logits = model(input_ids=ids, use_cache=False, **extra).logits[:, :-1]
-    return logits, functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    """The mean over the valid tokens, and over the sequences (microbatches) of what their routers add."""
+    if not getattr(model.config, "output_router_logits", False):
+        logits = model(input_ids=ids, use_cache=False, **extra).logits[:, :-1]
+        added = 0.0
+    else:
+        outputs = [
+            model(input_ids=ids[one], use_cache=False, **{name: given[one] for name, given in extra.items()})
+            for one in torch.arange(len(ids)).split(1)
+        ]
+        logits = torch.cat([output.logits[:, :-1] for output in outputs])
+        added = model.config.router_aux_loss_coef * sum(output.aux_loss for output in outputs) / len(ids)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    return logits, loss + added
 
 
 @cache
@@ -126,6 +177,7 @@ def run_case(case: Case) -> str:
         context_parallel=case.pieces,
         tensor_parallel=case.ranks,
         data_parallel=case.data_parallel,
+        context_exchange=case.exchange,
         slices=case.slices,
         parameter_dtype=torch.float64,
         self_check=False,
@@ -176,26 +228,65 @@ def check(cases: list[Case]) -> None:
 
 
 GRIDS = ((1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 1, 2, 2))
+"""Replicas, devices, context ranks, tensor ranks."""
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "po-h")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")
 CHECKPOINTING = ("none", "full", "selective")
+CUTS = ((1, None), (2, None), (3, None), (3, (4, 12, TOKENS)), (3, (1, 11, TOKENS)), (8, None))
+"""Slices, and where they end."""
 
 
-def matrix() -> list[Case]:
-    """Every family on one layout, and one family on all."""
-    cases = [
-        Case(family, 1, 2, 2, 1, schedule, mode, checkpointing, rows)
-        for family, schedule, mode, checkpointing, rows in itertools.product(
-            CONFIGS, SCHEDULES, MODES, CHECKPOINTING, ROWS
+def fits(slices: int, ends: tuple[int, ...] | None, pieces: int = 1, ranks: int = 1) -> bool:
+    """Whether every slice can be shared by the processes."""
+    multiple = pieces * math.lcm(2, ranks) if pieces > 1 else ranks
+    return slices * multiple <= TOKENS and all(end % multiple == 0 for end in ends or ())
+
+
+def on_all_devices() -> list[Case]:
+    """Every family, cut over two context ranks and into slices."""
+    return [
+        Case(family, 1, 2, 2, 1, schedule, mode, checkpointing, rows, "replicate", exchange, slices, ends)
+        for family, schedule, mode, checkpointing, rows, exchange, (slices, ends) in itertools.product(
+            ALL, SCHEDULES, MODES, CHECKPOINTING, ROWS, ("keys", "heads"), CUTS
         )
+        if fits(slices, ends, 2) and schedule_takes(schedule, slices)
     ]
-    cases += [
-        Case("llama-tied", *grid, "1f1b", mode, checkpointing, rows, data_parallel)
-        for grid, mode, checkpointing, rows in itertools.product(GRIDS, MODES, CHECKPOINTING, ROWS)
-        for data_parallel in ("replicate", "shard")
-    ]
-    return cases
 
 
-def test_every_layout_gives_the_gradients_of_one_process(sample) -> None:
-    check(sample(matrix(), 12))
+def one_after_the_other() -> list[Case]:
+    """Every family, cut into slices only."""
+    return [
+        Case(family, 1, 2, 1, 1, schedule, mode, checkpointing, rows, slices=slices, ends=ends)
+        for family, schedule, mode, checkpointing, rows, (slices, ends) in itertools.product(
+            ALL, SCHEDULES, MODES, CHECKPOINTING, ROWS, CUTS
+        )
+        if slices > 1 and schedule_takes(schedule, slices)
+    ]
+
+
+def on_all_axes() -> list[Case]:
+    """One family on every grid."""
+    return [
+        Case("llama-tied", *grid, "1f1b", mode, checkpointing, rows, data_parallel, exchange, slices, ends)
+        for grid, mode, checkpointing, rows, exchange, (slices, ends), data_parallel in itertools.product(
+            GRIDS, MODES, CHECKPOINTING, ROWS, ("keys", "heads"), CUTS, ("replicate", "shard")
+        )
+        if fits(slices, ends, *grid[2:])
+    ]
+
+
+def schedule_takes(schedule: str, slices: int) -> bool:
+    """Activations on the host are moved by orders of whole sequences."""
+    return slices == 1 or schedule != "po-h"
+
+
+def test_every_family_in_pieces_has_the_gradients_of_one_process(sample) -> None:
+    check(sample(on_all_devices(), 10))
+
+
+def test_every_family_in_slices_has_the_gradients_of_one_process(sample) -> None:
+    check(sample(one_after_the_other(), 10))
+
+
+def test_every_grid_with_pieces_has_the_gradients_of_one_process(sample) -> None:
+    check(sample(on_all_axes(), 10))

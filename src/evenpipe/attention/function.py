@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
 from evenpipe.attention.sight import Block, Exchange, Mask, Predicate, current
 from evenpipe.errors import InputError
@@ -92,17 +93,21 @@ def attention(
         raise InputError("its attention gets no mask that transformers made.")
     if module.training and options.get("dropout"):
         raise InputError("its attention drops weights (attention dropout).")
-    inner = _Inner(module, options)
+    heads = attention_mask.sight.heads
+    inner = _Inner(module, options) if heads is None else _Inner(*heads_of(module, options, query, heads))
+    if heads is not None:
+        query, key, value = to_heads(query, key, value, heads)
     call = Call(attention_mask, attention_mask.sight.exchange, int(getattr(module, "layer_idx", 0)), inner)
     given = {
         name for name, option in options.items() if option is not None and option is not False and name != "dropout"
     }
     fused = getattr(module.config, _INNER) == "sdpa" and given <= _OF_THE_KERNEL
     if fused and query.device.type == "cpu" and value.shape[-1] <= query.shape[-1]:
-        result = _Kernel.apply(query, key, value, call)
-        return result.transpose(1, 2).contiguous(), None
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return _Again.apply(query, key, value, call, *own), None
+        result = _Kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
+    else:
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        result = _Again.apply(query, key, value, call, *own)
+    return (result if heads is None else to_tokens(result, heads)), None
 
 
 class Call(NamedTuple):
@@ -217,7 +222,7 @@ def _parts(query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Iterator[
 class _Inner:
     """The attention that a family would call without us."""
 
-    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, options: Mapping[str, Any]) -> None:
         self._module, self._options = module, options
         self.scale: float | None = options.get("scaling")
         """Of products of queries and keys; None: one over the root of their size."""
@@ -225,7 +230,7 @@ class _Inner:
         self._eager = name == "eager"
         self._function: Callable[..., tuple[Tensor, Any]]
         if self._eager:
-            self._function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+            self._function = inspect.unwrap(module.forward).__globals__["eager_attention_forward"]
         else:
             self._function = ALL_ATTENTION_FUNCTIONS[name]
 

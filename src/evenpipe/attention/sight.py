@@ -44,6 +44,18 @@ class Exchange(Protocol):
         ...
 
 
+class HeadExchange(Protocol):
+    """Exchanges heads for tokens: each rank attends with some heads from all tokens to all tokens."""
+
+    size: int
+    rank: int
+
+    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+        """Return [..., dimension `cut` / ranks, ..., dimension `join` x ranks, ...]: the rank's part of what is cut,
+        from all ranks, one after the other."""
+        ...
+
+
 class Alone:
     """Nothing to exchange."""
 
@@ -77,6 +89,8 @@ class Sight:
     """[batch, row]: number of each token's document; None: one document per row."""
     valid: Tensor | None = None
     """[batch, row]: false for padding; None: no padding."""
+    heads: HeadExchange | None = None
+    """Heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
     looks_for_documents: bool = False
     """The family has looked for packed rows since the last mask was made."""
 

@@ -72,9 +72,9 @@ def _add_layout(layout: argparse._ArgumentGroup) -> None:
         "--no-sequence-parallel", action="store_true", help="with tp, keep norms and residuals whole on every GPU"
     )
     layout.add_argument(
-        "--cp-exchange",
-        choices=("ring", "all-to-all"),
-        default="ring",
+        "--context-exchange",
+        choices=("keys", "heads"),
+        default="keys",
         help="context parallelism exchanges keys and values, or heads for tokens (default: %(default)s)",
     )
     layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
@@ -191,7 +191,7 @@ def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
     if schedule.endswith(".csv"):  # its passes; transfers are placed anew
         count = arguments.microbatches or MICROBATCHES_PER_DEVICE * arguments.pp
         schedule, given = generate(schedule, arguments.pp, count, **given), {}
-    alike = (*AXES, "cp_exchange", "microbatches", "microbatch_size", "vocabulary", "checkpointing")
+    alike = (*AXES, "context_exchange", "microbatches", "microbatch_size", "vocabulary", "checkpointing")
     return Recipe.of(
         **{name: getattr(arguments, name) for name in alike},
         data_parallel=DATA_PARALLEL[arguments.zero],

@@ -115,7 +115,7 @@ def _part(held: Held, settings: Settings) -> PartBytes:
 
 def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: int) -> int:
     """Return the bytes of second copies of attention results, if the framework needs them in two layouts."""
-    exchanged = settings.parallelism.cp > 1 and settings.parallelism.cp_exchange == "all-to-all"
+    exchanged = settings.parallelism.cp > 1 and settings.parallelism.context_exchange == "heads"
     if not settings.framework.attention_copies or not (settings.microbatch_size > 1 or exchanged):
         return 0
     assert source.closed is not None

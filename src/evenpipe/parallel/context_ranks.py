@@ -1,4 +1,4 @@
-"""The processes that share every sequence: in each attention layer they gather each other's keys and values."""
+"""The processes that share every sequence: each attention layer gathers keys and values, or exchanges heads for tokens."""
 
 from __future__ import annotations
 
@@ -61,3 +61,23 @@ class ContextRanks:
         parts = whole.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
         own = torch.empty_like(parts[0])
         return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.during}")
+
+
+class HeadRanks:
+    """A `HeadExchange` of `attention.sight` between these processes."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """communicator: of these processes, in their order."""
+        self._communicator = communicator
+        self.size, self.rank = len(communicator.members), communicator.position
+        self.during = ""
+        """Text of the current pass, for messages."""
+        self.repeats = False
+
+    @torch.no_grad()
+    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+        """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
+        parts = torch.stack(own.chunk(self.size, cut))
+        found = torch.empty_like(parts)
+        self._communicator.all_to_all(found, parts, f"heads of {self.during}").wait(self.during)
+        return torch.cat(list(found), join)

@@ -43,8 +43,9 @@ class Parallelism:
     sequence_parallel: bool = True
     """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
     1."""
-    cp_exchange: Literal["ring", "all-to-all"] = "ring"
-    """Context parallelism sends keys and values around a ring, or exchanges heads for tokens."""
+    context_exchange: Literal["keys", "heads"] = "keys"
+    """With context parallelism every layer gathers the keys and values of all tokens ("keys"), or exchanges heads for
+    tokens ("heads"), which moves less with many ranks."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep"):
@@ -60,8 +61,8 @@ class Parallelism:
         if (self.reshard or self.prefetch is not None) and self.data_parallel != "shard":
             name = "reshard" if self.reshard else "prefetch"
             raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
-        if self.cp_exchange not in ("ring", "all-to-all"):
-            raise InputError(f"cp_exchange is {self.cp_exchange!r}, expected ring or all-to-all")
+        if self.context_exchange not in ("keys", "heads"):
+            raise InputError(f"context_exchange is {self.context_exchange!r}, expected keys or heads")
         if self.data_parallel not in DATA_PARALLEL:
             raise InputError(
                 f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard', or, for estimates and plans,"

@@ -32,7 +32,7 @@ class RecipeOptions(TypedDict, total=False):
     reshard: bool
     prefetch: int | None
     sequence_parallel: bool
-    cp_exchange: str
+    context_exchange: str
     microbatches: int | None
     microbatch_size: int
     slices: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
-from evenpipe.parallel.context_ranks import ContextRanks
+from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.runtime.batch import Batch, Microbatch
 
 OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
@@ -28,7 +28,7 @@ OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 class Cutter:
     """Cuts batches for one process."""
 
-    context: ContextRanks | None
+    context: ContextRanks | HeadRanks | None
     """The processes that share every sequence; None for one."""
     torch_device: torch.device
 
@@ -48,7 +48,8 @@ class Cutter:
         documents = None if positions is None or mask is not None else documents_of(positions)
         packed = None if documents is None else positions
         ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
-        exchange: Exchange = Alone() if self.context is None else self.context
+        exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
+        heads = self.context if isinstance(self.context, HeadRanks) else None
         carries = None if len(ends) == 1 else Carries(ends)
         known: list[Tensor] = []
         for index, (start, end) in enumerate(pairwise((0, *ends))):
@@ -57,13 +58,14 @@ class Cutter:
             own = places[rank]
             here = own.to(self.torch_device)
             sight = Sight(
-                queries=here,
+                queries=here if heads is None else torch.cat(places).to(self.torch_device),
                 keys=torch.cat(known).to(self.torch_device),
                 exchange=exchange,
                 length=length,
                 positions=positions,
                 documents=documents,
                 valid=None if mask is None else mask.bool(),
+                heads=heads,
             )
             yield Microbatch(
                 token_ids=microbatch.token_ids[:, own],

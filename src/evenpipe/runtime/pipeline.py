@@ -27,7 +27,7 @@ from evenpipe.model import (
     slice_ends,
 )
 from evenpipe.parallel import check_built, process_grid
-from evenpipe.parallel.context_ranks import ContextRanks
+from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
@@ -185,7 +185,8 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
-            self._context = None if self._groups.context is None else ContextRanks(self._groups.context)
+            exchange = HeadRanks if self.recipe.parallelism.context_exchange == "heads" else ContextRanks
+            self._context = None if self._groups.context is None else exchange(self._groups.context)
             in_pieces = self._context is not None or self.layout.program.slices > 1
             self._pieces = Cutter(self._context, self.torch_device) if in_pieces else None
             self._ends: dict[int, tuple[int, ...]] = {}
