@@ -1,4 +1,4 @@
-"""The processes that share every sequence: each attention layer gathers keys and values, or exchanges heads for tokens."""
+"""The processes that share every sequence: attention layers gather keys and values, or exchange heads for tokens."""
 
 from __future__ import annotations
 
