@@ -30,7 +30,8 @@ help:
 	@echo "make test-all    run every test on every combination; PART=1/4 runs a quarter of the files"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        build the documentation into site/, without a network"
-	@echo "make bench       compare the vocabulary modes with each other and with torch's own schedule"
+	@echo "make bench       compare the vocabulary modes with each other and with torch's own schedule, and tensor ranks"
+	@echo "                 with devices and replicas"
 	@echo "make fault-test  make processes fail at random points of 100 random runs (RUNS=1 SEED=123 repeats one); then"
 	@echo "                 cut network links and attack runs from outside, in network namespaces, if root may create them"
 	@echo "make fuzz        compare 100 random pipelines with the same models in one process; MINUTES=60, RUNS, SEED"
@@ -54,7 +55,7 @@ test test-all: $(STAMP)
 	$(if $(call part,$(ALONE)),$(BIN)/python -m pytest $(CHOICE) $(call part,$(ALONE)))
 
 fault-test: $(STAMP)
-	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(or $(SEED),0)
+	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python tests/faults/run_network.py
 
 fuzz: $(STAMP)
@@ -88,6 +89,7 @@ docs: $(VENV)/.docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/balance.py --schedules 1f1b --hidden-size 512 --microbatches 16 --memory
+	$(BIN)/python benchmarks/tensor_ranks.py
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,10 @@ processes of a case measure costs and run steps in rounds of a minute or two. Pr
     error       the largest difference of any device, in percent of the measured step
     untraced    seconds of the first process for a step that is not traced, and for one that is
 
-Everything runs on the CPU, one thread per process.
+Everything runs on the CPU, one thread per process. With more processes than cores, such as two devices of two tensor
+ranks on two cores, the factor for contention stands for what they take from each other:
+
+    python benchmarks/measured.py --processes 4 --tensor-ranks 2 --microbatches 2 8 --schedules 1f1b --no-bad-order
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ BAD = "C right behind S"
 class Settings(common.Settings):
     """What is measured."""
 
+    processes: int = option(2, "devices of the pipeline times tensor ranks")
+    tensor_ranks: int = option(1, "processes of each device")
     hidden_size: int = option(512, "of the model; heads have 64")
     vocabulary: int = option(8192, "rows of embedding and output layer")
     profiled_microbatches: int = option(8, "of the steps that costs are taken from")
@@ -79,7 +84,14 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> d
     name = "1f1b" if schedule == BAD else schedule
 
     def arm(microbatches: int, **changes: Any) -> tuple[Config, Pipeline]:
-        config = configuration(settings, settings.vocabulary, schedule=name, vocabulary=mode, microbatches=microbatches)
+        config = configuration(
+            settings,
+            settings.vocabulary,
+            tensor_parallel=settings.tensor_ranks,
+            schedule=name,
+            vocabulary=mode,
+            microbatches=microbatches,
+        )
         return config, build_pipeline(
             config, settings.vocabulary, 0, device, self_check=False, recipe=replace(config.recipe(), **changes)
         )
@@ -87,7 +99,7 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> d
     profiled, pipeline = arm(settings.profiled_microbatches)
     arms = []
     for size in sizes:
-        own = {"schedule": bad_order(settings.processes, size, pipeline.layout.costs)} if schedule == BAD else {}
+        own = {"schedule": bad_order(pipeline.devices, size, pipeline.layout.costs)} if schedule == BAD else {}
         arms.append(arm(size, **own)[1])
     gc.collect()
     gc.freeze()

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": set(),
     "model": set(),
     "layers": set(),
-    "tensor": {"model"},
+    "tensor": {"model", "layers"},
     "attention": {"model"},
     "processes": set(),
     "communication": {"processes"},
@@ -37,8 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
         *{"parallel", "host", "checkpoints", "tensor", "attention"},
     },
-    "memory": {"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
-    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe"},
+    "memory": {
+        *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
+        *{"tensor"},
+    },
+    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},

@@ -30,9 +30,9 @@ and writes this page. A type that is not listed is newer than this page; the sel
 Models that also see or hear train on text: their towers get no gradient. What is equal also starts from fresh weights,
 and runs in bf16 (`tests/families`); there Mamba, Mamba-2 and Falcon-Mamba need `residual_in_fp32 = false`.
 
-"Tensor ranks" compares a step of two processes that share every layer in the same way. Parts of layers that cannot be
-cut, which every process then computes for all tokens, are listed there. A gradient that is a small difference of large
-numbers in fp32 may be off by ten times what it changes if the weights do in their last bit of fp32.
+"Tensor ranks" compares a step of two processes that share every layer in the same way; there, what a family computes in
+fp32 on the way is in fp64 too, so that the order of sums hides nothing, and 1e-10 is the limit (1e-5 for XGLM, which
+runs in fp32 only). Parts of layers that cannot be cut, which every process then computes for all tokens, are listed.
 
 | model type | configuration | result | largest error, or why not | tensor ranks |
 |---|---|---|---|---|

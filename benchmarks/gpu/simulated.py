@@ -11,8 +11,9 @@ from typing import Any
 
 from models import Model, costs_name
 
-from evenpipe.costs.analytic import BESIDE_COLLECTIVES, WHOLE
+from evenpipe.costs.analytic import BESIDE_COLLECTIVES
 from evenpipe.costs.hardware import Wire, find_hardware
+from evenpipe.costs.step import WHOLE
 from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers

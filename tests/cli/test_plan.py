@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, write_hardware
+from evenpipe.errors import InputError
+from evenpipe.plan import runnable
 from evenpipe.train.config_file import load_config
 
 TRAINING = """
@@ -149,10 +151,39 @@ def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixtu
 
 
 def test_estimates_only_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *SMALL, "--tp", "2", "--schedule", "1f1b", "--best", "1")
-    assert "estimate only" in out
-    assert main(["plan", *SMALL, "--tp", "2", "--schedule", "1f1b", "--best", "1", "-o", "no.toml", *QUICK]) == 2
-    assert "is an estimate only: evenpipe train runs data and pipeline parallelism" in capsys.readouterr().err
+    plan = [*SMALL, "--dp", "2", "--schedule", "1f1b", "--best", "1"]
+    assert "estimate only" in printed(capsys, *plan)
+    assert main(["plan", *plan, "-o", "no.toml", *QUICK]) == 2
+    error = capsys.readouterr().err
+    assert "is an estimate only, evenpipe train does not run it; --runnable plans for that: data_parallel" in error
+
+
+def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups of heads: three ranks share them. Two would need half a head of keys and values."""
+    model = LlamaConfig(
+        hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=3
+    )
+    model.save_pretrained("three")
+    plan = ["--model", "three", "--gpus", "6", "--sequence", "768", "--batch", "12", "--schedule", "1f1b"]
+    found = json.loads(printed(capsys, *plan, "--runnable", "--best", "40", "--json"))
+    assert {one["tp"] for one in found["plans"]} == {1, 3}
+    assert all(one["runnable"] for one in found["plans"])
+    printed(capsys, *plan, "--runnable", "--tp", "3", "--pp", "2", "-o", "planned.toml")
+    pipeline = load_config("planned.toml").pipeline
+    assert (pipeline.processes, pipeline.tensor_parallel, pipeline.devices) == (6, 3, 2)
+    assert main(["plan", *plan, "--tp", "2", "--runnable", *QUICK]) == 2
+    assert "self_attn cannot be cut so: 2 ranks cannot share 3 heads of keys and values" in capsys.readouterr().err
+
+    def refuse(*_: object) -> None:
+        raise InputError("tensor_parallel: it would be trained wrongly")
+
+    monkeypatch.setattr(runnable, "cut_of_model", refuse)
+    three = ["--tp", "3", "--dp", "1", "--pp", "2", "--best", "1"]
+    assert "estimate only" in printed(capsys, *plan, *three)
+    assert main(["plan", *plan, *three, "-o", "no.toml", *QUICK]) == 2
+    assert "--runnable plans for that: tensor_parallel: it would be trained wrongly" in capsys.readouterr().err
 
 
 def test_the_cache_answers_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

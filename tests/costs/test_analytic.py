@@ -17,9 +17,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
-from evenpipe.costs.analytic import Cut, Setting, costs_of_cut, head_time, layer_time, step_end_seconds
+from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, layer_time
 from evenpipe.costs.collectives import Axes
-from evenpipe.costs.hardware import KNOWN
+from evenpipe.costs.hardware import KNOWN, Wire
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
@@ -107,6 +108,95 @@ def test_parts_of_a_layer_scale_with_their_axes() -> None:
     assert to_the_end.again("full") == to_the_end.forward == one.forward
     with pytest.raises(InputError, match="cp is 3"):
         setting(axes=Axes.of(dp=1, tp=1, cp=3, pp=1))
+
+
+# --- exchange of tensor ranks --------------------------------------------------------------------------------
+
+
+def tensor_setting(tp: int, bandwidth: float = 1e11, **changes: object) -> Setting:
+    hardware = replace(KNOWN["A100-80G"], inside=Wire(latency_seconds=0.0, bandwidth=bandwidth))
+    return setting(hardware=hardware, axes=Axes.of(dp=1, tp=tp, cp=1, pp=2), **changes)
+
+
+def test_exchange_of_a_layer_is_that_of_the_runtime() -> None:
+    """In units of one gathering of hidden states; what stands beside products counts only as far as it is longer.
+    `tests/multiprocess/test_tensor_parallel.py` counts the same collectives."""
+    (work, *_) = layers_of(describe(llama_8b()))
+    assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == [
+        [(4096, 4096), (4096, 1024), (4096, 1024)],
+        [(4096, 14336), (4096, 14336)],
+    ]
+    assert layer_time(work, tensor_setting(1)).exchanged is None
+    # (bandwidth, what W and B wait for): all transfers are hidden; none is, to a thousandth
+    for bandwidth, weights, whole, whole_repeated in ((1e12, 0, 2, 2), (1e6, 2, 6, 4)):
+        given = tensor_setting(2, bandwidth)
+        once, time = given.exchange_seconds(4096), layer_time(work, given)
+        found = time.exchanged
+        assert found is not None
+        counts = {name: getattr(found, name) / once for name in ("forward", "inputs", "weights", "whole")}
+        assert counts == pytest.approx({"forward": 4, "inputs": 4, "weights": weights, "whole": whole}, rel=0.02)
+        assert found.whole_repeated / once == pytest.approx(whole_repeated, rel=0.02)
+        assert found.weights_repeated == 0
+        assert found.again_full == pytest.approx(3 * once)
+        assert found.again_selective == pytest.approx(2 * once)  # it has kept the sums
+        assert time.forward == pytest.approx(
+            layer_time(work, tensor_setting(2, 1e15)).forward + found.forward, rel=0.02
+        )
+    to_the_end = layer_time(work, tensor_setting(2, stops_early=False)).exchanged
+    assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered"),
+    [
+        ("phi3", [[(64, 128)], [(64, 192)]]),  # lists the last layer of attention first
+        ("gpt2", [[(64, 192)], [(64, 256)]]),
+        ("mixtral", [[(64, 64), (64, 32), (64, 32)]]),  # experts keep their whole input
+    ],
+)
+def test_matrices_whose_input_is_gathered_again(name: str, gathered: list[list[tuple[int, int]]]) -> None:
+    (work, *_) = layers_of(describe(tiny_config(name)))
+    assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == gathered
+
+
+def test_without_sequence_parallelism_all_reduces_are_not_hidden() -> None:
+    (work, *_) = layers_of(describe(llama_8b()))
+    given = tensor_setting(2, sequence_parallel=False)
+    found, once = layer_time(work, given).exchanged, given.exchange_seconds(4096)
+    assert found is not None and found.weights == found.again_selective == 0
+    assert found.forward == found.inputs == found.whole == pytest.approx(4 * once)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exchange_of_the_vocabulary_layers(mode: str) -> None:
+    """The first stage sums rows and their gradients, twice the bytes of a gathering; X is gathered, dX scattered."""
+    layers, found = 4, {}
+    for checkpointing in ("none", "full"):
+        given = tensor_setting(2)
+        cut = Cut(
+            placement=Placement.linear(2),
+            layers_per_stage=(2, 2),
+            checkpointing=(checkpointing,) * layers,
+            vocabulary=mode,
+        )
+        times = [layer_time(work, given) for work in layers_of(describe(llama_8b()))[:layers]]
+        costs = found[checkpointing] = costs_of_cut(cut, times, given, rows=128256, hidden_size=4096)
+        for name, exchanged in costs.tensor_exchange.items():
+            whole = getattr(costs, name)
+            of_stages = zip(exchanged, whole, strict=True) if isinstance(whole, tuple) else [(exchanged, whole)]
+            assert all(0 <= part < time for part, time in of_stages), name
+    once, costs = given.exchange_seconds(4096), found["none"].tensor_exchange
+    sharded = mode not in WHOLE
+    for name in "FIB":
+        of_the_last = 0.0 if sharded else once
+        assert costs[name][0] - costs[name][1] == pytest.approx(2 * once - of_the_last, rel=0.1), name
+    beside = BESIDE_COLLECTIVES if sharded else 1.0
+    assert costs["W"] == pytest.approx((once * beside, once * beside))  # the first input of the pass
+    assert found["full"].tensor_exchange["W"] == (0, 0)
+    assert set(costs) - {*"FBIW"} == ({"S", "C" if mode == "vocab-2" else "T"} if sharded else set())
+    if sharded:
+        assert costs["S"] == pytest.approx(once, rel=0.1)
+        assert costs["C" if mode == "vocab-2" else "T"] == pytest.approx(once)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -113,6 +113,37 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
     assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
 
 
+def with_ranks(given: Problem, ranks: int, mode: str) -> Costs:
+    own = Recipe.of(pp=4, tp=ranks, microbatches=8, vocabulary=mode, layers_per_stage=(2, 2, 2, 2))
+    return pass_costs(given, own, Placement.linear(4))
+
+
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+def test_measured_passes_hold_for_their_number_of_tensor_ranks(mode: str) -> None:
+    """With their exchange. For another number of ranks, only what they compute is corrected."""
+    shards, whole = (with_ranks(problem(), 2, mode) for mode in ("vocab-2", "first-last"))
+    seconds = passes_of(shards, bare=shards.F)
+    seconds |= whole_passes(whole, (2, 2, 2, 2), seconds, bare=whole.F)
+    twice = {name: 2 * time for name, time in seconds.items()}
+    shared = measured(1, seconds=twice, tensor_parallel=2)
+    alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FW"})
+    plain, of_two = with_ranks(problem(), 2, mode), with_ranks(problem(shared, alone), 2, mode)
+    for name in ("F", "B", "I", "W", *(("S", "C", "T") if mode == "vocab-2" else ())):
+        before, after = getattr(plain, name), getattr(of_two, name)
+        if mode == "vocab-2" or name == "W":
+            assert after == pytest.approx(2 * before if isinstance(before, float) else [2 * time for time in before])
+        assert sum(after if isinstance(after, tuple) else [after]) == pytest.approx(
+            2 * sum(before if isinstance(before, tuple) else [before])
+        )
+    plain, corrected = with_ranks(problem(), 2, "vocab-2"), with_ranks(problem(alone), 2, "vocab-2")
+    for name in "FW":
+        parts = zip(getattr(plain, name), plain.tensor_exchange[name], strict=True)
+        assert getattr(corrected, name) == pytest.approx([3 * (time - part) + part for time, part in parts])
+        assert corrected.tensor_exchange[name] == pytest.approx(plain.tensor_exchange[name])
+    four, two = (with_ranks(problem(*given), 4, "vocab-2").F for given in ((shared, alone), (alone,)))
+    assert four == two
+
+
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
     def forwards(given: Problem, checkpointing: str | tuple[str, ...]) -> Sequence[float]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from evenpipe.schedule import Cause, Event, Pass, Placement, Timeline, Transfer, TransferKind
+from evenpipe.schedule import (
+    Cause,
+    Costs,
+    Event,
+    Pass,
+    Placement,
+    Timeline,
+    Transfer,
+    TransferKind,
+    plan_order,
+    time_order,
+)
 
 EMPTY = {"no devices": Timeline(()), "no events": Timeline(((), ()))}
 
@@ -42,6 +53,12 @@ def two_devices() -> Timeline:
     )
     memory = (((0.0, 1024.0), (12.0, 0.0)), ((3.0, 2048.0), (8.0, 0.0)))
     return Timeline(rows, None, beside, memory)
+
+
+def tensor_ranks() -> Timeline:
+    """A device of several tensor ranks, which exchange rows for a quarter of F and half of S, and not in W."""
+    costs = Costs(F=2, I=2, W=1, S=0.4, T=0.4, E=0, G=0, tensor_exchange={"F": 0.5, "I": (0.5, 1.0), "S": 0.2})
+    return time_order(plan_order("zb-h1", 2, 2, "vocab-2"), costs)
 
 
 def looped(devices: int) -> Placement:

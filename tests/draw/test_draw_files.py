@@ -132,7 +132,9 @@ def unpacked(text: str, count: int) -> list[list[int]]:
 def test_events_are_columns_of_integers() -> None:
     encoded = encode(Panel("", two_devices()), Looks(), Scale())
     assert encoded["rows"] == [(0, 0, 0), (1, 0, 2), (0, 1, 4), (1, 1, 5)]
-    starts, durations, _, stages, _, slices, causes, resources = unpacked(encoded["columns"], encoded["count"])
+    starts, durations, _, stages, _, slices, causes, resources, exchanges = unpacked(
+        encoded["columns"], encoded["count"]
+    )
     step = encoded["step"]
     sums = [sum(starts[: number + 1]) * step for number in range(6)]
     assert sums == pytest.approx([0, 9, 3, 5, 8, 2])
@@ -141,6 +143,7 @@ def test_events_are_columns_of_integers() -> None:
     assert slices == [0] * 6
     assert [number - cause if cause else None for number, cause in enumerate(causes)] == [None, 4, 5, 2, 3, 0]
     assert resources == [1, 3, 3, 2, 3, 3]
+    assert exchanges == [0] * 6
 
 
 @pytest.mark.parametrize("length", [1e-9, 0.02, 1.0, 162.0, 3397.2, 1e12])

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
 
 from evenpipe.draw import svg
 from evenpipe.draw.kinds import IDLE, LOOKS, luminance
@@ -54,6 +54,12 @@ def test_figures_stand_beside_the_name() -> None:
     text = svg({"one": timeline("0F0 0 1, 0B0 4 6")}, title="A step", unit_seconds=1e-3)
     assert "A step" in words(text)
     assert any("step 6 ms" in line and "bubble of the slowest device 50.0 %" in line for line in words(text))
+
+
+def test_the_legend_says_what_tensor_ranks_exchange() -> None:
+    (legend,) = [text for text in words(svg(tensor_ranks())) if "tensor" in text]
+    assert legend == "tensor collectives: 25.0 % of F, 37.5 % of I, 50.0 % of S"
+    assert not any("tensor" in text for text in words(svg(two_devices())))
 
 
 def test_the_axis_has_a_unit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
 
 from evenpipe.draw import terminal
 from evenpipe.errors import InputError
@@ -135,6 +135,12 @@ def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("COLUMNS", "123")
     row = next(line for line in terminal(two_devices(), colour="none").splitlines() if line.startswith("device"))
     assert len(row) == 123
+
+
+@pytest.mark.parametrize("colour", ["none", "truecolor"])
+def test_the_legend_says_what_tensor_ranks_exchange(colour: str) -> None:
+    lines = terminal(tensor_ranks(), width=80, colour=colour).splitlines()
+    assert lines[-1] == "tensor collectives: 25.0 % of F, 37.5 % of I, 50.0 % of S"
 
 
 def test_an_unknown_depth_of_colour_is_refused() -> None:

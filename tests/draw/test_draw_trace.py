@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
 
 from evenpipe.draw import trace
 from evenpipe.schedule import EQUAL_COSTS, Event, Pass, Placement, Timeline, plan_order, time_order
@@ -124,3 +124,9 @@ def test_memory_is_a_counter() -> None:
     ]
     (first, *_) = of_phase(events(timeline("0F0 0 1, 0B0 1 2")), "C")
     assert first["args"] == {"stage activations": 1.0}
+
+
+def test_slices_say_what_tensor_ranks_exchange() -> None:
+    found = {event["name"]: event["args"] for event in of_phase(events(tensor_ranks()), "X")}
+    assert found["1I1"]["of which tensor collectives"] == "50.0 %"
+    assert "of which tensor collectives" not in found["1W1"]

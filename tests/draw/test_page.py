@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
 from headless_browser import Browser, find_browser
 
 from evenpipe.draw import draw
@@ -121,6 +121,13 @@ def test_pointing_says_what_a_pass_is_and_what_it_waited_for(shown: Shown) -> No
     assert "the arrival of 0RECV_B0, from 1B0 on device 1" in shown.point("0B0")
     shown.browser.mouse("mouseMoved", 5, 5)
     assert shown.tip == ""
+
+
+def test_pointing_says_how_long_tensor_ranks_exchange_rows(shown: Shown) -> None:
+    shown.open(tensor_ranks(), unit_seconds=1e-3)
+    assert "takes\t2 ms, of which 0.5 ms tensor collectives" in shown.point("1F0")
+    assert "of which 1 ms tensor collectives" in shown.point("1I0")
+    assert "takes\t1 ms\n" in shown.point("0W0") + "\n"
 
 
 def test_measured_timelines_say_how_long_a_device_was_idle(shown: Shown) -> None:

@@ -39,7 +39,8 @@ def test_a_few_families_are_equal_or_refused(own_fork_server) -> None:
     for (one, expected), outcome in zip(EXPECTED.items(), outcomes, strict=True):
         assert (outcome.model_type, outcome.variant) == (one.model_type, one.variant)
         if expected == "equal":
-            assert outcome.word == "equal" and 0.0 < outcome.error < 1e-10, outcome
+            assert outcome.word == outcome.tensor == "equal", outcome
+            assert 0.0 < outcome.error < 1e-10 and 0.0 < outcome.tensor_error < 1e-10, outcome
         else:
             assert outcome.word == "refused" and re.search(expected, outcome.sentence), outcome
 
@@ -104,5 +105,5 @@ def test_the_page_is_of_the_version_that_is_installed_for_development() -> None:
 
 
 def test_nothing_that_is_listed_is_wrong() -> None:
-    words = {row["word"] for row in RESULTS["configurations"]}
-    assert words <= {"equal", "refused"}
+    words = {row[key] for row in RESULTS["configurations"] for key in ("word", "tensor")}
+    assert words <= {"equal", "refused", ""}

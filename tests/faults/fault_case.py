@@ -15,6 +15,9 @@ MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 
 LAYERS = 8
 
+FIRST_WITH_TENSOR_RANKS = 10_000
+"""Cases of this seed and later ones have two tensor ranks on each device."""
+
 FAULTS = {
     # how: (the victim's end as the others see it, as the one who started them may see it too)
     "SIGKILL": (r"process V \(pid \d+\) has died", r"process V \(pid \d+\) was killed by signal 9 \(SIGKILL\)"),
@@ -76,12 +79,21 @@ class Case:
     the victim from going on."""
     also_stopped: int | None
     """Another process that is stopped (SIGSTOP) just before, and must not outlive the run or hold up its end."""
+    tensor_parallel: int = 1
+
+    @property
+    def place(self) -> str:
+        """What messages say of the victim beside its number, once there is a pipeline."""
+        if self.tensor_parallel == 1:
+            return ""
+        return f"device {self.victim // self.tensor_parallel}, tensor rank {self.victim % self.tensor_parallel}"
 
     def __str__(self) -> str:
         also = "" if self.also_stopped is None else f", process {self.also_stopped} stopped before"
         fault = f"{self.how} in {self.where} ({self.share:.2f})"
+        ranks = f" ({self.tensor_parallel} per device)" if self.tensor_parallel > 1 else ""
         return (
-            f"{self.started_by}, {self.processes} processes, {self.schedule}, {self.vocabulary}, "
+            f"{self.started_by}, {self.processes} processes{ranks}, {self.schedule}, {self.vocabulary}, "
             f"{self.microbatches} microbatches: process {self.victim}, {fault}{also}"
         )
 
@@ -98,14 +110,16 @@ def draw(seed: int, started_by: str | None = None) -> Case:
     dice = random.Random(seed)
     starter = dice.choices(("launch", "torchrun"), (3, 1))[0]
     starter = started_by or starter
+    ranks = 2 if seed >= FIRST_WITH_TENSOR_RANKS else 1
     while True:
-        processes, microbatches = dice.randint(2, 4), dice.randint(1, 9)
+        devices, microbatches = dice.randint(2, 4) if ranks == 1 else dice.randint(1, 2), dice.randint(1, 9)
         schedule, vocabulary = dice.choice(list(SCHEDULES)), dice.choice(MODES)
         where = dice.choices(list(PLACES), list(PLACES.values()))[0]
         how = dice.choice(list(FAULTS))
         impossible = CHANGES_NOTHING | (NOBODY_LEFT if starter == "torchrun" else set())
-        if (where, how) not in impossible and _runs(schedule, processes, microbatches):
+        if (where, how) not in impossible and _runs(schedule, devices, microbatches):
             break
+    processes = devices * ranks
     victim, share = dice.randrange(processes), dice.random()
     others = [rank for rank in range(processes) if rank != victim]
     stops = len(others) > 1 and where not in ("start", "close") and dice.random() < 0.15
@@ -122,12 +136,13 @@ def draw(seed: int, started_by: str | None = None) -> Case:
         where,
         share if also is None else 0.0,
         also,
+        ranks,
     )
 
 
-def _runs(schedule: str, processes: int, microbatches: int) -> bool:
+def _runs(schedule: str, devices: int, microbatches: int) -> bool:
     try:
-        order = runnable_order(Recipe.of(pp=processes, microbatches=microbatches, schedule=schedule))
+        order = runnable_order(Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule))
         return order.placement.stages <= LAYERS
     except InputError:
         return False

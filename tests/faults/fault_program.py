@@ -35,7 +35,8 @@ HANG_SECONDS = 6.0
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
 
 ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
-ISSUING |= {"all_gather_single", "all_gather_into_tensor"}  # one function by its names before and since torch 2.13
+ISSUING |= {"all_gather_single", "reduce_scatter_single"}
+ISSUING |= {"all_gather_into_tensor", "reduce_scatter_tensor"}  # the same before torch 2.13
 
 
 def timeout_seconds(case: Case) -> float:
@@ -65,6 +66,7 @@ def train(case: Case, folder: Path) -> int:
             schedule=case.schedule,
             vocabulary=case.vocabulary,
             microbatches=case.microbatches,
+            tensor_parallel=case.tensor_parallel,
             self_check=False,
             timeout_seconds=timeout_seconds(case),
         )

@@ -149,11 +149,8 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
             complaints.append(f"process {rank} does not say {_expected(case)[0]!r} but {last[0]!r}")
         else:
             message = said[0]
-            if (
-                _waits(folder, rank)
-                and f"process {rank} was awaiting " not in text
-                and "timed out awaiting" not in text
-            ):
+            awaited = rf"process {rank}( \([^()]*\))? was awaiting |timed out awaiting"
+            if _waits(folder, rank) and not re.search(awaited, text):
                 complaints.append(f"process {rank} does not say what it was awaiting")
     return message, complaints
 
@@ -189,7 +186,21 @@ def _expected(case: Case) -> tuple[str, ...]:
         patterns = (*patterns, r"process(es)? (\d, )*V(, \d)* of \d (did not start within|had not started)")
     if case.where == "start" and case.how == "hangs":  # while it too has announced them
         patterns = (*patterns, "timed out awaiting the first connections")
-    return tuple(re.sub(r"\bV\b", str(case.victim), pattern) for pattern in patterns)
+    return tuple(_of_victim(case, pattern) for pattern in patterns)
+
+
+def _of_victim(case: Case, pattern: str) -> str:
+    """The pattern with the victim for V. With tensor ranks its place must be there too, if it has had a pipeline."""
+    maybe = "?" if case.where in ("start", "build") else ""
+
+    def name(found: re.Match[str]) -> str:
+        if not case.place:
+            return str(case.victim) + (found[1] or "")
+        if found[1]:
+            return rf"{case.victim} \(({case.place}, ){maybe}pid \d+\)"
+        return rf"{case.victim}( \({case.place}\)){maybe}"
+
+    return re.sub(r"\bV\b( \\\(pid \\d\+\\\))?", name, pattern)
 
 
 def _others(case: Case, folder: Path) -> list[int]:

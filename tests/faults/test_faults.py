@@ -1,4 +1,4 @@
-"""Six of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
+"""Seven of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import attack_case
 import network_case
 import pytest
 import run_network
-from fault_case import FAULTS, PLACES, Case, draw
+from fault_case import FAULTS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
 from fault_run import mark, run
 
-SEEDS = {"launch": (4, 11, 126, 133), "torchrun": (47, 402)}
+SEEDS = {"launch": (4, 11, 126, 133, 10_001), "torchrun": (47, 402)}
 """A process killed while communicators are made; one stopped while it saves; one that leaves beside a stopped one; one
-that hangs in the optimizer; and of torchrun's one beside a stopped one, and one that ends at once before a wait."""
+that hangs in the optimizer; a tensor rank that is terminated in a sum; and of torchrun's one beside a stopped one, and
+one that ends at once before a wait."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +58,15 @@ def test_a_case_is_drawn_from_its_seed_alone() -> None:
     assert {case.where for case in cases} == set(PLACES)
     assert {case.how for case in cases} == set(FAULTS)
     assert any(case.also_stopped is not None for case in cases)
+    assert {case.tensor_parallel for case in cases} == {1}
+
+
+def test_cases_with_tensor_ranks() -> None:
+    cases = [draw(seed) for seed in range(FIRST_WITH_TENSOR_RANKS, FIRST_WITH_TENSOR_RANKS + 100)]
+    assert {(case.processes, case.tensor_parallel) for case in cases} == {(2, 2), (4, 2)}
+    assert {case.where for case in cases} == set(PLACES)
+    assert {case.how for case in cases} == set(FAULTS)
+    assert {case.victim for case in cases} == set(range(4))
 
 
 def test_what_is_expected_of_a_message() -> None:

@@ -151,6 +151,12 @@ class Case(Shown):
         ranks = list(range(self.processes))
         if self.mesh == "any":
             self.random("mesh").shuffle(ranks)
+        if self.mesh == "none":  # pipelines are numbered outermost
+            rows, each = self.replicas * self.tensor_parallel, self.tensor_parallel
+            return [
+                [row + rank for row in range(replica * each, self.processes, rows) for rank in range(each)]
+                for replica in range(self.replicas)
+            ]
         each = self.processes // self.replicas
         return [ranks[first : first + each] for first in range(0, self.processes, each)]
 

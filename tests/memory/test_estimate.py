@@ -110,8 +110,11 @@ def test_a_mixture_of_experts_is_traced() -> None:
 def test_a_family_without_closed_form_is_traced() -> None:
     found = estimated(describe(tiny_config("bloom")), pp=2, sequence=32, microbatches=4)
     assert min(peaks(found)) > 0
-    with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
-        estimated(describe(tiny_config("bloom")), tp=2, sequence=32)
+    shared = estimated(describe(tiny_config("bloom")), pp=2, tp=2, sequence=32, microbatches=4)
+    assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
+    for layout in ({"cp": 2}, {"tp": 2, "kernels": "megatron"}):
+        with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
+            estimated(describe(tiny_config("bloom")), sequence=32, **layout)
 
 
 # --- what a peak consists of -----------------------------------------------------------------------------------------
@@ -339,7 +342,15 @@ WRONG = [
     ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
     ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
-    ({"tp": 2, "traced": True}, "traced: with tp = 2 and cp = 1, expected 1 for both"),
+    ({"cp": 2, "traced": True}, "traced: with cp = 2, expected 1"),
+    (
+        {"tp": 2, "traced": True, "kernels": "megatron"},
+        "traced: with tp = 2 and layers cut as in Megatron-LM, expected",
+    ),
+    (
+        {"pp": 2, "traced": True, "kernels": "megatron", "schedule": "zb-h1", "microbatches": 4},
+        "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W",
+    ),
     ({"schedule": "2f2b"}, "schedule '2f2b' is unknown, did you mean"),
     ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
     ({"kernels": "triton"}, "kernels is 'triton', expected one of transformers, fused, megatron, transformer-engine"),

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.heads import per_logit
 from evenpipe.memory.tracker import Span, Tracker
 from evenpipe.memory.vocabulary import Machine, VocabularyShape, vocabulary_bytes
 from evenpipe.parallel.parameters import Matrix
-from evenpipe.runtime.batch import IGNORE_INDEX, Microbatch
+from evenpipe.runtime.batch import Microbatch
+from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split, state
@@ -66,15 +68,18 @@ def on(monkeypatch: pytest.MonkeyPatch):
 
 
 class Device:
-    """One device's shard of the output layer, whose passes are counted."""
+    """One device's shard of the output layer, whose passes are counted; of several tensor ranks the first one's."""
 
-    def __init__(self, device: int, dtype: torch.dtype, options: LossOptions, machine: Machine, barriers: int) -> None:
-        shards = split(ROWS, DEVICES if barriers else 1)
-        self.shard = shards[device if barriers else 0]
-        self.barriers, self.dtype, self.shards = barriers, dtype, len(shards)
+    def __init__(
+        self, device: int, dtype: torch.dtype, options: LossOptions, machine: Machine, barriers: int, *, ranks: int = 1
+    ) -> None:
+        self.shards, self.ranks = DEVICES if barriers else 1, ranks
+        self.shard = split(ROWS, self.shards * ranks)[device * ranks if barriers else 0]
+        self.barriers, self.dtype = barriers, dtype
         self.matrix = Matrix(nn.Parameter(torch.zeros(self.shard.rows, HIDDEN)), dtype)
         self.matrix.gradient()
-        self.output = OutputShard(self.matrix, None, self.shard, options, one_barrier=barriers == 1)
+        exchange = None if ranks == 1 else FirstRank(ranks)
+        self.output = OutputShard(self.matrix, None, self.shard, options, one_barrier=barriers == 1, exchange=exchange)
         if machine == "gpu":
             self.output._buffers = OfGpu()
         generator = torch.Generator().manual_seed(0)
@@ -93,7 +98,7 @@ class Device:
         with Tracker() as tracker:
             tracker.add(self.matrix.weight, self.matrix.gradient(), self.microbatch.targets, self.microbatch.weights)
             for index in (0, 1):
-                hidden = torch.zeros(N, HIDDEN, dtype=self.dtype)
+                hidden = torch.zeros(N // self.ranks, HIDDEN, dtype=self.dtype)
                 with tracker.span() as spans["output_peak"]:
                     statistics = self.output.forward(hidden, self.microbatch, index, gradients=True)
                 with tracker.span() as spans["stored"]:
@@ -120,7 +125,8 @@ def predicted(device: Device, number: int, dtype: torch.dtype, options: LossOpti
     )
     mode = {0: "first-last", 1: "vocab-2", 2: "vocab-1"}[device.barriers]
     placement = Placement.linear(DEVICES if device.barriers else 1)
-    return vocabulary_bytes(mode, number, placement, shape, machine=machine, token_share=device.share)
+    shared = {"tensor_parallel": device.ranks, "own_rows": device.ranks > 1}
+    return vocabulary_bytes(mode, number, placement, shape, machine=machine, token_share=device.share, **shared)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -147,6 +153,32 @@ def test_passes_allocate_what_is_predicted(
         assert spans["gradient_peak"].above == pytest.approx(found.peaks.gradient, abs=small)
         assert spans["gradient_peak"].kept == found.gradient - found.product
     assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=small)
+
+
+@pytest.mark.parametrize("options", ["plain", "smoothing", "entropy"])
+@pytest.mark.parametrize("machine", ["gpu", "cpu"])
+@pytest.mark.parametrize("barriers", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_ranks_gather_hidden_states(on, ranks: int, barriers: int, machine: Machine, options: str) -> None:
+    """X comes as own rows, is gathered in S and stays until T; dX is summed, and its own rows stay."""
+    on(machine)
+    number, dtype = 1 if barriers else 0, torch.bfloat16
+    device = Device(number, dtype, OPTIONS[options], machine, barriers, ranks=ranks)
+    spans = device.run()
+    found = predicted(device, number, dtype, OPTIONS[options], machine)
+    small = 12 * V + 64
+    hidden = N * HIDDEN * dtype.itemsize
+    kept = spans["output_peak"].kept + spans["stored"].kept + hidden // ranks
+    assert kept == found.stored - found.handed_on + found.own_statistics
+    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=small)
+    assert spans["combine_peak"].above == pytest.approx(found.peaks.combine, abs=small)
+    assert found.gradient == N * HIDDEN * 4 // ranks
+    if barriers == 1:
+        assert spans["gradient_peak"].above == pytest.approx(found.peaks.gradient, abs=small)
+        assert spans["gradient_peak"].kept == found.gradient - found.product
+    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=small)
+    if barriers:
+        assert found.hidden == hidden // ranks
 
 
 @pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])

@@ -37,9 +37,9 @@ def batches(vocabulary: int, sequences: int, tokens: int, steps: int, seed: int 
     return result
 
 
-def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the valid tokens of the whole batch, from the model's own logits."""
-    logits = model(input_ids=ids, use_cache=False).logits
+def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor, **given: Tensor) -> Tensor:
+    """Mean over the valid tokens of the whole batch, from the model's own logits; `given`: a mask or positions."""
+    logits = model(input_ids=ids, use_cache=False, **given).logits
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
 
 

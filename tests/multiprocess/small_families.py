@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from transformers import (
+    BloomConfig,
     Cohere2Config,
+    DeepseekV3Config,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
-USUAL = {
+USUAL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -29,27 +39,54 @@ USUAL = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
-def _without(*names: str) -> dict:
-    return {name: value for name, value in USUAL.items() if name not in names}
+def _small(config_class: Callable[..., PreTrainedConfig], *without: str, **own: Any) -> Callable[..., PreTrainedConfig]:
+    return partial(config_class, **{name: value for name, value in USUAL.items() if name not in without} | own)
 
 
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**USUAL),
-    "llama-tied": lambda: LlamaConfig(**USUAL | {"tie_word_embeddings": True}),
-    "qwen2": lambda: Qwen2Config(**USUAL),
-    "qwen3": lambda: Qwen3Config(**USUAL, head_dim=4),
-    "phi3": lambda: Phi3Config(**USUAL),
-    "gemma2": lambda: Gemma2Config(**USUAL | {"tie_word_embeddings": True}, head_dim=4, sliding_window=4),
-    "gpt-neox": lambda: GPTNeoXConfig(**_without("num_key_value_heads")),
-    "starcoder2": lambda: Starcoder2Config(**USUAL, residual_dropout=0.0, embedding_dropout=0.0),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=61, n_embd=16, n_layer=4, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    "llama": _small(LlamaConfig),
+    "qwen2": _small(Qwen2Config),
+    "qwen3": _small(Qwen3Config, head_dim=4),
+    "phi3": _small(Phi3Config),
+    "gemma2": _small(Gemma2Config, head_dim=4, **SLIDING),
+    "gemma3": _small(Gemma3TextConfig, head_dim=4, **SLIDING),
+    "gpt-neox": _small(GPTNeoXConfig, "num_key_value_heads"),
+    "starcoder2": _small(Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0),
+    "gpt2": _small(
+        GPT2Config, "intermediate_size", "num_key_value_heads", n_inner=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
-    "olmo2": lambda: Olmo2Config(**USUAL),
-    "cohere2": lambda: Cohere2Config(**USUAL | {"tie_word_embeddings": True}),
-    "mixtral": lambda: MixtralConfig(
-        **USUAL, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    "olmo2": _small(Olmo2Config),
+    "granite": _small(
+        GraniteConfig,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=2.5,
+        residual_multiplier=0.7,
+        attention_multiplier=0.4,
+        logits_scaling=3.0,
+    ),
+    "cohere2": _small(Cohere2Config, **SLIDING),
+    "mixtral": _small(MixtralConfig, num_local_experts=4, **EXPERTS),
+    "qwen3-moe": _small(Qwen3MoeConfig, head_dim=4, num_experts=4, moe_intermediate_size=8, **EXPERTS),
+    "deepseek-v3": _small(
+        DeepseekV3Config,
+        num_key_value_heads=4,
+        q_lora_rank=6,
+        kv_lora_rank=6,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=8,
+        **EXPERTS,
     ),
 }
+WHOLE = {"bloom": _small(BloomConfig, "num_key_value_heads", "intermediate_size", "max_position_embeddings")}
+"""Families with a part that every tensor rank computes whole."""

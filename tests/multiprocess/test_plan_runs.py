@@ -13,7 +13,7 @@ import pytest
 from harness import run_processes
 
 from evenpipe.cli.main import main
-from evenpipe.costs.hardware import find_hardware, write_hardware
+from evenpipe.costs.hardware import KNOWN, find_hardware, hardware_from_dict, write_hardware
 from evenpipe.model import describe
 from evenpipe.plan.problem import pass_costs, problem_of
 from evenpipe.recipe.recipe import Recipe
@@ -69,11 +69,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--hardware", "--processes", "2", "-o", "host.toml"]) == 0
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.sampled(1)
+def test_the_machine_is_measured(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--hardware", "--processes", str(processes), "-o", "host.toml"]) == 0
     assert capsys.readouterr().out == "wrote host.toml\n"
     hardware = find_hardware("host.toml")
-    assert hardware.torch_device == "cpu" and hardware.devices_per_node == 2
+    assert hardware.torch_device == "cpu" and hardware.devices_per_node == processes
     assert 1e9 < hardware.peak("fp32") < 1e13 and 1e8 < hardware.memory_bandwidth < 1e12
     assert 1e-7 < hardware.operation_seconds < 1e-3 and hardware.contention >= 1
     assert 1e-6 < hardware.inside.latency_seconds < 0.1 and hardware.inside.bandwidth > 1e6
@@ -102,26 +104,31 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
 
 
 @pytest.mark.slow
-def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """The pipeline that was measured is predicted with what its passes took."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pipeline that was measured is predicted with what its passes took, also one of two tensor ranks a device."""
     sizes = ["--microbatch-sizes", "2", "--steps", "2"]
-    assert main(["profile", "train.toml", "--hardware", *sizes, "-o", "host.toml"]) == 0
+    config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tensor_parallel={ranks}"]
+    assert main(["profile", *config, "--hardware", *sizes, "-o", "host.toml"]) == 0
     hardware = find_hardware("host.toml")
-    assert [(one.microbatch_size, one.devices, one.sequence) for one in hardware.passes] == [(2, 2, 256)]
+    (found,) = hardware.passes
+    assert (found.microbatch_size, found.devices, found.sequence, found.tensor_parallel) == (2, 2, 256, ranks)
     capsys.readouterr()
-    plan = ["plan", "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--pp", "2", "--no-cache"]
+    axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks)]
+    plan = ["plan", "--model", "train.toml", *axes, "--hardware", "host.toml", "--no-cache"]
     assert main([*plan, "--schedule", "1f1b", "--microbatch-size", "1", "--workers", "1"]) == 0
     assert "pass times corrected by measurements of this model with microbatches of 2" in capsys.readouterr().out
     given = problem_of(
         describe(configured_model(load_config("train.toml"))),
         hardware,
-        gpus=2,
+        gpus=2 * ranks,
         sequence=256,
         sequences_per_step=8,
         dtype="fp32",
     )
     for measured in hardware.passes:
-        recipe = Recipe.of(pp=2, microbatch_size=measured.microbatch_size, microbatches=4, layers_per_stage=(4, 4))
+        size = measured.microbatch_size
+        recipe = Recipe.of(pp=2, tp=ranks, microbatch_size=size, microbatches=4, layers_per_stage=(4, 4))
         costs = pass_costs(given, recipe, Placement.linear(2))
         for name in "FBIW":
             took = measured.seconds[name] + 2 * measured.seconds[f"stage_{name}"]
@@ -153,6 +160,25 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert written.offload.activations == "free" and written.optimizer.host_share == 0.5
     assert written.pipeline == planned
     assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+def test_a_plan_with_tensor_ranks_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two devices of two processes, as planned; the losses are those of the same plan without tensor parallelism."""
+    Path("train.toml").write_text(CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2"))
+    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
+    write_hardware(hardware_from_dict(host), "host.toml")
+    found = {}
+    for ranks, name in ((2, "shared"), (1, "alone")):
+        axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks), "--schedule", "1f1b"]
+        plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", *axes, "--vocabulary", mode]
+        assert main([*plan, "--microbatch-size", "1", "--no-cache", "--workers", "1", "-o", f"{name}.toml"]) == 0
+        assert "estimate only" not in capsys.readouterr().out
+        planned = load_config(f"{name}.toml").pipeline
+        assert (planned.processes, planned.tensor_parallel, planned.devices) == (2 * ranks, ranks, 2)
+        found[name] = losses(name, trained(f"{name}.toml"))
+    assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
 
 
 def trained(config: str) -> dict[str, Any]:

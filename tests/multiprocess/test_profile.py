@@ -12,11 +12,14 @@ from harness import run_processes
 
 from evenpipe.cli.main import main
 from evenpipe.errors import InputError
+from evenpipe.processes.worker import initialise_worker
 from evenpipe.schedule import Kind
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.trace_file import read_trace
 from evenpipe.train import profile as profile_module
 from evenpipe.train import trainer
+from evenpipe.train.build import build_pipeline
+from evenpipe.train.config import Config
 from evenpipe.train.config_file import load_config
 from evenpipe.train.data import prepare
 
@@ -93,6 +96,39 @@ def test_profile_writes_every_kind_of_pass(
             assert json.loads(capsys.readouterr().out)["makespan"] > 0
             assert main(["draw", "--schedule", other, *size, "--costs", "costs.toml", "-o", "picture.svg"]) == 0
             capsys.readouterr()
+
+
+def test_a_device_of_two_tensor_ranks_has_the_costs_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first process returns them, and the file arranges the orders of all ranks. Every rank sends its share."""
+    Path("config.toml").write_text(CONFIG.format(schedule="1f1b", vocabulary="vocab-2"))
+    ranks = ["pipeline.processes=4", "pipeline.tensor_parallel=2"]
+    assert main(["profile", "config.toml", *ranks, "--steps", "1", "-o", "costs.toml"]) == 0
+    costs = read_costs("costs.toml")
+    for kind in "FBIWRSCTEG":
+        times = getattr(costs, kind)
+        assert len(times) == 2 and min(times) > 0, kind
+    capsys.readouterr()
+    size = ["--devices", "2", "--microbatches", "6", "--vocabulary", "vocab-2"]
+    assert main(["simulate", "--schedule", "zb-h1", *size, "--costs", "costs.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] > 0
+    config = load_config("config.toml", [*ranks, "pipeline.schedule=zb-h1", 'pipeline.costs="costs.toml"'])
+    programs, found = zip(*run_processes(programs_and_profile, 4, config), strict=True)
+    assert len(set(programs)) == 1
+    assert found[0] and found[1:] == ({}, {}, {})
+    hidden = 16 * 4 * 32  # bytes of a microbatch
+    assert {name: size[0] for name, size in found[0]["sizes"].items()} == {
+        "p2p": hidden / 2,
+        "broadcast": hidden / 2,
+        "reduce": hidden / 2,
+        "embedding": hidden / 4,
+    }
+
+
+def programs_and_profile(config: Config) -> tuple[str, dict[str, Any]]:
+    """The program of a process, and what it returns of a profile."""
+    worker = initialise_worker()
+    pipeline = build_pipeline(config, 300, 0, worker.torch_device, self_check=False)
+    return pipeline.program.to_csv(), profile_module.measure_pipeline(pipeline, config, 1, 0, ())
 
 
 def test_profile_refuses_what_does_not_go_together() -> None:

@@ -27,7 +27,8 @@ from test_gradients import llama
 from evenpipe import Pipeline
 from evenpipe.model import describe
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.runtime.batch import Batch, Inputs, Totals, cut
+from evenpipe.runtime.batch import Batch, Totals, cut
+from evenpipe.runtime.inputs import Inputs
 from evenpipe.schedule import SCHEDULES, SHARING, Order, TransferKind, add_recompute, plan_order
 from evenpipe.schedule.timeline import peak_activations
 

@@ -183,7 +183,7 @@ def run_case(case: Case) -> str:
         self_check=False,
     )
     if case.ends is not None:
-        pipeline._ends[TOKENS] = case.ends
+        pipeline._pieces.ends[TOKENS] = case.ends
     own = slice(pipeline.replica * case.microbatches, (pipeline.replica + 1) * case.microbatches)
     extra = {name: one[own] for name, one in given(case.rows, case.sequences).items()}
     optimizer = reference.adamw(list(pipeline.parameters()))

@@ -1,7 +1,7 @@
 """With tensor ranks, every layout gives the loss, the gradients and the trained weights of transformers in one process.
 
-Families x sizes of the axes x schedules x vocabulary modes x checkpointing x activations on the host x data
-parallelism; three clipped steps of AdamW.
+Families x sizes of the axes x schedules x vocabulary modes x checkpointing x activations on the host x tied and untied
+x vocabularies x padded and packed rows; three clipped steps of AdamW.
 """
 
 from __future__ import annotations
@@ -9,22 +9,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from harness import run_processes
-from small_families import CONFIGS
-from transformers import AutoModelForCausalLM
+from small_families import CONFIGS, WHOLE
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from evenpipe import Pipeline, newest_checkpoint
+from evenpipe import OffloadOptions, Pipeline, newest_checkpoint
 from evenpipe.errors import InputError
+from evenpipe.host.offload import Activations
 from evenpipe.model import describe
+from evenpipe.model.fp64 import InFp64
+from evenpipe.runtime import tensor_cut
+from evenpipe.tensor.check import cut_of_model
 
 TOKENS, STEPS, CLIP = 8, 3, 0.5
+FP64_THROUGHOUT = {"gpt-neox", "starcoder2", "gpt2", "bloom"}
+"""Families that cast nothing to fp32. All others do, at least in norms; here they do not (`InFp64`): tensor ranks add
+in another order than one process, so two numbers may differ in their last bit, and now and then fp32 makes of that a
+difference of 1e-7."""
 
 
 @dataclass(frozen=True)
@@ -33,53 +47,106 @@ class Case:
     replicas: int
     devices: int
     ranks: int
+    data_parallel: str = "replicate"
     schedule: str = "1f1b"
     mode: str = "vocab-2"
     checkpointing: str = "none"
-    data_parallel: str = "replicate"
-    microbatches: int = 4
+    offload: str = "none"
+    tied: bool = False
+    vocabulary: int = 61
+    """No multiple of the shards, or fewer rows than shards."""
+    rows: str = "whole"
+    """"padded" on the right, or two sequences "packed" in each."""
     size: int = 1
     """Sequences of a microbatch."""
+    microbatches: int = 4
+    overlap: str = "auto"
 
     @property
     def processes(self) -> int:
         return self.replicas * self.devices * self.ranks
 
+    @property
+    def sequences(self) -> int:
+        return self.replicas * self.microbatches * self.size
 
-@cache
-def described(family: str):
+    @property
+    def model(self) -> tuple[str, bool, int]:
+        return self.family, self.tied, self.vocabulary
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.family in FP64_THROUGHOUT else InFp64()
+
+
+def noisy(family: str, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
+    """The same model in every process, with noise, since norms of ones hide errors."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config((CONFIGS | WHOLE)[family](**settings), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # norms of ones hide errors
-    return describe(model)
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
 
 
 @cache
-def expected(family: str, sequences: int):
-    model = copy.deepcopy(described(family).model).train()
-    data = reference.batches(model.config.get_text_config().vocab_size, sequences, TOKENS, STEPS)
+def described(family: str, tied: bool = False, vocabulary: int = 61):
+    return describe(noisy(family, torch.float64, tie_word_embeddings=tied, vocab_size=vocabulary))
+
+
+@cache
+def cut(family: str, tied: bool, vocabulary: int, ranks: int):
+    """Found once for all cases."""
+    return cut_of_model(described(family, tied, vocabulary), ranks, check=False)
+
+
+@cache
+def batches(vocabulary: int, sequences: int, rows: str) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """(ids, labels, mask or positions) of every step."""
+    found = []
+    for ids, labels in reference.batches(vocabulary, sequences, TOKENS, STEPS):
+        given = {}
+        if rows == "padded":
+            lengths = TOKENS - torch.arange(sequences) % 4
+            mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+            given, labels = {"attention_mask": mask}, labels.masked_fill(mask == 0, reference.IGNORE)
+        elif rows == "packed":
+            ends = 2 + torch.arange(sequences) % 5  # of the first sequence
+            place = torch.arange(TOKENS).expand(sequences, -1)
+            given = {"position_ids": torch.where(place < ends[:, None], place, place - ends[:, None])}
+        found.append((ids, labels, given))
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    """Of the first step."""
+    weights: dict[str, Tensor]
+
+
+@cache
+def expected(family: str, tied: bool, vocabulary: int, sequences: int, rows: str) -> Expected:
+    model = copy.deepcopy(described(family, tied, vocabulary).model).train()
     optimizer = reference.adamw(model.parameters())
     losses, norms, gradients = [], [], {}
-    for ids, labels in data:
+    for ids, labels, given in batches(vocabulary, sequences, rows):
         optimizer.zero_grad()
-        loss = reference.loss_of(model, ids, labels)
+        loss = reference.loss_of(model, ids, labels, **given)
         loss.backward()
         losses.append(loss.item())
         if not gradients:
             gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-    return data, losses, norms, gradients, {name: one.detach().clone() for name, one in model.named_parameters()}
+    return Expected(losses, norms, gradients, {name: one.detach() for name, one in model.named_parameters()})
 
 
 def run_case(case: Case) -> str:
-    """Return what is wrong on the first process."""
-    data, losses, norms, gradients, weights = expected(case.family, case.replicas * case.microbatches * case.size)
-    description = described(case.family)
+    """Return what is wrong, on the first process."""
     pipeline = Pipeline(
-        description,
+        described(*case.model),
         schedule=case.schedule,
         vocabulary=case.mode,
         microbatches=case.microbatches,
@@ -87,40 +154,71 @@ def run_case(case: Case) -> str:
         replicas=case.replicas,
         tensor_parallel=case.ranks,
         data_parallel=case.data_parallel,
+        offload=None if case.offload == "none" else OffloadOptions(activations=case.offload),
+        tensor_overlap=case.overlap,
         parameter_dtype=torch.float64,
         self_check=False,
     )
-    own = slice(
-        pipeline.replica * case.microbatches * case.size, (pipeline.replica + 1) * case.microbatches * case.size
-    )
+    count = case.sequences // case.replicas
+    own = slice(pipeline.replica * count, (pipeline.replica + 1) * count)
     optimizer = reference.adamw(list(pipeline.parameters()))
-    found_losses, found_norms, found = [], [], {}
-    for number, (ids, labels) in enumerate(data):
+    losses, norms, gradients = [], [], {}
+    for ids, labels, given in batches(case.vocabulary, case.sequences, case.rows):
         pipeline.zero_grad()
-        found_losses.append(pipeline.step(ids[own], labels[own]).loss)
-        if number == 0:
-            found = pipeline.full_gradients()
-        found_norms.append(pipeline.clip_gradients(CLIP))
+        losses.append(pipeline.step(ids[own], labels[own], **{name: one[own] for name, one in given.items()}).loss)
+        if len(losses) == 1:
+            gradients = pipeline.full_gradients()
+        norms.append(pipeline.clip_gradients(CLIP))
         optimizer.step()
     state = pipeline.full_state_dict()
+    faults = differences_between_ranks(pipeline, losses, norms)
     pipeline.close()
-    if not state:
+    if dist.get_rank():
         return ""
-    tolerance = 1e-6 if case.family in ("gemma2", "mixtral", "olmo2", "cohere2") else 1e-10
-    trained = {name: weight for name, weight in state.items() if name in weights}
+    wanted = expected(*case.model, case.sequences, case.rows)
+    trained = {name: weight for name, weight in state.items() if name in wanted.weights}
     errors = {
-        "loss": max(abs(one / other - 1) for one, other in zip(found_losses, losses, strict=True)),
-        "norm": max(abs(one / other - 1) for one, other in zip(found_norms, norms, strict=True)),
+        "loss": (max(abs(one / other - 1) for one, other in zip(losses, wanted.losses, strict=True)), ""),
+        "norm": (max(abs(one / other - 1) for one, other in zip(norms, wanted.norms, strict=True)), ""),
+        "gradient": reference.worst(gradients, wanted.gradients),
+        "weight": reference.worst(trained, wanted.weights),
     }
-    errors["gradient"], name = reference.worst(found, gradients)
-    errors["weights"], _ = reference.worst(trained, weights)
-    allowed = {"loss": tolerance, "norm": tolerance, "gradient": tolerance, "weights": 100 * tolerance}
-    wrong = {key: f"{error:.1e}" for key, error in errors.items() if not error <= allowed[key]}
-    return f"{case}: {wrong} ({name})" if wrong else ""
+    for what, (error, name) in errors.items():
+        if not error <= (1e-8 if what == "weight" else 1e-10):
+            faults.append(f"{what} {name} {error:.1e}")
+    return f"{case}: {', '.join(faults)}" if faults else ""
+
+
+def differences_between_ranks(pipeline: Pipeline, losses: list[float], norms: list[float]) -> list[str]:
+    """Losses and norms are the same bits on all processes, and so is what several tensor ranks of a device hold."""
+    held = {}
+    for number, one in enumerate(pipeline._held.shared):
+        part = tuple(str(box.whole) for box in one.placement.boxes())  # not all of it: heads of keys and values
+        held[pipeline.replica, pipeline.device, number, part] = one.tensor.detach().tolist()
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (losses, norms, held))
+    faults = [f"loss or norm of process {rank}" for rank, one in enumerate(seen) if one[:2] != seen[0][:2]]
+    values = {key: value for one in seen for key, value in one[2].items()}
+    return faults + [
+        f"{key} of process {rank}" for rank, one in enumerate(seen) for key in one[2] if one[2][key] != values[key]
+    ]
 
 
 def run_cases(cases: list[Case]) -> list[str]:
-    return [fault for case in cases if (fault := run_case(case))]
+    return list(faults_of(cases))
+
+
+def faults_of(cases: list[Case]) -> Iterator[str]:
+    Activations.smallest_bytes = 1  # the tensors of these models are too small to be worth a copy
+    for case in cases:
+        found = mock.patch.object(tensor_cut, "cut_of_model", lambda *_, case=case, **__: cut(*case.model, case.ranks))
+        try:
+            with case.arithmetic(), found:
+                fault = run_case(case)
+        except Exception as error:
+            raise AssertionError(f"{case} raises {type(error).__name__}: {error}") from error
+        if fault:
+            yield fault
 
 
 def check(cases: list[Case]) -> None:
@@ -129,29 +227,48 @@ def check(cases: list[Case]) -> None:
         assert not faults[0], "\n".join(faults[0])
 
 
-GRIDS = ((1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2))
+GRIDS = ((1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2), (2, 1, 2, "shard"))
+"""Replicas, devices, tensor ranks, and how data parallelism holds parameters."""
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half", "dualpipe-v", "po-h")
 CHECKPOINTING = ("none", "full", "selective")
-TIED = ("llama", "llama-tied")
+OTHERS = {
+    "offload": ("none", "all"),
+    "tied": (False, True),
+    "vocabulary": (61, 3),
+    "rows": ("whole", "padded", "packed"),
+    "size": (1, 2),
+}
 
 
-def matrix() -> list[Case]:
-    """Every family on one layout, and two families on all."""
-    cases = [
-        Case(family, 1, 2, 2, schedule, mode, checkpointing)
-        for family, schedule, mode, checkpointing in itertools.product(CONFIGS, SCHEDULES, MODES, CHECKPOINTING)
-    ]
-    cases += [
-        Case(family, *grid, "1f1b", mode, checkpointing, data_parallel)
-        for family, grid, mode, checkpointing in itertools.product(TIED, GRIDS, MODES, CHECKPOINTING)
-        for data_parallel in (("replicate", "shard") if grid[0] > 1 else ("replicate",))
-    ]
+def of_families() -> list[Case]:
+    """Every family on every grid in every mode; everything else drawn."""
+    dice, cases = random.Random(0), []
+    for family, grid, mode in itertools.product(CONFIGS | WHOLE, GRIDS, MODES):
+        others: dict[str, Any] = {name: dice.choice(values) for name, values in OTHERS.items()}
+        if family in WHOLE:  # it takes no positions
+            others["rows"] = "padded"
+        schedule, checkpointing = dice.choice(SCHEDULES), dice.choice(CHECKPOINTING)
+        cases.append(Case(family, *grid, schedule=schedule, mode=mode, checkpointing=checkpointing, **others))
     return cases
 
 
-def test_every_layout_gives_the_gradients_of_one_process(sample) -> None:
-    check(sample(matrix(), 12))
+def of_layouts() -> list[Case]:
+    """One family in every layout: on several devices in every schedule, on one in two that are drawn."""
+    dice, cases = random.Random(1), []
+    for grid, mode, checkpointing in itertools.product(GRIDS, MODES, CHECKPOINTING):
+        for schedule in SCHEDULES if grid[1] > 1 else dice.sample(SCHEDULES, 2):
+            others: dict[str, Any] = {name: dice.choice(values) for name, values in OTHERS.items()}
+            cases.append(Case("llama", *grid, schedule=schedule, mode=mode, checkpointing=checkpointing, **others))
+    return cases
+
+
+def test_every_family_trains_as_in_one_process(sample) -> None:
+    check(sample(of_families(), 7))
+
+
+def test_every_layout_trains_as_in_one_process(sample) -> None:
+    check(sample(of_layouts(), 6))
 
 
 # --- checkpoints and export ---------------------------------------------------------------------------------------
@@ -163,13 +280,14 @@ LAYOUTS = (
     Case("", 1, 2, 1, schedule="zb-h1", mode="redistribute"),
 )
 """Layouts that train one step each, one after the other, on what the one before has saved."""
-RESUMED = ("llama-tied", "phi3", "gpt2", "gpt-neox", "starcoder2")
+RESUMED = (("llama", True), ("phi3", False), ("gpt2", True), ("gpt-neox", False), ("starcoder2", False))
+"""Families, and whether they are tied."""
 SEQUENCES = 4
 
 
-def step_of_layout(folder: Path, family: str, number: int) -> float:
+def step_of_layout(folder: Path, family: str, tied: bool, number: int) -> float:
     """Train one step on the checkpoint of the layout before, save it, and return the loss; the last one exports."""
-    case, description = LAYOUTS[number], described(family)
+    case, description = LAYOUTS[number], described(family, tied)
     data = reference.batches(description.vocabulary_size, SEQUENCES, TOKENS, len(LAYOUTS))
     with contextlib.closing(
         Pipeline(
@@ -200,14 +318,14 @@ def step_of_layout(folder: Path, family: str, number: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("family", RESUMED)
+@pytest.mark.parametrize(("family", "tied"), RESUMED)
 @pytest.mark.sampled(1)
-def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> None:
-    model = copy.deepcopy(described(family).model)
+def test_a_checkpoint_continues_in_any_layout(family: str, tied: bool, tmp_path: Path) -> None:
+    model = copy.deepcopy(described(family, tied).model)
     data = reference.batches(described(family).vocabulary_size, SEQUENCES, TOKENS, len(LAYOUTS))
     wanted = reference.train(model, data)
     losses = [
-        run_processes(step_of_layout, case.processes, tmp_path, family, number)[0]
+        run_processes(step_of_layout, case.processes, tmp_path, family, tied, number)[0]
         for number, case in enumerate(LAYOUTS)
     ]
     assert losses == pytest.approx(wanted.losses, rel=1e-10)
@@ -217,114 +335,14 @@ def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> No
     assert error < 1e-8, name
 
 
-# --- traffic ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Log:
-    """What a process has sent in one step."""
-
-    bytes: dict[str, int]
-    """Received over each communicator of the program."""
-    collectives: dict[str, int]
-    """Of tensor ranks, by pass (its kind) and operation."""
-
-
-LAYERS, MICROBATCHES = 4, 4
-
-
-def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
-    description = described("llama")
-    collectives: dict[str, int] = {}
-    pipeline = Pipeline(
-        description,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        checkpointing=checkpointing,
-        tensor_parallel=ranks,
-        communicators="per-kind",
-        parameter_dtype=torch.float64,
-        self_check=False,
-    )
-    exchange = None if pipeline._tensor is None else pipeline._tensor[1]
-    for name in ("start_gather", "start_scatter", "sum", "table") if exchange is not None else ():
-
-        def counted(tensor, name=name, call=getattr(exchange, name)):
-            key = f"{''.join(filter(str.isalpha, exchange.during))} {name.removeprefix('start_')}"
-            collectives[key] = collectives.get(key, 0) + 1
-            return call(tensor)
-
-        setattr(exchange, name, counted)
-    ((ids, labels),) = reference.batches(description.vocabulary_size, MICROBATCHES, TOKENS, 1)
-    communicators = list(pipeline._groups.communicators)
-    before = {one.name: one.traffic.received_bytes for one in communicators}
-    pipeline.step(ids, labels)
-    received = {one.name: one.traffic.received_bytes - before[one.name] for one in communicators}
-    names = pipeline.program.communicators
-    pipeline.close()
-    return Log({name: count for name, count in received.items() if name in names}, collectives)
-
-
-def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
-    """Hops, X, dX and rows of the embedding are shared by the tensor ranks; statistics are not, but merged before."""
-    alone = run_processes(log_of_step, 2, 1, "1f1b", "none")
-    shared = run_processes(log_of_step, 4, 2, "1f1b", "none")
-    for device in range(2):
-        expected = alone[device].bytes
-        for name, count in expected.items():
-            parts = [log.bytes[name] for log in shared[2 * device : 2 * device + 2]]
-            if name == "STATISTICS":
-                assert parts == [count, count]
-            elif name.startswith("ROW"):
-                assert sum(parts) == count  # as many as tokens that a column owns
-            else:
-                assert parts == [count / 2, count / 2], name
-
-
-@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "none"), ("zb-h1", "none"), ("1f1b", "full")])
-def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
-    """A layer has two blocks: each gathers before and scatters behind, in F and the other way round in B or I. Its
-    input is gathered again for the weight gradients.
-
-    Full checkpointing repeats a layer's forward without its last operation, and keeps the input. E, S and C add theirs.
-    """
-    logs = run_processes(log_of_step, 4, 2, schedule, checkpointing)
-    first, last = logs[0].collectives, logs[2].collectives
-    assert logs[0].collectives == logs[1].collectives and logs[2].collectives == logs[3].collectives
-    blocks = 2 * LAYERS // 2 * MICROBATCHES  # of a device
-    again = blocks if checkpointing == "full" else 0
-    backward = "I" if schedule == "zb-h1" else "B"
-    for log in (first, last):
-        assert (log["F gather"], log["F scatter"]) == (blocks, blocks)
-        assert log[f"{backward} gather"] == blocks * (2 if schedule == "1f1b" else 1)
-        assert log[f"{backward} scatter"] == blocks + again // 2
-        assert log.get("W gather", 0) == (blocks if schedule == "zb-h1" else 0)
-        assert (log["S gather"], log["S table"], log["C scatter"]) == (MICROBATCHES,) * 3
-    assert (first["F sum"], first[f"{backward} sum"]) == (MICROBATCHES, MICROBATCHES)
-    assert "F sum" not in last and f"{backward} sum" not in last
-
-
 # --- what else a run may ask for ------------------------------------------------------------------------------------
 
 ROUTER = 0.5  # coefficient of the routers' loss: far above what transformers takes, so that a wrong one is seen
 
 
-def exact(family: str, dtype: torch.dtype, **settings):
-    """A model with noise, and the same numbers in every process."""
-    torch.manual_seed(0)
-    config = CONFIGS[family]()
-    for name, value in settings.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
-
-
 def steps_without_zero_grad(schedule: str) -> tuple[float, str]:
     """Two batches whose gradients add up, with some parameters frozen; and equal bits on the ranks."""
-    model = exact("qwen3", torch.float64)
+    model = noisy("qwen3", torch.float64)
     frozen = ("model.layers.1.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -355,7 +373,12 @@ def test_gradients_of_several_steps_add_up(schedule: str) -> None:
 
 
 def router_loss(replicas: int) -> tuple[float, float, str]:
-    model = exact("mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=ROUTER)
+    with InFp64():  # routers and norms are in fp32 otherwise
+        return _router_loss(replicas)
+
+
+def _router_loss(replicas: int) -> tuple[float, float, str]:
+    model = noisy("mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=ROUTER)
     ((ids, labels),) = reference.batches(61, 4, TOKENS, 1)
     labels = ids.clone()  # every microbatch counts alike
     pipeline = Pipeline(
@@ -386,12 +409,12 @@ def router_loss(replicas: int) -> tuple[float, float, str]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_rank_has_its_share_of_the_routers_gradient(replicas: int) -> None:
     value_error, error, name = run_processes(router_loss, 4, replicas)[0]
-    assert value_error < 1e-6 and error < 1e-6, name
+    assert value_error < 1e-10 and error < 1e-10, name
 
 
 def in_another_precision(compute_dtype: torch.dtype, compiled: bool, ranks: int) -> list[dict]:
     """Gradients of eight batches, and their losses."""
-    model = exact("llama", torch.float32)
+    model = noisy("llama", torch.float32)
     pipeline = Pipeline(
         model,
         schedule="zb-h1",
@@ -411,7 +434,7 @@ def in_another_precision(compute_dtype: torch.dtype, compiled: bool, ranks: int)
 
 
 def test_bf16_is_as_exact_as_in_one_process() -> None:
-    errors = reference.Bf16Errors(exact("llama", torch.float32))
+    errors = reference.Bf16Errors(noisy("llama", torch.float32))
     found = run_processes(in_another_precision, 4, torch.bfloat16, False, 2)[0]
     for one, (ids, _) in zip(found, reference.batches(61, 2, TOKENS, 8), strict=True):
         errors.add(one["gradients"], one["loss"], ids)
@@ -419,7 +442,7 @@ def test_bf16_is_as_exact_as_in_one_process() -> None:
 
 
 def test_compiled_layers_give_the_same_gradients() -> None:
-    model = exact("llama", torch.float32)
+    model = noisy("llama", torch.float32)
     found = run_processes(in_another_precision, 2, torch.float32, True, 2)[0]
     for one, (ids, _) in zip(found, reference.batches(61, 2, TOKENS, 2), strict=True):
         model.zero_grad()
@@ -429,7 +452,7 @@ def test_compiled_layers_give_the_same_gradients() -> None:
 
 
 def bad_input() -> None:
-    pipeline = Pipeline(exact("llama", torch.float32), microbatches=1, tensor_parallel=2, self_check=False)
+    pipeline = Pipeline(noisy("llama", torch.float32), microbatches=1, tensor_parallel=2, self_check=False)
     with pytest.raises(
         InputError, match=r"7 tokens per sequence, expected a multiple of the 2 tensor ranks|refused by"
     ):

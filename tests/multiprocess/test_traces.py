@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from evenpipe.plan.measured import compare
 from evenpipe.schedule import Dependencies, Kind, Order, Pass, generate
 from evenpipe.schedule.passes import HOP_KINDS
 from evenpipe.schedule.trace import Allocations, Trace
-from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
+from evenpipe.schedule.trace_file import read_trace, trace_from_dict, trace_to_dict, write_trace
 
 SECONDS_APART, DRIFT = 1000.0, 1e-3
 """Each process's clock is this far ahead of that of the one before it, and this part faster."""
@@ -219,6 +220,42 @@ def test_allocations_are_those_of_each_device(traces: list[Trace]) -> None:
     for case, trace in each(traces):
         counted = [Allocations(100, device, 0, 0) if case is CASES[-1] else None for device in range(2)]
         assert [device.allocations for device in trace.devices] == counted, case
+
+
+def trace_of_tensor_ranks() -> tuple[dict[str, Any] | None, list[float]]:
+    """The trace of a step on two devices of two ranks, on the first process; and when each pass really started here."""
+    initialise_worker()
+    really = shift_clock()
+    pipeline = Pipeline(
+        described(97, False, torch.float64),
+        microbatches=3,
+        tensor_parallel=2,
+        parameter_dtype=torch.float64,
+        self_check=False,
+    )
+    result = pipeline.step(torch.randint(1, 97, (3, 8)), record_passes=True)
+    trace = pipeline.trace(result, schedule="1f1b", step=5)
+    starts = [really(entry.start) for entry in result.record.passes]
+    pipeline.close()
+    return None if trace is None else trace_to_dict(trace), starts
+
+
+def test_every_tensor_rank_is_in_the_trace_with_its_own_passes(tmp_path: Path) -> None:
+    found = run_processes(trace_of_tensor_ranks, 4)
+    assert [values is not None for values, _ in found] == [True, False, False, False]
+    trace = trace_from_dict(json.loads(json.dumps(found[0][0])))
+    assert trace.about["tensor_parallel"] == 2
+    begin = found[0][1][0] - trace.devices[0].passes[0].start
+    for rank, one in enumerate(trace.by_rank):
+        for device, row in enumerate(one.devices):
+            assert [entry.item for entry in row.passes] == [e for e in one.program.rows[device] if isinstance(e, Pass)]
+            real = [start - begin for start in found[2 * device + rank][1]]
+            assert [entry.start for entry in row.passes] == pytest.approx(real, abs=row.clock.uncertainty + 1e-6)
+    write_trace(trace, tmp_path / "step.json")
+    assert read_trace(tmp_path / "step.json").by_rank == trace.by_rank
+    comparison = compare(trace)
+    assert list(comparison.timelines) == ["measured, tensor rank 0", "measured, tensor rank 1", "predicted"]
+    assert comparison.title == "1f1b + vocab-2, 2 devices of 2 tensor ranks, 3 microbatches, step 5"
 
 
 def readings() -> tuple[float, float, float]:

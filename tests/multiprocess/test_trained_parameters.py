@@ -45,6 +45,7 @@ class Case:
     mode: str = "vocab-2"
     tied: bool = False
     replicas: int = 1
+    tensor_parallel: int = 1
 
 
 @cache
@@ -63,6 +64,7 @@ def make(case: Case, compute_dtype: torch.dtype = FP64, frozen: str = BUILT) -> 
         microbatches=MICROBATCHES,
         data_parallel=case.kind,
         replicas=case.replicas,
+        tensor_parallel=case.tensor_parallel,
         parameter_dtype=dtype,
         compute_dtype=compute_dtype,
         self_check=False,
@@ -152,6 +154,10 @@ def test_replicas(processes: int, kind: str) -> None:
     run_processes(follows, processes, cases)
 
 
+def test_tensor_ranks() -> None:
+    run_processes(follows, 2, [Case(tied=True, tensor_parallel=2), Case(schedule="zb-h1", tensor_parallel=2)])
+
+
 # --- where copies compute --------------------------------------------------------------------------------
 
 
@@ -226,11 +232,41 @@ EMBEDDING, MATRIX = "model.embed_tokens.weight", "model.layers.3.mlp.up_proj.wei
         (2, Case(mode="first-last", tied=True), EMBEDDING, (1,), "devices"),
         (2, Case("replicate", mode="first-last", replicas=2), MATRIX, (1,), "replicas"),
         (4, Case("shard", replicas=2), MATRIX, (3,), "replicas"),
-        (4, Case("replicate", replicas=2), EMBEDDING, (0, 2), "devices"),
-        (4, Case("replicate", replicas=2), EMBEDDING, (2, 3), "replicas"),
+        (4, Case("replicate", replicas=2), EMBEDDING, (0, 1), "devices"),  # the first device of both replicas
+        (4, Case("replicate", replicas=2), EMBEDDING, (1, 3), "replicas"),
     ],
 )
 @pytest.mark.sampled(3)
 def test_processes_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], where: str) -> None:
     said = rf"^{re.escape(name)}: requires_grad is True on some {where} and False on others, expected the same"
     run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), said)
+
+
+TIED = Case(tied=True, tensor_parallel=2)
+NORM = "model.layers.3.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("processes", "case", "name", "frozen", "said"),
+    [
+        (2, Case(tensor_parallel=2), NORM, (1,), "tensor rank 0 and False on tensor rank 1 of device 0"),
+        (2, Case(tensor_parallel=2), MATRIX, (0,), "tensor rank 1 and False on tensor rank 0 of device 0"),
+        (
+            4,
+            Case(tensor_parallel=2, tied=True),
+            EMBEDDING,
+            (2,),
+            "tensor rank 1 and False on tensor rank 0 of device 1",
+        ),
+        (4, Case(tensor_parallel=2), MATRIX, (2,), "tensor rank 1 and False on tensor rank 0 of device 1"),
+        (4, Case(tensor_parallel=2), "lm_head.weight", (3,), "tensor rank 0 and False on tensor rank 1 of device 1"),
+        (4, Case(tensor_parallel=2), EMBEDDING, (0, 1), "some devices and False on others"),
+        # ranks of replicas: 0, 1 of the first one, and 2, 3
+        (4, Case(replicas=2, tensor_parallel=2), NORM, (0, 2), "tensor rank 1 and False on tensor rank 0 of device 0"),
+        (4, Case("shard", replicas=2, tensor_parallel=2), NORM, (1,), "some replicas and False on others"),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_tensor_ranks_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], said: str) -> None:
+    expected = rf"^{re.escape(name)}: requires_grad is True on {said}, expected the same on every process that holds"
+    run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), expected)

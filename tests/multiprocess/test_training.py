@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import torch
 from harness import run_outcomes, run_processes
 from transformers import AutoModelForCausalLM
 
+from evenpipe.schedule.trace_file import read_trace
+from evenpipe.train import data as data_module
 from evenpipe.train import trainer
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import load_config
@@ -175,6 +179,80 @@ def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path,
         process.communicate()
     finish(evenpipe("train", path))
     assert curve(tmp_path) == curve(uninterrupted)
+
+
+# --- tensor ranks -----------------------------------------------------------------------------------------------------
+
+TENSOR_LAYOUTS = (
+    (3, ("pipeline.processes=4", "pipeline.tensor_parallel=2")),
+    (6, ("pipeline.processes=4",)),
+    (9, ("pipeline.processes=4", "pipeline.tensor_parallel=2", "pipeline.replicas=2", "pipeline.microbatches=2")),
+    (None, ("pipeline.processes=2",)),
+)
+"""Layouts of one run, and the step at which each is stopped: 2 devices x 2 tensor ranks, 4 devices,
+1 device x 2 tensor ranks in 2 replicas, 2 devices."""
+
+
+def train_and_note_readers(path: str, overrides: tuple[str, ...], until: int | None, folder: str) -> None:
+    """Each process that opens the tokens leaves a file with the step at which this part of the run ends."""
+    open_rows = data_module.open_rows
+
+    def noted(*arguments):
+        (Path(folder) / f"{until}: {os.environ['RANK']}").touch()
+        return open_rows(*arguments)
+
+    data_module.open_rows = noted
+    train_config_until(load_config(Path(path), ["checkpoint.every_steps=3", *overrides]), until)
+
+
+def check_losses(folder: Path, other: Path) -> None:
+    """In training and validation, of two runs in different layouts: fp32 adds up in another order."""
+    found, wanted = ([(line[0], line[1]) for line in curve(one)] for one in (folder, other))
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-6)
+
+
+def test_a_run_goes_on_with_and_without_tensor_ranks(uninterrupted: Path, tmp_path: Path) -> None:
+    """The same losses and weights as without interruption; and only the first process of a replica reads data."""
+    path, readers = write_config(tmp_path), tmp_path / "readers"
+    readers.mkdir()
+    prepare(load_config(path), say=lambda text: None)
+    for until, overrides in TENSOR_LAYOUTS:
+        processes = int(overrides[0].partition("=")[2])
+        with pytest.raises(StoppedError) if until else contextlib.nullcontext():
+            run_processes(train_and_note_readers, processes, str(path), overrides, until, str(readers))
+    assert sorted(file.name for file in readers.iterdir()) == ["3: 0", "6: 0", "9: 0", "9: 2", "None: 0"]
+    check_losses(tmp_path, uninterrupted)
+    export_checkpoint(tmp_path / "run", tmp_path / "exported")
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (tmp_path / "exported", uninterrupted / "run" / "model")
+    ]
+    for name, weight in models[1].items():
+        torch.testing.assert_close(models[0][name], weight, rtol=0, atol=1e-5)
+
+
+def test_a_run_with_tensor_ranks_shows_all_of_its_processes(uninterrupted: Path, tmp_path: Path) -> None:
+    """By the command line: validation, a trace, the report, export and text, as without."""
+    path = write_config(tmp_path)
+    path.write_text(path.read_text() + '[sample]\nprompts = ["import"]\n')
+    options = ("pipeline.processes=4", "pipeline.tensor_parallel=2", "output.trace_steps=[5]")
+    console = finish(evenpipe("train", path, *options))
+    check_losses(tmp_path, uninterrupted)
+    assert all(len(line["busy"]) == 4 for line in logged(tmp_path) if "busy" in line)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    places = [(one["device"], one["tensor_rank"]) for one in report["devices"]]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(one["peak_memory_bytes"] > 0 for one in report["devices"])
+    assert sum(one["vocabulary_rows"] for one in report["devices"]) == 301
+    assert re.search(r"device +tensor rank +busy", console)
+    assert "import" in console.splitlines()[-1] or "\nimport" in console, console
+    trace = read_trace(tmp_path / "run" / "traces" / "step-00000005.json")
+    assert len(trace.by_rank) == 2 and all(row.passes for one in trace.by_rank for row in one.devices)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+
+
+# --- other things that change no loss ---------------------------------------------------------------------------------
 
 
 def test_what_is_on_the_host_changes_no_bit(uninterrupted: Path, tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from harness import Outcome, describe, run_outcomes, run_processes, until_they_w
 import evenpipe.processes.worker as worker_module
 from evenpipe.communication.communicators import Communicators, _wait_for_all
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.signs import Beat, Board, Waiting, cause_of, processes, started
+from evenpipe.processes.bell import signals_handled
+from evenpipe.processes.names import processes
+from evenpipe.processes.signs import Beat, Board, Waiting, cause_of, started
 from evenpipe.processes.store import NetworkStore
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import Worker, initialise_worker, meet
@@ -576,8 +578,12 @@ def one_dies_before_all_are_here(how: str) -> None:
         "dies": r"process 1 \(pid \d+\) has died: killed, out of memory or crashed, before all processes had started",
         "comes not": r"processes 1, 2 of 4 had not started when SIGTERM came",
     }[how]
-    with pytest.raises(RunError, match=f"^{message}$"):
-        meet(store, rank, 4, 600.0)
+    terminated: list[int] = []
+    with (
+        signals_handled(lambda number, _: terminated.append(number), [signal.SIGTERM]),
+        pytest.raises(RunError, match=f"^{message}$"),
+    ):
+        meet(store, rank, 4, 600.0, terminated)
     store.write(f"found {rank}", "")
     while not store.has(["found 0", "found 3"]):  # nobody takes the end of another for the cause
         time.sleep(0.01)

@@ -39,6 +39,24 @@ def test_all_fields_survive() -> None:
     assert trace_from_dict(again) == trace
 
 
+def test_other_tensor_ranks_survive_and_have_no_row_of_their_own() -> None:
+    trace = two_devices()
+    first, second = trace.devices
+    ranks = replace(trace, other_ranks=((replace(first, end=first.end + 1), second),))
+    values = json.loads(json.dumps(trace_to_dict(ranks)))
+    assert trace_from_dict(values) == ranks
+    assert [one.devices for one in ranks.by_rank] == [trace.devices, ranks.other_ranks[0]]
+    assert "row" not in values["other_ranks"][0][0] and "other_ranks" not in trace_to_dict(trace)
+    for wrong, message in (
+        ([[]], r"^other_ranks\[0\] is \[\], expected a list of 2 devices$"),
+        ([[{}, {}]], r"^other_ranks\[0\]\[0\]\.passes is missing$"),
+        ([values["other_ranks"][0][::-1]], r"^other_ranks\[0\]\[0\]\."),
+        ({}, "^other_ranks is {}, expected a list$"),
+    ):
+        with pytest.raises(InputError, match=message):
+            trace_from_dict({**values, "other_ranks": wrong})
+
+
 def test_allocations_survive_where_they_were_counted(tmp_path: Path) -> None:
     trace = two_devices()
     first, second = trace.devices

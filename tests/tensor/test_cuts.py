@@ -7,18 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
-from small_families import CONFIGS
+from small_families import CONFIGS, WHOLE
 from test_units import Mlp, call
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config, Qwen3NextConfig
 
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.small_model import small_model
-from evenpipe.tensor import check, cuts, layers, local
+from evenpipe.tensor import check, cuts, layers, summed
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.cuts import find_cut
+from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
 from evenpipe.tensor.units import NoUnitsError
 
@@ -32,6 +33,10 @@ def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, Tensor
 def test_a_small_copy_of_every_family_is_equal_to_the_whole(family: str) -> None:
     cut = cut_of_model(describe(CONFIGS[family]()), 2)
     assert not whole_parts(cut)
+
+
+def test_what_cannot_be_cut_is_computed_whole() -> None:
+    assert {*whole_parts(cut_of_model(describe(WHOLE["bloom"]()), 2))} == {"self_attention"}
 
 
 def test_sizes_of_a_large_model() -> None:
@@ -82,11 +87,11 @@ def test_a_residual_inside_a_block_is_found() -> None:
 
 
 def refuse(family: str, change) -> None:
-    description = describe(CONFIGS[family]())
-    small, dtype, _ = small_model(description)
-    cut = change(find_model_cut(small))
-    with pytest.raises(InputError, match="cannot be trained with tensor parallelism"):
-        check._compare(small, dtype, cut, 2)
+    with (
+        mock.patch.object(check, "find_model_cut", lambda small: change(find_model_cut(small))),
+        pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
+    ):
+        cut_of_model(describe(CONFIGS[family]()), 2)
 
 
 def of_blocks(cut: ModelCut, change) -> ModelCut:
@@ -136,13 +141,72 @@ def test_a_norm_over_heads_without_a_sum_is_refused() -> None:
 
 
 def test_parts_that_are_not_summed_are_refused() -> None:
-    small, dtype, _ = small_model(describe(CONFIGS["llama"]()))
-    cut = find_model_cut(small)
+    compare = check._compare
+
+    def without_sums(*given) -> None:
+        with mock.patch.object(summed, "Scatter", OwnRows):
+            compare(*given)
+
     with (
-        mock.patch.object(local, "Scatter", local.OwnRows),
+        mock.patch.object(check, "_compare", without_sums),  # the cut itself is found with them
         pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
     ):
-        check._compare(small, dtype, cut, 2)
+        cut_of_model(describe(CONFIGS["llama"]()), 2)
+
+
+class NearlyScatter(Scatter):
+    """Forgets as much as a rounding to fp32 would hide."""
+
+    @staticmethod
+    def forward(ctx, partial, exchange):
+        return Scatter.forward(ctx, partial, exchange) * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
+def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
+    description = describe(CONFIGS[family]())
+    with (
+        mock.patch.object(summed, "Scatter", NearlyScatter),
+        pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
+    ):
+        cut_of_model(description, 2)
+
+
+def test_small_differences_of_large_numbers_in_fp32_are_no_errors() -> None:
+    """Gradients of its decay are; in fp32 they change by 1e-5 with the order of sums."""
+    config = Qwen3NextConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=48,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    assert not whole_parts(cut_of_model(describe(config), 2))
+
+
+def test_a_block_may_return_several_hidden_states() -> None:
+    """DBRX's attention returns the residual too, and adds it inside, so it is computed whole."""
+    config = DbrxConfig(
+        d_model=16,
+        n_heads=4,
+        n_layers=4,
+        vocab_size=61,
+        max_seq_len=32,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    assert {*whole_parts(cut_of_model(describe(config), 2))} == {"norm_attn_norm", "ffn"}
 
 
 def test_nothing_of_the_caller_changes() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from evenpipe.checkpoints.manifest import DamagedError
 from evenpipe.communication.messages import gather_values
 from evenpipe.errors import InputError, RunError
+from evenpipe.processes.names import process
 from evenpipe.processes.worker import current_watch
 
 _ERRORS = {kind.__name__: kind for kind in (InputError, DamagedError, RunError)}
@@ -69,9 +70,9 @@ class Team:
         except (InputError, RunError) as error:
             failure = (type(error).__name__, str(error))
         except OSError as error:
-            failure = ("RunError", f"process {self.rank}: {describe_os_error(error)}")
+            failure = ("RunError", f"{process(self.rank)}: {describe_os_error(error)}")
         except Exception as error:
-            failure, unexpected = ("RunError", f"process {self.rank}: {type(error).__name__}: {error}"), error
+            failure, unexpected = ("RunError", f"{process(self.rank)}: {type(error).__name__}: {error}"), error
         outcomes = self.gather((failure, value))
         if unexpected is not None:
             raise unexpected

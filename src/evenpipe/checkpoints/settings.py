@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenpipe.errors import InputError
+from evenpipe.processes.names import process
 
 _OF_THE_MACHINE = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of a group that are not restored: they depend on the machine and do not change the results."""
@@ -72,8 +73,8 @@ def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first_rank, first = scheduled[0]
         if len(part["groups"]) != len(first["groups"]):
             raise InputError(
-                f"scheduler: the optimizer has {len(first['groups'])} groups on process {first_rank} and "
-                f"{len(part['groups'])} on process {rank}, expected the same number on every process, with empty ones"
+                f"scheduler: the optimizer has {len(first['groups'])} groups on {process(first_rank)} and "
+                f"{len(part['groups'])} on {process(rank)}, expected the same number on every process, with empty ones"
             )
         settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
     return settings

@@ -128,7 +128,7 @@ def _add_what_runs(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--traced",
         action="store_true",
-        help="run the stages on tensors without storage instead of using closed forms (tp = cp = 1)",
+        help="run the stages on tensors without storage instead of using closed forms (cp = 1)",
     )
 
 

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
     space.add_argument(
-        "--runnable", action="store_true", help="only configurations that evenpipe train can run: dp, pp, zero 0 or 3"
+        "--runnable", action="store_true", help="only configurations that evenpipe train can run: cp 1, zero 0 or 3"
     )
     parser.add_argument("--best", metavar="N", type=int, default=10, help="plans to show (default: %(default)s)")
     parser.add_argument(
@@ -207,11 +207,12 @@ def _share(text: str) -> float | None:
 
 def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Write the best plan that can run, and say if better plans are estimates only."""
-    from evenpipe.plan.ranking import runnable
+    from evenpipe.plan.runnable import refusal
     from evenpipe.train.planned_config import planned_tables, write_tables
 
     assert found.best is not None
-    plan = next((plan for plan in found.plans if runnable(plan)), found.best)
+    runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe.parallelism))
+    plan = next(runnable, found.best)
     tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
     write_tables(tables, arguments.output, notes)

@@ -123,6 +123,19 @@ class Communicator:
         assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
         return self._start(what, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
 
+    def pass_on(self, tensor: Tensor, buffer: Tensor, what: str) -> Handle:
+        """Send `tensor` to the next member, and fill `buffer` with what the previous one sends; the last one's next is
+        the first. All members call it, with the same shape and dtype."""
+        count = len(self.members)
+        after, before = self.members[(self.position + 1) % count], self.members[self.position - 1]
+
+        def start(host: Tensor, host_buffer: Tensor) -> Any:
+            # One batch: NCCL would wait for the other side of each alone.
+            sent = dist.P2POp(dist.isend, host, after, self.group)
+            return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, before, self.group)])
+
+        return self._start(what, (before, after), start, reads=tensor, writes=buffer, messages=2)
+
     # -- collectives: every member calls them in the same order ------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
@@ -201,6 +214,11 @@ class Communicator:
             )
 
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
+
+    def started(self, what: str) -> Handle:
+        """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
+        reads others' memory: the watch knows of it from the wait on."""
+        return Handle(self, what, self.others, (None,))
 
     # -- rows: as many for each member as all know beforehand --------------------------------------
 

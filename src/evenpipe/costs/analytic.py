@@ -4,8 +4,15 @@
     streaming   bytes / bandwidth + operations
     attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
                 products, one of them recomputed)
-    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, not
-                overlapped; with sequence parallelism the streamed tensors are split too
+    tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
+                result's gradient and sums the input's; a repeated forward leaves out its last sum, or with "selective"
+                all sums. None of that overlaps. W gathers each input again during the products before those that need
+                it (but the first of a pass, see `step.py`), B while input gradients are computed, and B sums the
+                input's gradient while weight gradients are computed: the longer counts. A repeated forward keeps the
+                whole input. Streamed tensors are split too. Without sequence parallelism, two all-reduces forward and
+                two backward
+    vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
+                rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
     context     keys and values arrive while attention computes: the longer of the two counts
 
 F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
@@ -15,13 +22,11 @@ with measurements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Placement
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
@@ -116,6 +121,10 @@ class Setting:
         """Bytes of one hop."""
         return self.tokens * hidden_size * self.element * self.hidden_share
 
+    def exchange_seconds(self, hidden_size: int) -> float:
+        """Time in which tensor ranks gather or sum hidden states of all tokens."""
+        return self.axes.tensor.gather_seconds(self.hardware, self.tokens * hidden_size * self.element)
+
     # --- one matrix ------------------------------------------------------------------------------------------
 
     def product_seconds(self, product: Product, which: str = "forward") -> float:
@@ -155,32 +164,62 @@ class LayerTime:
     weights: float
     whole: float
     """B: both in one, without recomputation."""
+    weights_repeated: float
+    """W of a layer whose forward was repeated: tensor ranks have its whole input."""
+    whole_repeated: float
+    """B likewise."""
     again_selective: float
     """Recomputation if the results of products and attention are kept."""
     again_full: float
     """The same if only the layer's input is kept."""
+    exchanged: LayerTime | None = None
+    """Of these times, those in which only tensor ranks exchange rows; None with one rank."""
 
     @property
     def backward(self) -> float:
         """The shorter of the whole and the split backward."""
         return min(self.whole, self.inputs + self.weights)
 
-    @property
-    def recomputed(self) -> float:
-        """Extra time of a layer that keeps only its input."""
-        return self.again_full + self.bare - self.forward
+    # Below, `checkpointing` is one of the policies "none", "selective", "full".
+
+    def extra(self, checkpointing: str) -> float:
+        """Return how much longer forward and backward take than without recomputation."""
+        weights, whole = self.weights_of(checkpointing), self.whole_of(checkpointing)
+        backward = self.again(checkpointing) + min(whole, self.inputs + weights)
+        return self.forward_of(checkpointing) + backward - self.forward - self.backward
 
     def forward_of(self, checkpointing: str) -> float:
-        """Return the forward under one of the policies "none", "selective", "full"."""
+        """Return the forward."""
         return self.bare if checkpointing == "full" else self.forward
 
     def again(self, checkpointing: str) -> float:
-        """Return the recomputation in the backward under one of the policies "none", "selective", "full"."""
+        """Return the recomputation in the backward."""
         return {"none": 0.0, "selective": self.again_selective, "full": self.again_full}[checkpointing]
+
+    def weights_of(self, checkpointing: str) -> float:
+        """Return W."""
+        return self.weights if checkpointing == "none" else self.weights_repeated
+
+    def whole_of(self, checkpointing: str) -> float:
+        """Return B without the recomputation."""
+        return self.whole if checkpointing == "none" else self.whole_repeated
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times of one layer."""
+    computed = _computed(work, setting)
+    if setting.tensor == 1:
+        return computed
+    exchanged = _exchanged(work, setting)
+    sums = {name: getattr(computed, name) + getattr(exchanged, name) for name in _TIMES}
+    return LayerTime(**sums, exchanged=exchanged)
+
+
+_TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name != "exchanged")
+
+
+def _computed(work: LayerWork, setting: Setting) -> LayerTime:
+    """Return the times without the exchange of tensor ranks."""
     hardware, tokens = setting.hardware, setting.tokens
     products = sum(setting.product_seconds(product) for product in work.products)
     inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
@@ -192,9 +231,8 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
-    exchanged = 4 * setting.axes.tensor.gather_seconds(hardware, tokens * work.hidden_size * setting.element)
-    forward = products + attention + streaming + exchanged
-    inputs = inputs + attention_backward + streaming_backward + exchanged
+    forward = products + attention + streaming
+    inputs = inputs + attention_backward + streaming_backward
     correction = setting.correction
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
     return LayerTime(
@@ -202,9 +240,48 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
         bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * forward,
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
+        weights_repeated=correction["W"] * weights,
         whole=correction["B"] * (inputs + weights),
+        whole_repeated=correction["B"] * (inputs + weights),
         again_selective=correction["F"] * streaming,
         again_full=correction["F"] * (forward - skipped),
+    )
+
+
+BLOCKS = 2
+"""Blocks of a layer: attention and MLP."""
+
+
+def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
+    """Return the times in which tensor ranks exchange rows and compute nothing."""
+    correction, once = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
+    each_way = 2 * BLOCKS * once
+    weights = again_selective = gathering = 0.0
+    summing, again_full = BLOCKS * once, each_way
+    if setting.sequence_parallel:
+        again_full = each_way - (once if work.last is not None and setting.stops_early else 0.0)
+        again_selective = BLOCKS * once  # it has kept the sums
+        if work.gathered:
+            made_before = sum(setting.product_seconds(one, "weights") for one in work.products) / len(work.gathered)
+            weights = len(work.gathered) * max(0.0, once - made_before)
+        for block in work.gathered:
+            inputs, made = (
+                sum(setting.product_seconds(one, which) for one in block) for which in ("inputs", "weights")
+            )
+            gathering += max(0.0, once - inputs)
+            summing -= min(once, made)
+    arriving = BLOCKS * once  # the gradients of results
+    bare = correction(BARE if BARE in setting.correction.factors else "F")
+    return LayerTime(
+        forward=correction("F") * each_way,
+        bare=bare * each_way,
+        inputs=correction("I") * each_way,
+        weights=correction("W") * weights,
+        weights_repeated=0.0,
+        whole=correction("B") * (arriving + gathering + summing),
+        whole_repeated=correction("B") * (arriving + summing),
+        again_selective=correction("F") * again_selective,
+        again_full=correction("F") * again_full,
     )
 
 
@@ -292,100 +369,3 @@ def _added(head: HeadTime) -> dict[str, float]:
 def least_seconds(passes: Mapping[str, float]) -> float:
     """Return the total time of F and the shorter backward."""
     return passes["F"] + min(passes["B"], passes["I"] + passes["W"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The split of layers over devices that `Costs` are made for."""
-
-    placement: Placement
-    layers_per_stage: tuple[int, ...]
-    checkpointing: tuple[str, ...]
-    """Per layer: "none", "selective" or "full"."""
-    vocabulary: str
-    """The mode, one of `evenpipe.schedule.MODES`."""
-
-
-WHOLE = ("first-last", "redistribute")
-"""Modes with the whole output layer on the last stage."""
-
-
-def costs_of_cut(
-    cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
-) -> Costs:
-    """Return the seconds of all passes and transfers of one step.
-
-    layers: with the correction `beside_whole` if vocabulary layers are whole. rows: of the embedding and of the output
-    layer.
-    """
-    devices, hardware, pipeline = cut.placement.devices, setting.hardware, setting.axes.pipeline
-    correction = setting.correction
-    stages = _stage_times(cut, layers, correction)
-    embedded = setting.tokens * hidden_size * setting.hidden_share
-    wide = setting.hop_bytes(hidden_size)
-    p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
-    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
-
-    def costs(**others: Any) -> Costs:
-        others |= {name: tuple(row) for name, row in stages.items()}
-        return Costs(**others, p2p=p2p, contention=contention)
-
-    if cut.vocabulary in WHOLE:
-        stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
-        for name, seconds in whole_head_time(hidden_size, rows, setting).items():
-            stages[name][-1] += seconds
-        for name in ("W", "B"):
-            stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
-        return costs()
-    if devices > 1 and hardware.torch_device != "cpu":
-        stages = {name: [time * BESIDE_COLLECTIVES for time in row] for name, row in stages.items()}
-    shard = head_time(hidden_size, rows / devices, setting)
-    combined = correction["C"] * hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
-    one_barrier = cut.vocabulary == "vocab-2"
-    gathered = setting.axes.tensor.gather_seconds(hardware, setting.tokens * hidden_size * setting.element)
-    first_product = shard.forward + shard.loss_forward + gathered
-    to_all = pipeline.broadcast_seconds(hardware, wide)
-    statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
-    collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
-    return costs(
-        S=first_product + (shard.inputs if one_barrier else 0.0),
-        C=combined if one_barrier else 0.0,
-        T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
-        E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
-        G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
-        collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
-    )
-
-
-def _stage_times(cut: Cut, layers: Sequence[LayerTime], correction: Correction) -> dict[str, list[float]]:
-    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers."""
-    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
-    stages: dict[str, list[float]] = {name: [] for name in PASSES}
-    first = 0
-    for count in cut.layers_per_stage:
-        own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
-        again = sum(map(LayerTime.again, own, choices))
-        stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
-        stages["B"].append(beside["B"] + again + sum(layer.whole for layer in own))
-        stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
-        stages["W"].append(beside["W"] + sum(layer.weights for layer in own))
-        first += count
-    return stages
-
-
-# --- before and after the passes of a step ---------------------------------------------------------------------
-
-OPTIMIZER_BYTES = 40.0
-"""Bytes read and written per parameter by AdamW and the clipping before it: the gradient twice, weight and two moments
-both ways, and the copy in the dtype of the computation."""
-
-
-def step_end_seconds(parameters: float, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
-    """Return the time after the last pass on a device with this many parameters: gradients are summed over replicas,
-    the optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this
-    one)."""
-    hardware, replicas = setting.hardware, setting.axes.replicas
-    shards = replicas.size if zero else 1
-    reduced = replicas.gather_seconds(hardware, parameters * gradient_bytes)
-    gathered = replicas.gather_seconds(hardware, parameters * (setting.element if zero else gradient_bytes))
-    return reduced + gathered + hardware.streaming_seconds(parameters / shards * OPTIMIZER_BYTES, 10)

@@ -10,6 +10,8 @@ from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
 from evenpipe.schedule import Costs
 
+from .toml import toml_key, toml_lines
+
 
 def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> None:
     """Write a file that `read_costs` reads, with `notes` as comments at the top. Raises InputError if it cannot be
@@ -33,26 +35,9 @@ def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
         if not isinstance(value, Mapping):
             lines += toml_lines({name: value})
         elif name == "links":
-            quoted = ((link if link.isidentifier() else f'"{link}"', said) for link, said in value.items())
-            tables += [(f"links.{link}", said) for link, said in quoted]
+            tables += [(f"links.{toml_key(link)}", said) for link, said in value.items()]
         else:
             tables.append((name, value))
     for name, said in tables:
         lines += ["", f"[{name}]", *toml_lines(said)]
     return "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML: a table in one line, a list, a text or a number."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml_value(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-    return str(value) if isinstance(value, int) else f"{value:.6g}" if value else "0.0"
-
-
-def toml_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a line for each entry of a table."""
-    return [f"{key} = {toml_value(value)}" for key, value in table.items()]

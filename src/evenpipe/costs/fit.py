@@ -38,8 +38,8 @@ CLASS_OF = {
 WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 """How the time of passes that run as one is divided if no pass of the kind runs alone."""
 
-FACTORS = [1 + step / 100 for step in range(101)]
-"""Candidate factors for contention."""
+FACTORS = [1 + step / 100 for step in range(301)]
+"""Candidate factors for contention: 2 or more if devices have more processes than there are cores."""
 
 BETTER = 0.02
 """Share by which the deviations must shrink for a factor to be accepted."""

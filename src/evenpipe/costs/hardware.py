@@ -16,8 +16,8 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
 
-from .cost_file import toml_lines
 from .measured_passes import MeasuredPasses, is_number
+from .toml import toml_lines
 
 GIB = 2**30
 TILES = ((128, 256), (128, 128))
@@ -308,7 +308,8 @@ def write_hardware(hardware: Hardware, path: str | Path) -> None:
 
 def hardware_to_toml(hardware: Hardware) -> str:
     """Return TOML with figures first, then tables."""
-    figures, tables = [], []
+    figures: list[str] = []
+    tables: list[str] = []
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):
             for table in value:

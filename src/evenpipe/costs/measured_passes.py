@@ -7,6 +7,7 @@ numbers of devices. The output layer is measured in shards (vocab-2) and as a wh
 shard per token besides its products does not grow with its rows, and collectives of the shards slow down passes beside
 them. Stages are measured in two sizes, because a pass takes some time independent of its layers. Between two microbatch
 sizes the factors are interpolated over the logarithm of the size; outside the measured range the nearest one is used.
+With tensor parallelism, pipelines with the same number of tensor ranks count; if there are none, those without it.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ class MeasuredPasses:
     """Factor on all passes while all devices compute, as `Costs.contention`."""
     seconds: Mapping[str, float]
     """By the names in `MEASURED`, without those that could not be measured."""
+    tensor_parallel: int = 1
+    """Tensor ranks of each device."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "microbatch_size", "devices"):
+        for name in ("sequence", "microbatch_size", "devices", "tensor_parallel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"hardware: passes.{name} is {shown(value)}, expected a whole number of at least 1")
@@ -176,10 +179,17 @@ class Correction:
     stage: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a pass besides its layers, by the names in `PASSES`."""
     contention: float | None = None
-    """Factor while `devices` of a machine compute; None: that of the hardware."""
+    """Factor while all devices of a machine compute, relative to one device; None: that of the hardware."""
+    tensor_parallel: int = 1
+    """Tensor ranks of the measured devices. From 2 on, factors are for passes with the exchange of these ranks;
+    otherwise for computation alone."""
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
+
+    def exchange(self, name: str) -> float:
+        """Return the factor on the exchange of tensor ranks within a pass."""
+        return self[name] if self.tensor_parallel > 1 else 1.0
 
     @cached_property
     def beside_whole(self) -> Correction:
@@ -200,7 +210,7 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
         if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
     }
     stage = {name: measured.seconds[other] for name, other in STAGE.items() if other in measured.seconds}
-    return Correction(factors, stage, measured.contention)
+    return Correction(factors, stage, measured.contention, measured.tensor_parallel)
 
 
 def between(corrections: Mapping[int, Correction], size: int) -> Correction:
@@ -219,4 +229,4 @@ def between(corrections: Mapping[int, Correction], size: int) -> Correction:
     factors = {name: mean(one[name], other[name]) for name in one.factors.keys() & other.factors.keys()}
     stage = {name: mean(one.stage[name], other.stage[name]) for name in one.stage.keys() & other.stage.keys()}
     assert one.contention is not None and other.contention is not None
-    return Correction(factors, stage, mean(one.contention, other.contention))
+    return Correction(factors, stage, mean(one.contention, other.contention), one.tensor_parallel)

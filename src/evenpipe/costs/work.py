@@ -11,7 +11,7 @@ Nothing here depends on the hardware; `analytic` converts the work to times.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -58,6 +58,9 @@ class LayerWork:
     last: Product | None = None
     """The last product, if no operation after it saves a tensor for the backward: no norm, no weights of experts. A
     recomputed forward can skip it."""
+    gathered: tuple[tuple[Product, ...], ...] = field(default=(), repr=False)
+    """Per block (attention, MLP), the matrices that multiply its input. Tensor ranks keep their own rows of that input
+    until the weight gradients of these matrices, and gather it again for them. Not part of `fingerprint`."""
 
     @property
     def flops(self) -> float:
@@ -96,6 +99,7 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
         norms=len(norms),
         eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
         last=_last_product(module, named),
+        gathered=_gathered(module, named, description.hidden_size),
     )
 
 
@@ -112,16 +116,40 @@ def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> 
     return others[-1] if others else None
 
 
+def _gathered(
+    layer: nn.Module, products: Sequence[tuple[str, Product]], hidden_size: int
+) -> tuple[tuple[Product, ...], ...]:
+    """Return `LayerWork.gathered`: the linear layers of each child that take hidden states, but for the last one that
+    returns them. The runtime splits no other modules, such as experts: they keep their whole input."""
+    blocks: dict[str, list[tuple[str, Product]]] = {}
+    for name, product in products:
+        blocks.setdefault(name.partition(".")[0], []).append((name, product))
+    found = []
+    for block in blocks.values():
+        wide = [name for name, product in block if product.outputs == hidden_size]
+        inside = (product for name, product in block if name not in wide[-1:] and _is_linear(layer.get_submodule(name)))
+        found.append(tuple(product for product in inside if product.inputs == hidden_size))
+    return tuple(block for block in found if block)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_turned(module)
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """Return whether this is transformers' Conv1D, which stores its matrix as [inputs, outputs]."""
+    return hasattr(module, "nf")
+
+
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
     """Return products with the name of their module within the layer."""
     experts, met = experts_of(description.layer_config(index))
     for name, module in description.layer(index).named_modules():
-        turned = hasattr(module, "nf")  # transformers' Conv1D stores its matrix as [inputs, outputs]
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
                 yield name, Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
             elif parameter.ndim == 2:
-                outputs, inputs = parameter.shape[::-1] if turned else parameter.shape
+                outputs, inputs = parameter.shape[::-1] if _is_turned(module) else parameter.shape
                 yield name, Product(inputs, outputs)
 
 

@@ -116,7 +116,7 @@ def _table(
     panel: Panel, events: list[Event], looks: Looks, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
     """Return columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
-    how many events before this one), resource."""
+    how many events before this one), resource, and the ticks in which tensor ranks only exchange rows."""
     origin = panel.origin
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
@@ -136,6 +136,7 @@ def _table(
         array("i", [item.slice for item in items]),
         causes,
         resources,
+        array("i", [round(panel.timeline.exchange_of(event) / step) for event in events]),
     ]
     return table, texts, unknown
 

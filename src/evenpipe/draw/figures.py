@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .panel import Panel
+from .panel import Panel, kinds_in
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -48,6 +49,20 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
         Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
         Figure("bubble of the slowest device", share_text(timeline.bubble_rate), "Idle part of that span"),
     ]
+
+
+def exchange_text(panels: Iterable[Panel]) -> str:
+    """Return which part of each kind of pass tensor ranks only exchange rows: "tensor collectives: 18.2 % of F"; empty
+    if there are none."""
+    panels = tuple(panels)
+    words = []
+    for kind in kinds_in(panels):
+        events = [(panel, event) for panel in panels for row in panel.rows for event in row if event.item.kind is kind]
+        whole = sum(event.end - event.start for _, event in events)
+        found = sum(panel.timeline.exchange_of(event) for panel, event in events)
+        if whole and found:
+            words.append(f"{share_text(found / whole)} of {kind.value}")
+    return f"tensor collectives: {', '.join(words)}" if words else ""
 
 
 def busy_share(panel: Panel, device: int) -> float:

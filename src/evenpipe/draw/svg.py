@@ -14,7 +14,7 @@ from evenpipe.schedule.sharding import part_of
 
 from .canvas import FAINT, LEGEND_LINE, Canvas, n, text_width
 from .columns import cut, mean_colour
-from .figures import Scale, figures, peak_of, ticks
+from .figures import Scale, exchange_text, figures, peak_of, ticks
 from .kinds import IDLE, LOOKS, ink_on
 from .panel import Panel, Timelines, kinds_in, lanes, panels_of
 
@@ -260,6 +260,10 @@ class _Page:
             self.canvas.text(
                 self.left, top + 10.5, "lighter to darker: from the first to the last stage of a device", 12
             )
+        exchange = exchange_text(self.panels)
+        if exchange:
+            top += LEGEND_LINE
+            self.canvas.text(self.left, top + 10.5, exchange, 12)
         return top + LEGEND_LINE + 2
 
     def _x(self, panel: Panel, time: float) -> float:

@@ -20,7 +20,7 @@ from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KI
 
 from .ansi import DEPTHS, Painter
 from .columns import Piece, cut, mean_colour
-from .figures import Scale, busy_share, figures, peak_of, ticks
+from .figures import Scale, busy_share, exchange_text, figures, peak_of, ticks
 from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
@@ -224,7 +224,10 @@ class _Page:
             sample = _LETTER.get(kind, kind.value)
             chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
             entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
-        return _wrapped(entries, "  ", self.width)
+        exchange = exchange_text(self.panels)
+        return _wrapped(entries, "  ", self.width) + (
+            _wrapped(exchange.split(", "), ", ", self.width) if exchange else []
+        )
 
 
 def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:

@@ -109,6 +109,9 @@ class _Writer:
                 args[field] = getattr(event.item, field)
         if event.item.slice:
             args["slice"] = event.item.slice
+        exchange = self.panel.timeline.exchange_of(event)
+        if exchange:
+            args["of which tensor collectives"] = f"{100 * exchange / (event.end - event.start):.1f} %"
         if event.cause is not None:
             args["waited for"] = event.cause.resource
             if event.cause.item is not None:

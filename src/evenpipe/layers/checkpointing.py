@@ -23,6 +23,7 @@ see it.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ PRODUCTS = [
     _aten._scaled_dot_product_attention_math.default,
     torch._higher_order_ops.flex_attention,
 ]
-"""Kept by "selective": these cost far more time than the bytes of their results are worth."""
+"""Kept by "selective": these cost far more time than the bytes of their results are worth. Tensor ranks add theirs
+(`tensor/operations.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,8 @@ class _Saved:
 def only_saves() -> bool:
     """Return whether a layer's forward is being repeated and the next saved tensor is the last one needed: other
     results are ignored then."""
-    return _running_again is not None and _running_again.wants_one_more
+    call = _repeated.call
+    return call is not None and call.wants_one_more
 
 
 class _AllComputed(BaseException):
@@ -256,15 +259,14 @@ class _Call:
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
         self._forward = self._random_state = self._inputs = None
         self._arguments = arguments = {}
-        global _running_again  # noqa: PLW0603  (backwards run one after the other)
         with random_state.restored(), torch.enable_grad(), saved_tensors_hooks(self._found_again, _never):
-            _running_again = self
+            _repeated.call = self
             try:
                 forward(*args, **kwargs)
             except _AllComputed:
                 pass
             finally:
-                _running_again = None
+                _repeated.call = None
         if self._found != len(self._saved):
             raise RuntimeError(
                 f"a checkpointed layer saved {len(self._saved)} tensors for its backward, but {self._found} in its"
@@ -288,7 +290,13 @@ def _never(packed: None) -> Tensor:
     raise AssertionError("the graph of a repeated forward has no backward")
 
 
-_running_again: _Call | None = None
+class _Repeated(threading.local):
+    """The call that is repeated, in each thread: backwards of a thread run one after the other."""
+
+    call: _Call | None = None
+
+
+_repeated = _Repeated()
 
 
 class _Inputs(torch.autograd.Function):

@@ -46,6 +46,10 @@ class Entry:
     gradients: Callable[[], tuple[Tensor, ...]]
     """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it. Only the tensors in
     the callable (detached ones) stay between I and W; it is released with the entry."""
+    source: Source | None = None
+    """Gathers the layer's input again before it is needed."""
+    saved: Tensor | None = None
+    """From which it does."""
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -85,14 +89,22 @@ class WeightGradients:
     def compute(self, key: tuple[int, int]) -> None:
         """W: add the gradients of that unit, in the order in which I reached the layers.
 
-        The uses of one parameter within the unit are summed before they are added, as in autograd.
+        The uses of one parameter within the unit are summed before they are added, as in autograd. An input that has to
+        be gathered is under way during the products of the one before:
+
+            [gather x of the MLP]  [gather x of the attention]  [gather x of the MLP before]
+             W of down              W of gate, up, o             W of q, k, v, down
         """
         entries = self._entries.pop(key)
         uses = Counter([id(parameter) for entry in entries for parameter in entry.parameters])
         sums: dict[int, Tensor] = {}
         entries.reverse()
+        sources = [entry for entry in entries if entry.source is not None]
+        under_way = _start_next(sources, None)
         while entries:
             entry = entries.pop()  # its tensors are released one after the other
+            if entry.source is not None and entry.source is under_way:
+                under_way = _start_next(sources, under_way)
             for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
                 number = id(parameter)
                 summed = sums.pop(number).add_(gradient) if number in sums else gradient
@@ -105,6 +117,18 @@ class WeightGradients:
     def clear(self) -> None:
         self._entries.clear()
         self.under_way = None
+
+
+def _start_next(entries: list[Entry], source: Source | None) -> Source | None:
+    """Start to gather for the last of these entries that has another source, and take it and those behind it off.
+    Return its source."""
+    while entries:
+        entry = entries.pop()
+        if entry.source is not source:
+            assert entry.source is not None and entry.saved is not None
+            entry.source.start(entry.saved)
+            return entry.source
+    return None
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -171,8 +195,12 @@ class Source(Protocol):
         """Return whether a layer's input is all of what was gathered."""
         ...
 
-    def save(self) -> Tensor:
+    def save(self, layer: nn.Module) -> Tensor:
         """Return what a layer saves instead."""
+        ...
+
+    def product(self, layer: nn.Module) -> Tensor | None:
+        """Return the layer's output [n, out], if it was made while the input arrived."""
         ...
 
     def start(self, saved: Tensor) -> None:
@@ -185,6 +213,30 @@ class Source(Protocol):
 
     def later(self, work: Callable[[], None]) -> None:
         """Do this in the same backward, but not now."""
+        ...
+
+    def takes(self, gradient: Tensor, matrix: Tensor) -> bool:
+        """Return whether the input's gradient, [n, out] times [out, in], is left to the source: it makes the product
+        while it sums over ranks."""
+        ...
+
+
+class Sums(Protocol):
+    """The end of what tensor ranks compute in parts: sums a layer's outputs over ranks, each rank getting its rows."""
+
+    result: Tensor | None
+    """The layer's last output, if it is summed already."""
+
+    def rows_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a rank's rows of a tensor."""
+        ...
+
+    def product(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the own rows [n/t, out] of the sum over ranks of [n, in] times [in, out] plus the bias."""
+        ...
+
+    def gather(self, gradient: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients [n, out] of all rows, from a rank's, and their product with [out, in]."""
         ...
 
 
@@ -200,16 +252,21 @@ class SplitLayer(nn.Module):
     """Set by `compilation.py` while it calls the layer of the model that contains this one."""
     _source: Source | None = None
     """Set while a block whose input was gathered calls the layer."""
+    _sums: Sums | None = None
+    """If the layer's outputs are summed over tensor ranks. A hook of the layer does it if the layer does not."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
             return _TappedLinear.apply(x, self.transposed, *self._tapped)
         if not torch.compiler.is_compiling() and is_trained(self):
-            source = self._source
+            source, sums = self._source, self._sums
             if source is not None and not (torch.is_grad_enabled() and source.gave(x)):
                 source = None
+            if sums is not None and x.requires_grad and torch.is_grad_enabled():
+                output = sums.result = _Linear.apply(x, self, source, sums)
+                return output
             if source is not None or self._weight_gradients.takes(x):
-                return _Linear.apply(x, self, source)
+                return _Linear.apply(x, self, source, None)
         return super().forward(x)
 
 
@@ -246,33 +303,54 @@ def is_trained(layer: SplitLayer) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
+    """x W^T + b, and with `Sums` own rows of its sum over ranks. The parameters stay outside of autograd: their hooks
+    would run in I, before there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, source: Source | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, source: Source | None, sums: Sums | None) -> Tensor:
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]  # module attributes are slow
         assert weight is not None
-        ctx.save_for_backward(hidden if source is None else source.save())
-        ctx.of = layer, layer.transposed or bias is None or _in_rows(hidden), source
+        ctx.save_for_backward(hidden if source is None else source.save(layer))
+        ctx.of = layer, layer.transposed or bias is None or _in_rows(hidden), source, sums
+        ctx.shape = hidden.shape
+        shape = (*hidden.shape[:-1], weight.shape[1 if layer.transposed else 0])
+        shape = shape if sums is None else sums.rows_of(shape)
         if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
-            return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if layer.transposed else 0]))
+            return hidden.new_empty(shape)
+        made: Tensor | None
+        if sums is not None:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            made = sums.product(rows, weight if layer.transposed else weight.t(), bias)
+        else:
+            made = None if source is None else source.product(layer)
+        if made is not None:
+            return torch.ops.aten._unsafe_view(made, shape)  # type: ignore[no-any-return]
         output = functional.linear(hidden, weight.t() if layer.transposed else weight, bias)
         # Some models change it in place, which autograd forbids for a view returned by a function.
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (saved,) = ctx.saved_tensors
-        layer, in_rows, source = ctx.of
+        layer, in_rows, source, sums = ctx.of
+        weight = layer._parameters["weight"]
+        matrix = weight.t() if layer.transposed else weight
+        of_input = None
+        if sums is not None:
+            gradient, of_input = sums.gather(gradient.reshape(-1, gradient.shape[-1]), matrix)
+            gradient, of_input = gradient.view(*ctx.shape[:-1], -1), of_input.view(ctx.shape)
         # The gradient has no graph; the input has one, which would stay alive until W.
         entry = linear_entry(layer, saved.detach(), gradient, in_rows, source)
         if layer._weight_gradients.under_way is not None:
             layer._weight_gradients.add(entry)
-        else:  # the backward is not split: the input's source says when
+            if source is not None and source.takes(gradient, matrix):
+                return None, None, None, None
+        elif source is not None:  # the backward is not split: the input's source says when
             source.start(saved)
             source.later(entry.compute)
-        weight = layer._parameters["weight"]
-        return input_gradient(gradient, weight.t() if layer.transposed else weight), None, None
+        else:
+            entry.compute()
+        return input_gradient(gradient, matrix) if of_input is None else of_input, None, None, None
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -325,10 +403,11 @@ def linear_entry(
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), whole.reshape(-1, whole.shape[-1])
         return columns.t() @ rows if layer.transposed else rows.t() @ columns
 
+    again = None if source is None else hidden
     if bias is None or not bias.requires_grad:
-        return Entry((weight,), lambda: (of_weight(),))
+        return Entry((weight,), lambda: (of_weight(),), source, again)
 
     def of_bias() -> Tensor:
         return gradient.reshape(-1, len(bias)).sum(0) if in_rows else gradient.sum(tuple(range(gradient.dim() - 1)))
 
-    return Entry((weight, bias), lambda: (of_weight(), of_bias()))
+    return Entry((weight, bias), lambda: (of_weight(), of_bias()), source, again)

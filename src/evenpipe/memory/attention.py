@@ -12,6 +12,10 @@ class Attention(Norms):
 
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         """Return the result, and the probabilities if there are any."""
+        with self._whole(hidden) as whole:
+            return self._attended(whole)
+
+    def _attended(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
         query, key, value = self._projected(hidden)
         if self._shape.rotary.size:
             query, key = self._rotated(query, key)
@@ -23,14 +27,8 @@ class Attention(Norms):
 
     def _output(self, result: Sketch) -> Sketch:
         shape, sizes = self._shape, self._sizes
-        return self._operations.linear(
-            result,
-            sizes.stream,
-            sizes.heads * shape.attention.head_size * sizes.hidden,
-            sizes.hidden if shape.attention.output_bias else 0,
-            "result of attention",
-            scattered=sizes.gathered,
-        )
+        weight = sizes.heads * shape.attention.head_size * sizes.hidden
+        return self._rows(result, weight, shape.attention.output_bias, "result of attention")
 
     def _projected(self, hidden: Sketch) -> tuple[Sketch, Sketch, Sketch]:
         shape, sizes = self._shape.attention, self._sizes
@@ -63,6 +61,14 @@ class Attention(Norms):
             hidden, sizes.tokens * width, weight, width if bias else 0, name, gathered=sizes.gathered
         )
 
+    def _rows(self, x: Sketch, weight: int, bias: bool, name: str) -> Sketch:
+        """A product whose input is split over tensor parallelism, and whose results are summed."""
+        operations, sizes = self._operations, self._sizes
+        size, vector = sizes.whole, sizes.hidden if bias else 0
+        if not sizes.blocks:
+            return operations.linear(x, size, weight, vector, name, scattered=sizes.gathered)
+        return operations.linear(x, size, weight, vector, name, summed=sizes.stream)
+
     def _turned(self, x: Sketch) -> Sketch:
         """Heads before tokens, in place; in memory the gradient arrives in that order too, and is copied back."""
         if self._kernels.rotary == "fused" and self._is_flash and self._shape.attention.qkv == "apart":
@@ -73,6 +79,8 @@ class Attention(Norms):
         style, sizes = self._shape.attention.query_key_norm, self._sizes
         if style == "none":
             return x
+        if style == "whole" and sizes.blocks and self._kernels.norm == "eager":
+            return self._normed_over_ranks(x, sizes.tokens, x.elements // sizes.tokens, "norm of queries and keys")
         rows = sizes.tokens * heads if style == "head" else sizes.tokens
         return self._normed(x, rows, x.elements // rows, "norm of queries and keys")
 
@@ -131,7 +139,7 @@ class Attention(Norms):
 
     def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
         operations, sizes, shape = self._operations, self._sizes, self._shape
-        grouped = sizes.heads > sizes.key_value_heads
+        grouped = sizes.heads > sizes.key_value_heads > 1
         key, value = self._for_every_head(key), self._for_every_head(value)
         scores = sizes.tokens * sizes.heads * sizes.context
         # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
@@ -161,4 +169,4 @@ class Attention(Norms):
 
     def _for_every_head(self, x: Sketch) -> Sketch:
         groups = self._sizes.heads // self._sizes.key_value_heads
-        return self._operations.repeated(x, groups) if groups > 1 else x
+        return self._operations.repeated(x, groups, copies=self._sizes.key_value_heads > 1) if groups > 1 else x

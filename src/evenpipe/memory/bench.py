@@ -20,6 +20,7 @@ from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.parameters import StageParameters
+from evenpipe.tensor.exchange import Exchange
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""
@@ -31,6 +32,7 @@ class Trace:
 
     hidden: int
     """Bytes of the stage's input."""
+    output: int
     stored: int
     moved: tuple[int, ...]
     """Bytes that copies to the host carry of each layer, and last of the rest of the stage."""
@@ -58,7 +60,8 @@ class Trace:
         split = "input" in total
         return StageBytes(
             input=self.hidden,
-            output=self.hidden,
+            output=self.output,
+            saves_input=self.hidden == self.output,
             stored=self.stored + more["forward"],
             moved=of_all(self.moved),
             queued=self.queued + more["forward"] + more["input"] if split else 0,
@@ -105,6 +108,8 @@ class Bench:
         moves: for each layer, whether its saved tensors can go to the host; None: for all.
         argument: the name of the hidden states in the layers' signature.
         shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
+        exchange: of the tensor ranks that the stage was made for; None for one.
+        repeats: every forward is that of R, for which these keep more.
     """
 
     def __init__(
@@ -118,9 +123,15 @@ class Bench:
         dtype: torch.dtype,
         tracker: Tracker,
         moves: Sequence[bool] | None = None,
+        exchange: Exchange | None = None,
+        repeats: bool = False,
     ) -> None:
         self._stage, self._names = stage, names
-        self._shape, self._dtype = shape, dtype
+        self._exchange, self._repeats = exchange, repeats
+        ranks = 1 if exchange is None else exchange.size
+        rows = shape[0], shape[1] // ranks, shape[2]
+        self._shape, self._output_shape = shape if stage.is_first else rows, rows
+        self._dtype = dtype
         self._tracker = tracker
         self._parameters = dict(StageParameters(stage, dtype))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
@@ -148,7 +159,7 @@ class Bench:
         """Run every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
         self._microbatch(first=True)
         self._find_moved()
-        hidden, stored, queued = self._microbatch()
+        hidden, output, stored, queued = self._microbatch()
         gradients = self._gradient_sizes()
         if recompute:
             self._microbatch(recompute=True)
@@ -156,14 +167,15 @@ class Bench:
             for master in self._parameters.values():
                 master.grad = None
             self._microbatch(first=True, split=True)
-            hidden, stored, queued = self._microbatch(split=True)
+            hidden, output, stored, queued = self._microbatch(split=True)
         input_gradients = self._input_gradients if split else ()
-        return Trace(hidden, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
+        return Trace(hidden, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
-    def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, int, int]:
-        """Run F, R if wanted, and B or I and W. Return the bytes of the input, and the stored and queued ones."""
+    def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, ...]:
+        """Run F, R if wanted, and B or I and W. Return the bytes of the input and the output, and the stored and queued
+        ones."""
         tracker, which = self._tracker, "first " if first else ""
         before = tracker.live
         hidden = torch.empty(self._shape, dtype=self._dtype)
@@ -175,7 +187,8 @@ class Bench:
         edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
         stored = tracker.live - before - size
 
-        gradient = torch.empty_like(hidden)
+        gradient = torch.empty(self._output_shape, dtype=self._dtype)
+        output_size = gradient.nbytes
         if split:
             self._queue.begin(KEY)
         name = "after R" if recompute else which + ("input" if split else "backward")
@@ -194,13 +207,17 @@ class Bench:
                 self._queue.compute(KEY)
         del input_gradient
         assert first or tracker.live == before, f"{tracker.live - before} bytes of a microbatch are not freed"
-        return size, stored, queued
+        return size, output_size, stored, queued
 
     def _forward(self, hidden: Tensor, name: str, *, split: bool, keep_all: bool) -> GradientEdge:
         self._queue.under_way = KEY if split else None
         self._switch.off = keep_all
+        if self._exchange is not None:
+            self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
             output = self._stage(hidden.requires_grad_())
+        if self._exchange is not None:
+            self._exchange.repeats = False
         self._switch.off = False
         self._queue.under_way = None
         return get_gradient_edge(output)

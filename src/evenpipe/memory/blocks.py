@@ -69,15 +69,10 @@ class Block(Attention):
         return self._mlp(hidden), None
 
     def _mlp(self, hidden: Sketch) -> Sketch:
-        shape, sizes = self._shape, self._sizes
-        return self._operations.linear(
-            self._remade(self._inner(hidden), "activation"),
-            sizes.stream,
-            sizes.mlp * sizes.hidden,
-            sizes.hidden if shape.mlp.bias else 0,
-            "result of the MLP",
-            scattered=sizes.gathered,
-        )
+        weight = self._sizes.mlp * self._sizes.hidden
+        with self._whole(hidden) as whole:
+            inner = self._remade(self._inner(whole), "activation")
+            return self._rows(inner, weight, self._shape.mlp.bias, "result of the MLP")
 
     def _inner(self, hidden: Sketch) -> Sketch:
         """Return the tensor between the products."""

@@ -70,13 +70,16 @@ class StageBytes:
     input: int
     """The stage's input, received or computed here: live from before F until the end of B (or I)."""
     output: int
-    """The output of F, until it is sent or used; the gradient for B is as large."""
+    """The output of F, until it is sent or used; the gradient for B is as large. As large as the input, except in a
+    first stage that gets all tokens and leaves a tensor rank's."""
     stored: int
     """Stored by F for the backward, besides its input and its output."""
     moved: int | None = None
     """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
     queued: int
     """Live between I and W: inputs and output gradients of linear layers."""
+    saves_input: bool = True
+    """Whether the graph of F may keep the input. If not, F with copies to the host frees it at its end."""
     peaks: PassPeaks = field(default_factory=PassPeaks)
     recomputed: StageBytes | None = None
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
@@ -86,12 +89,16 @@ class StageBytes:
     @property
     def uncopied(self) -> int:
         """The rest of `input` and `stored`."""
-        return self.input + self.stored - self.copied
+        return self._of_graph - self.copied
 
     @property
     def copied(self) -> int:
         """Bytes of a copy of one microbatch's activations to the host, if its forward keeps its graph."""
-        return self.input + self.stored if self.moved is None else self.moved
+        return self._of_graph if self.moved is None else self.moved
+
+    @property
+    def _of_graph(self) -> int:
+        return self.input * self.saves_input + self.stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,13 @@ class EmbeddingBytes:
     """Rows that this device contributes (E), or their gradients (G)."""
     all_rows: int = 0
     """At the first stage: the received rows of all devices, or their gradients."""
+    looked_up: int = 0
+    """Rows that the first stage's F keeps until its end besides its input, if they do not come from other devices: a
+    tensor rank's own."""
+    placing_peak: int = 0
+    """Peak within the first stage's F while tensor ranks bring their rows together, above its other tensors."""
+    picking_peak: int = 0
+    """Peak at the end of the first stage's B while they sum the gradients of all rows, above."""
     forward_peak: int = 0
     """Peak within E, above."""
     backward_peak: int = 0
@@ -168,6 +182,8 @@ class StateBytes:
     unsharded: int = 0
     """The largest parameters and gradients that are whole at one moment, if that is not for items of the program to
     say."""
+    summing_peak: int = 0
+    """Above all that is left after the passes, while tensor ranks sum the gradients of what several of them hold."""
     step_peak: int = 0
     """Above all of these, during the optimizer step."""
 

@@ -8,12 +8,14 @@ own) and after them (the last norm).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from evenpipe.errors import InputError
+from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import PassPeaks, StageBytes
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
@@ -26,6 +28,7 @@ from evenpipe.memory.layers import (
     given,
     layer_bytes,
 )
+from evenpipe.memory.sketch import Sketch
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
@@ -60,12 +63,14 @@ class ClosedForms:
         checkpointing: str | Sequence[str] = "none",
         kept_layers: Collection[int] = (),
         kernels: Kernels = PRESETS["transformers"],
+        whole_end: bool = False,
     ) -> StageBytes:
         """Return the bytes of layers [first, last) with the ends that the stage owns.
 
         Args:
             checkpointing: of `layers.REGIONS`, for all layers of the model or one for each of them.
             kept_layers: layers that are not copied to the host.
+            whole_end: with tensor parallelism in blocks, what follows the layers needs all tokens.
 
         Raises:
             InputError: as `layer_bytes`.
@@ -79,17 +84,18 @@ class ClosedForms:
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
-        norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last)
+        norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last, gathers=whole_end and sizes.blocks)
         moves = [layer not in kept_layers for layer in range(first, last)]
 
-        def stage(choices: Sequence[str]) -> _Stage:
+        def stage(choices: Sequence[str], portion: Portion = portion) -> _Stage:
             own = zip(shapes[first:last], choices, strict=True)
             layers = [self._layer(shape, kernels, portion, choice) for shape, choice in own]
             ends: dict[str, Any] = {"start": self._start, "norm": norm, "is_first": is_first, "is_last": is_last}
             return _Stage(layers, moves, sizes, made=sum(made.values()), **ends)
 
         plain = ["none"] * (last - first)
-        again = None if choices[first:last] == plain else stage(plain).bytes(None)
+        is_same = choices[first:last] == plain and not sizes.blocks
+        again = None if is_same else stage(plain, replace(portion, repeats=sizes.blocks)).bytes(None)
         return stage(choices[first:last]).bytes(again)
 
 
@@ -114,8 +120,19 @@ class _Norm(NamedTuple):
     backward_peak: int
 
 
-def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: bool) -> _Norm:
-    run = LayerRun(shape, kernels, sizes, part=lambda block, hidden: block.norm(hidden, "last norm"))
+def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: bool, gathers: bool) -> _Norm:
+    """gathers: every tensor rank computes it for all tokens."""
+    stream = sizes.stream
+    if sizes.blocks and (gathers or not owned):  # what a stage does not own runs on zeros, for all tokens
+        sizes = replace(sizes, stream_tokens=sizes.tokens)
+
+    def part(block: Block, hidden: Sketch) -> Sketch:
+        if not (owned and gathers):
+            return block.norm(hidden, "last norm")
+        with block.operations.block(hidden, sizes.whole, keeps=False) as whole:
+            return block.operations.own_rows(block.norm(whole, "last norm"), stream)
+
+    run = LayerRun(shape, kernels, sizes, part=part, elements=stream if owned else sizes.stream)
     run.tape.recording = owned
     run.forward()
     if not owned:
@@ -146,22 +163,26 @@ class _Stage:
     ) -> None:
         self._layers, self._moves, self._norm, self._is_last = layers, moves, norm, is_last
         tokens = sizes.tokens // sizes.batch
-        self._stream = stream = sizes.stream * sizes.element
+        self._stream = sizes.stream * sizes.element
         """Bytes of the hidden states."""
+        self._whole = whole = sizes.whole * sizes.element
+        """Bytes of the hidden states of all tensor ranks, if blocks gather them; else `stream`."""
+        self._takes_rows = is_first and sizes.blocks
+        """Whether its input has all tokens, of which each tensor rank takes its own before the first layer."""
         self._begins = is_first and start != "nothing"
-        """Whether it allocates a tensor for the first layer."""
+        """Whether it allocates a tensor before the first layer."""
         self._holds_first = self._begins and start != "positions"
         """Whether that stays until the end of the forward."""
         indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if self._begins else 0
         self._looked_up = indices if start == "scaled" else 0
         """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
-        self._early = stream if start == "positions" and not is_first else 0
+        self._early = whole if start == "positions" and not is_first else 0
         """Bytes that are freed after the first layer."""
-        self._lasting = made + (0 if is_first and is_last else stream)
+        self._lasting = made + (0 if is_first and is_last else whole)
         """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
         the hidden states of other stages."""
         if start == "multiplied" and not is_first:
-            self._lasting += stream
+            self._lasting += whole
         if start == "positions":  # learned positions of one sequence
             self._lasting += tokens * sizes.hidden * sizes.element
         self._indices = indices
@@ -182,13 +203,14 @@ class _Stage:
     def bytes(self, recomputed: StageBytes | None) -> StageBytes:
         """recomputed: for microbatches that have R, if that differs."""
         stream = self._stream
-        if not self._layers and not self._is_last and not self._begins:
+        if not self._layers and not self._is_last and not self._begins and not self._takes_rows:
             return StageBytes(input=stream, output=stream, stored=0, queued=0)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
-            input=stream,
+            input=self._whole if self._takes_rows else stream,
             output=stream,
             stored=forward.kept - stream,
+            saves_input=not self._takes_rows,
             moved=self._moved(),
             queued=sum(layer.queued for layer in self._layers),
             peaks=PassPeaks(
@@ -219,17 +241,22 @@ class _Stage:
 
     def _input_goes(self, place: int) -> int:
         """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
-        return self._stream if place or self._begins else 0
+        return self._stream if place or self._begins or self._takes_rows else 0
 
     def _forward(self, *, bare: bool) -> Stretch:
         stream = self._stream
         looked_up = 0 if bare else self._looked_up
-        started = self._lasting + looked_up + self._early + (stream if self._begins else 0)
+        began = self._whole if self._begins else 0
+        started = self._lasting + looked_up + self._early + began
         row = [Stretch(started, started)]
+        if self._takes_rows:
+            row.append(Stretch(stream, stream))
         goes_at_end = self._lasting + looked_up - (0 if bare else self._shared + self._given)
         for place, layer in enumerate(self._layers):
             goes = self._input_goes(place) if bare or not layer.saves_input else 0
-            if not place and self._holds_first:
+            if not place and self._takes_rows:
+                goes, goes_at_end = (goes, goes_at_end + began) if self._holds_first else (goes + began, goes_at_end)
+            elif not place and self._holds_first:
                 goes_at_end, goes = goes_at_end + goes, 0
             if not place:
                 goes += self._early
@@ -256,6 +283,8 @@ class _Stage:
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
-            holds_input = not place and not self._begins
+            holds_input = not place and not self._begins and not self._takes_rows
             row.append(Stretch(layer.peaks.backward[received, holds_input][split], kept))
+        if self._takes_rows:
+            row.append(Stretch(self._whole, self._whole - stream))
         return joined([*row, Stretch(0, -self._shared)])

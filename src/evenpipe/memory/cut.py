@@ -22,6 +22,15 @@ class Portion:
     sequence_parallel: bool = True
     """As in `Parallelism`, like `tp` and `cp`."""
     cp: int = 1
+    blocks: bool = False
+    """With sequence parallelism, blocks gather their input, and not every product: `Framework.gathers`."""
+    repeats: bool = False
+    """The forward is that of R: blocks keep what they gathered."""
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether blocks gather their input from other GPUs."""
+        return self.blocks and self.sequence_parallel and self.tp > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,10 @@ class Sizes:
     stream_tokens: int
     """Tokens of the residual stream on this GPU."""
     context_parallel: int
+    blocks: bool = False
+    """Blocks gather the residual stream of other GPUs, and not every product."""
+    repeats: bool = False
+    """They keep it for the backward."""
 
     @property
     def stream(self) -> int:
@@ -48,8 +61,13 @@ class Sizes:
 
     @property
     def gathered(self) -> int:
-        """For `Operations.linear`: elements to gather, 0 if all are here."""
-        return 0 if self.stream_tokens == self.tokens else self.tokens * self.hidden
+        """For `Operations.linear`: elements that a product gathers, 0 if all are here."""
+        return 0 if self.blocks or self.stream_tokens == self.tokens else self.tokens * self.hidden
+
+    @property
+    def whole(self) -> int:
+        """Elements of what blocks gather, and of what goes in at the first stage; else those of the stream."""
+        return self.tokens * self.hidden if self.blocks else self.stream
 
 
 def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
@@ -66,6 +84,8 @@ def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
         divided(tp, key_value_heads, "tensor parallelism over heads of keys and values")
         key_value_heads = tp  # every GPU holds one whole head; some hold the same one
     parts = tp if portion.sequence_parallel else 1
+    if portion.gathers_blocks:
+        divided(portion.sequence // portion.cp, tp, "tokens of a sequence over tensor parallelism")
     return Sizes(
         batch=batch,
         tokens=tokens,
@@ -77,6 +97,8 @@ def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
         element=portion.element,
         stream_tokens=divided(tokens, parts, "tokens over sequence parallelism"),
         context_parallel=portion.cp,
+        blocks=portion.gathers_blocks,
+        repeats=portion.repeats,
     )
 
 

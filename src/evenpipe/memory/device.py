@@ -34,13 +34,13 @@ class DeviceBytes:
     @classmethod
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
-        placement, parallelism = plan.program.placement, settings.parallelism
+        placement, parallelism, cut = plan.program.placement, settings.parallelism, source.cut(settings)
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0
         for stage in placement.stages_of(device):
             first, last = plan.bounds[stage]
             ends = (stage == 0, stage == placement.last_stage)
-            own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1])
+            own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1], cut=cut)
             held += own
             buffers += source.parameters.buffers(first, last)
             stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=plan.splits[device])
@@ -58,7 +58,7 @@ class DeviceBytes:
             offloaded=settings.offloaded,
             foreach=settings.foreach,
         )
-        hidden = next(iter(stages.values())).input
+        hidden = next(iter(stages.values())).output
         vocabulary = _vocabulary(source, plan, settings, device, rows=rows, hidden=hidden)
         return cls(
             stages=stages,
@@ -92,10 +92,20 @@ def _stage(
     source: ModelBytes, settings: Settings, bounds: tuple[int, int], ends: tuple[bool, bool], *, own: Held, split: bool
 ) -> StageBytes:
     (first, last), parallelism = bounds, settings.parallelism
-    whole = parallelism.tp == parallelism.cp == 1
-    if settings.traced and not whole:
-        raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
-    if settings.traced or (whole and source.closed is None):
+    runs = parallelism.cp == 1 and (parallelism.tp == 1 or settings.gathers_blocks)
+    if settings.traced and parallelism.cp > 1:
+        raise InputError(f"traced: with cp = {parallelism.cp}, expected 1")
+    if settings.traced and not runs:
+        raise InputError(
+            f"traced: with tp = {parallelism.tp} and layers cut as in Megatron-LM, expected tp = 1, or sequence "
+            "parallelism and kernels 'transformers' or 'fused'"
+        )
+    if settings.traced and split and settings.kernels.weight_gradient == "fused":
+        raise InputError(
+            "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W; "
+            "expected kernels 'transformers' or 'fused', or a schedule with B"
+        )
+    if settings.traced or (runs and source.closed is None):
         found = source.traced_stage(bounds, ends, settings, split=split)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
@@ -131,7 +141,7 @@ def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: 
 
 
 def _padded_rows(source: ModelBytes, settings: Settings) -> int:
-    multiple = settings.framework.vocabulary_multiple * settings.parallelism.tp
+    multiple = settings.framework.vocabulary_multiple * (1 if settings.gathers_blocks else settings.parallelism.tp)
     return -(-source.description.vocabulary_size // multiple) * multiple
 
 
@@ -142,7 +152,8 @@ def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) ->
     if settings.sharded:
         own = split(rows, placement.devices * tp)[device * tp].rows
         return own, own
-    return rows // tp * (device == placement.first_device), rows // tp * (device == placement.last_device)
+    own = split(rows, tp)[0].rows
+    return own * (device == placement.first_device), own * (device == placement.last_device)
 
 
 def _vocabulary(
@@ -166,9 +177,10 @@ def _vocabulary(
         shape,
         loss=settings.kernels.loss,
         stream=hidden,
-        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathered_head,
+        gathers=parallelism.sequence_parallel and parallelism.tp > 1 and settings.framework.gathers == "products",
         machine=settings.machine,
         tensor_parallel=parallelism.tp,
+        own_rows=settings.gathers_blocks,
     )
     if settings.framework.placeholders and not settings.sharded and device == placement.first_device:
         # The gradient of all rows, before it is added to the sum.
@@ -181,6 +193,8 @@ def _fixed(plan: Planned, settings: Settings, device: int, *, held: Held, hidden
     """Return the bytes that a device always holds, besides states."""
     framework, placement = settings.framework, plan.program.placement
     shards = placement.devices if settings.sharded else 1
+    if settings.gathers_blocks and (settings.sharded or device == placement.first_device):
+        shards *= settings.parallelism.tp
     total = batch_bytes(settings.tokens_here * plan.program.microbatches, machine=settings.machine, shards=shards)
     if not settings.on_cpu:
         total += framework.workspace

@@ -32,8 +32,8 @@ from .states import MIXED, SINGLE, Dtypes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """One device of a pipeline, in bytes; each of its GPUs (all tensor and context ranks, all replicas) holds the
-    same."""
+    """One device of a pipeline, in bytes. Each of its GPUs (all tensor and context ranks, all replicas) holds the same;
+    the first tensor rank may have a few vectors and rows more, and is the one that counts."""
 
     device: int
     stages: tuple[int, ...]
@@ -166,8 +166,8 @@ def estimate(
         optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
         offloaded: share of the optimizer state in host memory.
         foreach: the optimizer processes all tensors at once (a fused one does not).
-        traced: run the stages without memory instead of using closed forms; only without tensor and context
-            parallelism.
+        traced: run the stages without memory instead of using closed forms; only without context parallelism, and as
+            this library cuts layers over tensor ranks.
 
     Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
     cannot be traced.
@@ -207,7 +207,8 @@ def estimate(
 
 def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None) -> DeviceEstimate:
     held = DeviceBytes.of(source, plan, settings, device)
-    found = plan.replay(device, settings.framework).memory(held.stages, held.vocabulary, held.state, batch=held.fixed)
+    replay = plan.replay(device, settings.framework, places_rows=settings.gathers_blocks)
+    found = replay.memory(held.stages, held.vocabulary, held.state, batch=held.fixed)
     process = process_memory(
         found.peak,
         settings.overheads,

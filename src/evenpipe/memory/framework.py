@@ -15,6 +15,13 @@ class Framework:
     masters: Literal["parameters", "optimizer"]
     """Where the parameters in the optimizer's precision are: "parameters": they are the model's own, and products read
     a copy; "optimizer": they are sharded with its state, and products read the model's own."""
+    gathers: Literal["blocks", "products"] = "products"
+    """Tensor parallelism with sequence parallelism. "products": every product by columns gathers its input, and keeps
+    only its own rows of input and output gradient for the weight gradient, for which both are gathered again; the
+    output layer gathers its input, and computes the gradient of all of it.
+    "blocks": a block gathers its input once (`tensor/gathered.py`), cut as a small copy of the model tells
+    (`tensor/cuts.py`); the output gradient stays whole, and so does the input of what is repeated; the output layer
+    gathers its input, and the first stage gets all rows."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
     follows_program: bool = False
@@ -26,8 +33,6 @@ class Framework:
     """If products add to the sum of gradients themselves, autograd gets an empty tensor instead of a gradient: one of
     each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
     `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
-    gathered_head: bool = False
-    """The output layer gathers the sequence-parallel parts of its input, and computes the gradient of all of it."""
     holds_sent_gradient: bool = False
     """The last sent input gradient stays until the next microbatch's replaces it: a variable of the scheduling
     function."""
@@ -51,19 +56,19 @@ class Framework:
 
 EVENPIPE = Framework(
     masters="parameters",
+    gathers="blocks",
     follows_program=True,
     step_counters=True,
     gradients_exist=False,
     stops_early=True,
     groups=(("dp", "cp"), ("tp",), ("cp",)),
 )
-"""This library: `runtime/parameters.py`, `parallel/fsdp.py`, torch's AdamW."""
+"""This library: `runtime/parameters.py`, `parallel/fsdp.py`, `tensor`, torch's AdamW."""
 
 MEGATRON = Framework(
     masters="optimizer",
     vocabulary_multiple=128,
     placeholders=True,
-    gathered_head=True,
     holds_sent_gradient=True,
     attention_copies=True,
     workspace=32 * MIB,

@@ -24,7 +24,7 @@ from evenpipe.memory.blocks import Block
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE
-from evenpipe.memory.sketch import Queued, Sketch, Storage, Tape, held
+from evenpipe.memory.sketch import Queued, Sketch, Source, Storage, Tape, held
 from evenpipe.model.shape import LayerShape
 
 INPUT, GRADIENT = "input", "gradient of the output"
@@ -156,11 +156,13 @@ class LayerRun:
         *,
         split: bool = False,
         part: Callable[[Block, Sketch], Sketch] = Block.__call__,
+        elements: int | None = None,
     ) -> None:
+        """elements: of the input; None: of the residual stream."""
         self.tape = tape = Tape()
         tape.queue = [] if split else None
         self._checkpointing = checkpointing
-        self.hidden: Sketch | None = tape.new(sizes.stream, sizes.element, INPUT)
+        self.hidden: Sketch | None = tape.new(sizes.stream if elements is None else elements, sizes.element, INPUT)
         self.hidden.node = tape.leaf()
         names = _table_names(shape)
         self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
@@ -227,19 +229,30 @@ class LayerRun:
 
 
 def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
-    """W as in `runtime/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
-    when the next one is computed."""
+    """W as in `layers/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
+    when the next one is computed; a gathered input is under way during the products before those that need it."""
     meter = tape.meter
     live = meter.live
     meter.reset()
     last: Storage | None = None
+    sources = list(dict.fromkeys(entry.source for entry in queue if entry.source is not None))
+    under_way = _start_next(sources)
     while queue:
         entry = queue.pop(0)
-        made = [Storage(size, meter) for size in (entry.weight, entry.bias) if size]
+        if entry.source is not None and entry.source is under_way:
+            under_way = _start_next(sources)
+        made = entry.compute()
         last = made[-1] if made else None
         del made
     del last
     return meter.peak - live
+
+
+def _start_next(sources: list[Source]) -> Source | None:
+    source = sources.pop(0) if sources else None
+    if source is not None:
+        source.start()
+    return source
 
 
 # --- tensors that layers share

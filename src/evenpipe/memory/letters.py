@@ -4,6 +4,7 @@ n  tokens of a microbatch      v  those that have a label      o  those whose la
 h  hidden size                 R  rows of the shard            P  shards
 e  bytes of hidden states      a  of accumulators (4, or 8 for fp64)      q  of stored exponentials
 k  statistics per token        b  tokens per block of logits   c  tokens whose embedding rows are here
+t  tensor ranks that each have a part of X and dX, besides rows of both matrices
 """
 
 from __future__ import annotations
@@ -51,19 +52,20 @@ class Letters:
     n: int
     v: int
     o: int
-    h: int
     R: int
     P: int
-    e: int
     a: int
     c: int
     start: int
     """First row of the shard."""
     machine: Machine
     shape: VocabularyShape
+    t: int = 1
 
     @classmethod
-    def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
+    def of(
+        cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine, *, ranks: int = 1
+    ) -> Letters:
         n = shape.sequences * shape.tokens
         v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
         part = shard.tokens / shape.rows if share is None else share
@@ -71,16 +73,23 @@ class Letters:
             n=n,
             v=v,
             o=round(v * part) if shard.tokens else 0,
-            h=shape.hidden_size,
             R=shard.tokens,
             P=shards,
-            e=shape.element,
             a=8 if shape.element == 8 else 4,
             c=round(n * part),
             start=shard.start,
             machine=machine,
             shape=shape,
+            t=ranks,
         )
+
+    @property
+    def h(self) -> int:
+        return self.shape.hidden_size
+
+    @property
+    def e(self) -> int:
+        return self.shape.element
 
     @property
     def q(self) -> int:

@@ -10,6 +10,8 @@ from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
+from evenpipe.tensor.check import cut_of_model
+from evenpipe.tensor.layers import ModelCut
 
 from .bytes import StageBytes
 from .closed import ClosedForms
@@ -43,6 +45,25 @@ class ModelBytes:
         self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
+        self._cuts: dict[int, ModelCut | str] = {}
+
+    def cut(self, settings: Settings) -> ModelCut | None:
+        """Return how layers are cut over tensor ranks; None for one, and in frameworks with other cuts.
+
+        Raises InputError if the model cannot be cut so.
+        """
+        ranks = settings.parallelism.tp
+        if ranks == 1 or settings.framework.gathers != "blocks":
+            return None
+        if ranks not in self._cuts:
+            try:
+                self._cuts[ranks] = cut_of_model(self.description, ranks, check=False)
+            except InputError as error:
+                self._cuts[ranks] = str(error)
+        found = self._cuts[ranks]
+        if isinstance(found, str):
+            raise InputError(found)
+        return found
 
     def planned(self, recipe: Recipe) -> Planned:
         """Return the program of a recipe, as `programs.planned`; given programs are cached."""
@@ -84,7 +105,9 @@ class ModelBytes:
             tp=parallelism.tp,
             sequence_parallel=parallelism.sequence_parallel,
             cp=parallelism.cp,
+            blocks=settings.gathers_blocks,
         )
+        cut = self.cut(settings)
         kept = tuple(layer in settings.kept_layers for layer in range(first, last))
         key = (shapes, settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
         if key not in self._stages:
@@ -99,6 +122,7 @@ class ModelBytes:
                 checkpointing=settings.checkpointing,
                 kept_layers=settings.kept_layers,
                 kernels=settings.kernels,
+                whole_end=cut is not None and cut.end_is_whole,
             )
         return self._stages[key]
 
@@ -107,7 +131,8 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; split: some of its backwards are I and
         W."""
-        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split)
+        ranks = settings.parallelism.tp
+        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split, ranks)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
@@ -117,6 +142,8 @@ class ModelBytes:
                 parameter_dtype=TORCH[settings.dtypes.masters],
                 split=split,
                 kernels=settings.kernels,
+                ranks=ranks,
+                cut=self.cut(settings),
             )
         return self._tracers[key].stage(
             *bounds,

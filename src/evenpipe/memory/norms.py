@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from evenpipe.memory.cut import Sizes
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE, Operations
@@ -32,13 +34,20 @@ class Norms:
         self._tape, self._shape, self._kernels, self._sizes = tape, shape, kernels, sizes
         self._again, self._tables, self._masked = again, tables, masked
         self._is_flash = not kernels.is_eager(shape)
-        self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
+        self.operations = self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
 
     def _remade(self, made: Sketch, where: str) -> Sketch:
         """Recompute the result in the backward instead of keeping it, if wanted."""
         if where in self._again:
             made.storage.again = Remade(self._tape, made.bytes, made.storage.name)
         return made
+
+    def _whole(self, hidden: Sketch) -> AbstractContextManager[Sketch]:
+        """What a block gets: its input, gathered from tensor ranks."""
+        sizes = self._sizes
+        if not sizes.blocks:
+            return nullcontext(hidden)
+        return self._operations.block(hidden, sizes.whole, keeps=sizes.repeats)
 
     def norm(self, hidden: Sketch, name: str) -> Sketch:
         """A norm of the residual stream."""
@@ -63,6 +72,17 @@ class Norms:
             narrow = operations.to(hidden, element, f"{name}, before the weight")
             return operations.times_weight(narrow, size, element, name, first=True)
         return operations.to(operations.times_weight(hidden, size, element, first=True), element, name)
+
+    def _normed_over_ranks(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
+        """A norm over all heads, of which this GPU has some: `tensor/norms.py`."""
+        operations, element = self._operations, self._sizes.element
+        wide = operations.to(hidden, WIDE)
+        total = operations.scaled(operations.summed(operations.sum(operations.power(wide), rows)))
+        normed = operations.times_rows(wide, self._deviation(total), f"{name}, before the weight")
+        if self._shape.norm_style == "narrow":
+            narrow = operations.to(normed, element, f"{name}, before the weight")
+            return operations.times_weight(narrow, size, element, name, first=True)
+        return operations.to(operations.times_weight(normed, size, element), element, name)
 
     def _deviation(self, variance: Sketch) -> Sketch:
         """Inverse deviation, after a small number is added to the variance."""

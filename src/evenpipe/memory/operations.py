@@ -11,14 +11,25 @@ expanded before it is summed. Small tensors (a number per token, a parameter's v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
-from evenpipe.memory.sketch import Backward, Gradients, Queued, Sketch, Storage, Tape
+from evenpipe.memory.sketch import Backward, Gradients, Queued, Sketch, Source, Storage, Tape
 
 WIDE = 4
 """Bytes of fp32, in which norms, softmax and statistics are computed."""
 
 Saved = list[Storage]
+
+
+class _Given(NamedTuple):
+    """The input of the block that runs."""
+
+    whole: Storage
+    saved: Sketch
+    """What layers save that multiply it."""
+    source: Source
 
 
 class Operations:
@@ -32,6 +43,7 @@ class Operations:
     def __init__(self, tape: Tape, *, fuses_weight_gradients: bool = False) -> None:
         self.tape = tape
         self._fuses = fuses_weight_gradients
+        self._given: _Given | None = None
 
     # --- what they have in common --------------------------------------------------------------------------------
 
@@ -108,6 +120,15 @@ class Operations:
 
     def mean(self, x: Sketch, rows: int) -> Sketch:
         return self._made((x,), (rows, x.element))
+
+    def sum(self, x: Sketch, rows: int) -> Sketch:
+        """The gradient is expanded in place."""
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            return (Sketch(gradients[0].storage, elements, gradients[0].element),)
+
+        elements = x.elements
+        return self._made((x,), (rows, x.element), backward=backward)
 
     def inverse_root(self, row: Sketch, name: str) -> Sketch:
         """Backward: -1/2 * gradient * result ** 3."""
@@ -224,14 +245,27 @@ class Operations:
 
         return self._made(xs, (sum(sizes), xs[0].element), name, backward=backward)
 
-    def repeated(self, x: Sketch, times: int) -> Sketch:
-        """Repeat heads of keys or values, once for every query head that uses them."""
-        return self._made((x,), (x.elements * times, x.element))
+    def repeated(self, x: Sketch, times: int, *, copies: bool = True) -> Sketch:
+        """Repeat heads of keys or values, once for every query head that uses them; a single one in place."""
+        node = self.tape.begin((x,), self._all_new(x))
+        size = x.elements * times
+        result = self.tape.new(size, x.element) if copies else Sketch(x.storage, size, x.element)
+        self.tape.end(node, result)
+        return result
 
     # --- products ------------------------------------------------------------------------------------------------
 
     def linear(
-        self, x: Sketch, size: int, weight: int, bias: int, name: str, *, gathered: int = 0, scattered: int = 0
+        self,
+        x: Sketch,
+        size: int,
+        weight: int,
+        bias: int,
+        name: str,
+        *,
+        gathered: int = 0,
+        scattered: int = 0,
+        summed: int = 0,
     ) -> Sketch:
         """A linear layer.
 
@@ -242,17 +276,28 @@ class Operations:
                 before each gets its part); 0: not gathered.
             scattered: elements of the result before it is summed over these GPUs and scattered; its gradient is
                 gathered in the backward. 0: not scattered.
+            summed: elements of own rows, if the layer itself sums its results over tensor ranks and its backward
+                gathers the gradient (`tensor/summed.py`); 0: it does not.
         """
         tape, elements, element, queue = self.tape, x.elements, x.element, self.tape.queue
         weight_bytes, bias_bytes = (0, 0) if self._fuses else (weight * element, bias * element)
+        given = self._given if self._given is not None and x.storage is self._given.whole else None
+        source = None if given is None else given.source
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
             whole_gradient = tape.new(scattered, element) if scattered else None
+            transient = weight_bytes + (gathered + scattered) * element
+            given_gradient = tape.new(size, element) if summed else gradients[0]
+            entry = Queued(saved[0], given_gradient.storage, transient, bias_bytes, source)
             if queue is not None:
-                transient = weight_bytes + (gathered + scattered) * element
-                queue.append(Queued(saved[0], gradients[0].storage, transient, bias_bytes))
+                queue.append(entry)
                 result = tape.new(gathered or elements, element)
                 return (tape.new(elements, element) if gathered else result,)
+            if source is not None:
+                source.start()
+                source.later(entry)
+                return (tape.new(elements, element),)
+            del entry
             whole_input = tape.new(gathered, element) if gathered else None
             result = tape.new(gathered or elements, element)
             cut = tape.new(elements, element) if gathered else result
@@ -260,16 +305,64 @@ class Operations:
             del of_parameters, whole_input, whole_gradient
             return (cut,)
 
-        node = tape.begin((x,), backward, () if queue is not None else (x,))
+        saves, is_late = x if given is None else given.saved, bool(queue is not None or given is not None or summed)
+        node = tape.begin((x,), backward, () if is_late else (saves,))
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
-        only_saves = queue is not None and tape.call is not None and tape.call.only_saves
-        result = (tape.new if only_saves else tape.product)(size, element, name)
+        only_saves = is_late and tape.call is not None and tape.call.only_saves
+        made = size if not (summed and only_saves) else summed
+        result = (tape.new if only_saves else tape.product)(made, element, name)
+        if summed and not only_saves:
+            result = self._own_rows_of_sum(result, summed, name)
         del there, before
-        if queue is not None:
-            tape.save(node, x)
+        if is_late:
+            tape.save(node, saves)
+        if source is not None and node is not None:
+            source.uses += 1
         tape.end(node, result)
         return result
+
+    # --- between tensor ranks ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block(self, rows: Sketch, elements: int, *, keeps: bool) -> Iterator[Sketch]:
+        """Gather the input of a block, of `elements`, from the rows of all tensor ranks.
+
+        keeps: layers save all of it; also if the block is recomputed.
+        """
+        keeps = keeps or self.tape.call is not None
+        element, own = rows.element, rows.elements
+        source = Source(elements * element, self.tape.meter, keeps=keeps)
+
+        def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
+            parts = self.tape.new(elements, element)  # a copy, which the sum destroys
+            result = self.tape.new(own, element)
+            source.run()
+            del parts
+            return (result,)
+
+        node = self.tape.begin((rows,), backward)
+        whole = self.tape.new(elements, element, "gathered")
+        self.tape.end(node, whole)
+        self._given = _Given(whole.storage, whole if keeps else rows, source)
+        try:
+            yield whole
+        finally:
+            self._given = None
+
+    def _own_rows_of_sum(self, partial: Sketch, elements: int, name: str) -> Sketch:
+        parts = self.tape.new(*partial.size)  # a copy, which the sum destroys
+        result = self.tape.new(elements, partial.element, name)
+        del parts
+        return result
+
+    def own_rows(self, whole: Sketch, elements: int) -> Sketch:
+        """Keep own rows of what all tensor ranks have; the backward puts them into zeros."""
+        return self._made((whole,), (elements, whole.element))
+
+    def summed(self, x: Sketch) -> Sketch:
+        """Sum over tensor ranks, also in the backward."""
+        return self._made((x,), x.size)
 
     def product(self, x: Sketch, y: Sketch, size: int) -> Sketch:
         """Multiply two tensors, head by head."""

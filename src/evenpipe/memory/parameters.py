@@ -1,5 +1,8 @@
 """The parameters of a GPU: the tensors of the model's skeleton, and the share that tensor parallelism leaves of each.
 
+With this library's tensor parallelism each layer is cut as a small copy of the model tells (`tensor.layers.ModelCut`);
+counted is the first rank, which alone has the biases that are added to sums.
+
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3): of two consecutive matrices the first is split by
 columns (outputs) and the second by rows (inputs), biases of the first with it; biases of the second, norms and routers
 are whole everywhere. transformers' configs give the split (`base_model_tp_plan`); if one does not, the last linear
@@ -20,8 +23,10 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
 from evenpipe.parallel.gradients import ALONE_ELEMENTS
+from evenpipe.tensor.layers import ModelCut
 
 from .optimizers import Trained, trained_tensor
 
@@ -71,6 +76,8 @@ class Held:
     """Elements whose gradient is computed in I, because they are outside of linear modules."""
     largest: int = 0
     """Elements of the largest layer, or of the largest tensor outside of layers."""
+    shared: int = 0
+    """Elements of the bucket in which tensor ranks sum the gradients of what several of them hold."""
     bucketed: int = 0
     """Trained elements of tensors so small that replicas sum them in one bucket."""
     products: frozenset[tuple[str, int]] = frozenset()
@@ -89,6 +96,7 @@ class Held:
             optimized=self.optimized + other.optimized,
             unsplit=self.unsplit + other.unsplit,
             largest=max(self.largest, other.largest),
+            shared=self.shared + other.shared,
             bucketed=self.bucketed + other.bucketed,
             products=self.products | other.products,
         )
@@ -103,8 +111,8 @@ class Parameters:
         self.heads: int | None = _common(layers, "num_attention_heads")
         self.key_value_heads: int = _common(layers, "num_key_value_heads") or self.heads or 1
         self._plan: dict[str, str] = dict(getattr(layers[0], "base_model_tp_plan", None) or {})
-        self._held_by_layer: dict[tuple[int, int], Held] = {}
-        self._held_by_stage: dict[tuple[int, int, int, bool, bool], Held] = {}
+        self._held_by_layer: dict[tuple[int, int, int], Held] = {}
+        self._held_by_stage: dict[tuple[int, int, int, bool, bool, int], Held] = {}
         self._buffers_by_stage: dict[tuple[int, int], int] = {}
 
     @cached_property
@@ -128,17 +136,24 @@ class Parameters:
                 "and values"
             )
 
-    def stage(self, first: int, last: int, tp: int, *, is_first: bool, is_last: bool) -> Held:
+    def stage(
+        self, first: int, last: int, tp: int, *, is_first: bool, is_last: bool, cut: ModelCut | None = None
+    ) -> Held:
         """Return the parameters of the layers from `first` to before `last`, with those before and after all layers,
-        without the vocabulary matrices."""
-        key = (first, last, tp, is_first, is_last)
+        without the vocabulary matrices.
+
+        cut: how this library cuts the layers over `tp` ranks; None: as Megatron-LM. Raises InputError if it cannot.
+        """
+        key = (first, last, tp, is_first, is_last, id(cut))
         if key not in self._held_by_stage:
             structure = self._description.structure
             held = Held()
-            for layer in self.layers[first:last]:
-                held += self._layer(layer, tp)
+            for index in range(first, last):
+                held += self._layer(self.layers[index], tp) if cut is None else self._cut_layer(index, tp, cut)
             for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
-                held += self._outside(name, tuple(self._description.skeleton.get_parameter(name).shape))
+                shape = tuple(self._description.skeleton.get_parameter(name).shape)
+                found = self._outside(name, shape)
+                held += found if cut is None else replace(found, shared=found.trained)
             self._held_by_stage[key] = held
         return self._held_by_stage[key]
 
@@ -177,10 +192,28 @@ class Parameters:
         return held
 
     def _layer(self, tensors: tuple[Tensor, ...], tp: int) -> Held:
-        key = (id(tensors), tp)  # `layers` keeps them alive
+        key = (id(tensors), tp, 0)  # `layers` keeps them alive
         if key not in self._held_by_layer:
             sizes = [tensor.local(tp, self.key_value_heads) for tensor in tensors]
             self._held_by_layer[key] = replace(_held(tensors, sizes), largest=sum(sizes))
+        return self._held_by_layer[key]
+
+    def _cut_layer(self, index: int, tp: int, cut: ModelCut) -> Held:
+        """Return one layer on the first of `tp` ranks."""
+        key = (index, tp, id(cut))
+        if key not in self._held_by_layer:
+            prefix = f"{self._description.structure.layers_name}.{index}."
+            placements = cut.placements(self._description, index, 0, tp)
+            alone, tensors = cut.alone(self._description, index), self.layers[index]
+            sizes, shared = [], 0
+            for tensor in tensors:
+                name = prefix + tensor.name
+                placement = placements.get(name) or TensorPlacement(tensor.shape)
+                sizes.append(math.prod(placement.local_shape))
+                places = math.prod(one.parts for one in placement.cuts)  # of different parts in the bucket
+                if tensor.trained and name not in alone and places < tp:
+                    shared += places * sizes[-1]
+            self._held_by_layer[key] = replace(_held(tensors, sizes), largest=sum(sizes), shared=shared)
         return self._held_by_layer[key]
 
     def _outside(self, name: str, shape: tuple[int, ...]) -> Held:

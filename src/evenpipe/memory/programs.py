@@ -22,7 +22,7 @@ class Planned:
 
     program: Program
     layers_per_stage: tuple[int, ...]
-    _replays: dict[tuple[int, bool], Replay] = field(default_factory=dict, repr=False, compare=False)
+    _replays: dict[tuple[int, bool, bool], Replay] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -42,12 +42,14 @@ class Planned:
         """Members of the program's communicators, by name."""
         return self.program.communicators
 
-    def replay(self, device: int, framework: Framework) -> Replay:
+    def replay(self, device: int, framework: Framework, *, places_rows: bool = False) -> Replay:
         """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
-        exist = framework.gradients_exist
-        if (device, exist) not in self._replays:
-            self._replays[device, exist] = Replay(self.program, device, gradients_exist=exist)
-        return self._replays[device, exist]
+        key = device, framework.gradients_exist, places_rows
+        if key not in self._replays:
+            self._replays[key] = Replay(
+                self.program, device, gradients_exist=framework.gradients_exist, places_rows=places_rows
+            )
+        return self._replays[key]
 
 
 def planned(description: Description, recipe: Recipe) -> Planned:

@@ -20,6 +20,7 @@ from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
 OPTIMIZER_STEP = "optimizer step"
+SUMS = "sums over tensor ranks"
 
 
 class Replay:
@@ -28,12 +29,21 @@ class Replay:
     Args:
         gradients_exist: when the step begins. In our own runtime they do not: `zero_grad` drops them.
         buffers_exist: as after the first step; matters if the vocabulary's bytes have `handed_on` or `room`.
+        places_rows: as for `walk`.
     """
 
     def __init__(
-        self, program: Program, device: int, *, gradients_exist: bool = True, buffers_exist: bool = True
+        self,
+        program: Program,
+        device: int,
+        *,
+        gradients_exist: bool = True,
+        buffers_exist: bool = True,
+        places_rows: bool = False,
     ) -> None:
-        self._walk = walked = walk(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
+        self._walk = walked = walk(
+            program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist, places_rows=places_rows
+        )
         self._gradients_exist = gradients_exist
         self._counts = np.array([counts for counts, _ in walked.moments], dtype=np.int64)
         self._above = np.array([above for _, above in walked.moments], dtype=np.int64)
@@ -67,6 +77,10 @@ class Replay:
         held: NDArray[np.int64] = self._counts @ sizes
         whole = held + np.append(sizes, 0)[self._above]
         moment = int(whole.argmax()) if len(whole) else -1
+        event = self._walk.labels[moment] if len(whole) else ""
+        if len(self._after) and held[self._after[-1]] + state.summing_peak > whole[moment]:
+            moment, event = int(self._after[-1]), SUMS
+            whole[moment] = held[moment] + state.summing_peak
         peak = always + int(whole[moment]) if len(whole) else always
         rooms = int(self._rooms @ sizes)
         at_step = state.total + state.step_peak + rooms
@@ -81,7 +95,7 @@ class Replay:
         for term, share in zip(self._terms, self._counts[moment] * sizes, strict=True):
             terms[term] += int(share)
         terms["transient"] += int(whole[moment] - held[moment])
-        return DeviceMemory(peak=peak, binding_event=self._walk.labels[moment], terms=terms, curve=values)
+        return DeviceMemory(peak=peak, binding_event=event, terms=terms, curve=values)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,12 @@ class Settings:
         return self.microbatch_size * self.sequence // self.parallelism.cp
 
     @property
+    def gathers_blocks(self) -> bool:
+        """Whether tensor ranks have their own rows of hidden states, and blocks gather those of all."""
+        parallelism = self.parallelism
+        return self.framework.gathers == "blocks" and parallelism.tp > 1 and parallelism.sequence_parallel
+
+    @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary."""
         return BARRIERS[self.recipe.vocabulary] > 0

@@ -195,6 +195,56 @@ class Queued:
     weight: int
     """Bytes of the gradients that W computes, of the weight and the bias."""
     bias: int
+    source: Source | None = None
+    """Gathers the input again."""
+
+    def compute(self) -> list[Storage]:
+        """Return the gradients, of those that have bytes."""
+        whole = None if self.source is None else self.source.whole()
+        meter = self.hidden.meter
+        made = [Storage(self.weight, meter)] if self.weight else []
+        del whole
+        return [*made, *([Storage(self.bias, meter)] if self.bias else [])]
+
+
+class Source:
+    """The gathered input of one call of a block, as `tensor.gathered.Gathered`: what its layers multiply.
+
+    Args:
+        size: bytes of all rows.
+        keeps: layers save all rows; otherwise a rank's own, and all rows are gathered again for weight gradients.
+    """
+
+    def __init__(self, size: int, meter: Meter, *, keeps: bool) -> None:
+        self._size, self._meter, self.keeps = size, meter, keeps
+        self.uses = 0
+        """Layers that have saved it, and whose weight gradients are to be made."""
+        self._whole: Storage | None = None
+        self._waiting: list[Queued] = []
+
+    def start(self) -> None:
+        """Begin to gather again."""
+        if not self.keeps and self._whole is None:
+            self._whole = Storage(self._size, self._meter)
+
+    def whole(self) -> Storage | None:
+        """Return all rows, once for each layer; None: they are saved."""
+        self.start()
+        whole = self._whole
+        self.uses -= 1
+        if not self.uses:
+            self._whole = None
+        return whole
+
+    def later(self, entry: Queued) -> None:
+        """Make these weight gradients while the input's gradient is summed."""
+        self._waiting.append(entry)
+
+    def run(self) -> None:
+        """Make them."""
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            entry.compute()
 
 
 class Tape:

@@ -86,6 +86,7 @@ def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
     return Thing(size, NO_STAGE, term)
 
 
+LOOKED_UP = _of_vocabulary("embedding.looked_up")
 ROWS_INPUT = _of_vocabulary("embedding.rows")
 ROWS_RECEIVED = _of_vocabulary("embedding.rows", BUFFERS)
 ROWS_ALL = _of_vocabulary("embedding.all_rows")

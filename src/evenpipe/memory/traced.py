@@ -26,13 +26,16 @@ from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
+from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
 from evenpipe.model.modules import ModuleStage, Part
+from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.shrink import said_of_layers
 from evenpipe.model.stage import Stage
+from evenpipe.tensor.layers import ModelCut
 
 
 class StageTracer:
@@ -43,6 +46,7 @@ class StageTracer:
         compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
         split: some backwards are I and W.
         recompute: some microbatches have R.
+        ranks, cut: tensor ranks of a device, and how layers are cut over them: the stage is that of the first one.
     """
 
     def __init__(
@@ -56,7 +60,10 @@ class StageTracer:
         split: bool = False,
         recompute: bool = False,
         kernels: Kernels = PRESETS["transformers"],
+        ranks: int = 1,
+        cut: ModelCut | None = None,
     ) -> None:
+        self._ranks, self._cut = ranks, cut
         self._description = description
         self._shape = (microbatch_size, sequence, description.hidden_size)
         self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
@@ -88,28 +95,43 @@ class StageTracer:
         choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
         found = self._stage(first, choices, moves, is_first=is_first, is_last=is_last)
-        if self._recompute and any(choice != "none" for choice in choices):
+        if self._recompute and (self._cut is not None or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
-            found = replace(found, recomputed=self._stage(first, plain, moves, is_first=is_first, is_last=is_last))
+            again = self._stage(first, plain, moves, is_first=is_first, is_last=is_last, repeats=True)
+            found = replace(found, recomputed=again)
         return found
 
     def _stage(
-        self, first: int, choices: tuple[str, ...], moves: tuple[bool, ...], *, is_first: bool, is_last: bool
+        self,
+        first: int,
+        choices: tuple[str, ...],
+        moves: tuple[bool, ...],
+        *,
+        is_first: bool,
+        is_last: bool,
+        repeats: bool = False,
     ) -> StageBytes:
+        """repeats: its forward is that of R, for which tensor ranks keep more."""
+        repeats = repeats and self._cut is not None
         alike = list(zip(self._kinds[first : first + len(choices)], choices, moves, strict=True))
         start, width, places = window([alike.index(kind) for kind in alike])
         run = alike[start : start + width]
-        key = (tuple(run), is_first, is_last)
+        key = (tuple(run), is_first, is_last, repeats)
         trace = self._traces.get(key)
         if trace is None:
             ends = {"is_first": is_first, "is_last": is_last}
-            trace = self._traces[key] = self._run(first + start, run, ends)
+            trace = self._traces[key] = self._run(first + start, run, ends, repeats=repeats)
         return trace.over(places)
 
-    def _run(self, first: int, run: Sequence[tuple[Any, str, bool]], ends: dict[str, bool]) -> Trace:
+    def _run(self, first: int, run: Sequence[tuple[Any, str, bool]], ends: dict[str, bool], *, repeats: bool) -> Trace:
         """run: for each layer, its kind, its checkpointing and whether it is moved."""
         description = self._description
         choices = [choice for _, choice, _ in run]
+        indices = range(first, first + len(choices))
+        held: dict[str, TensorPlacement | None] = {}
+        if self._cut is not None:
+            for index in indices:
+                held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
         # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
         part = Part(
             first=first,
@@ -119,21 +141,32 @@ class StageTracer:
             dtype=self._parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device="meta",
+            held=held,
+            tensor_ranks=self._ranks,
         )
         stage = (ModuleStage if description.config is None else Stage)(description, part)
-        layers = description.structure.layers_name
+        names = [f"{description.structure.layers_name}.{index}" for index in indices]
+        exchange = None
+        if self._cut is not None:
+            assert isinstance(stage, Stage)
+            exchange = FirstRank(self._ranks)
+            layers = {index: stage.get_submodule(name) for index, name in zip(indices, names, strict=True)}
+            again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
+            self._cut.make_local(stage, layers, exchange, again)
         try:
             with without_memory() as tracker, emulated(stage, self._kernels):
                 give_storage(stage)
                 bench = Bench(
                     stage,
-                    [f"{layers}.{first + place}" for place in range(len(choices))],
+                    names,
                     choices,
                     argument=description.structure.layer_argument,
                     shape=self._shape,
                     dtype=self._compute_dtype,
                     tracker=tracker,
                     moves=[moves for *_, moves in run],
+                    exchange=exchange,
+                    repeats=repeats,
                 )
                 return bench.trace(split=self._split, recompute=self._recompute)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

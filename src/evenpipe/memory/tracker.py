@@ -31,6 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from evenpipe.tensor.operations import WITHIN
+
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -88,6 +90,10 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
+        within = WITHIN.get(operation)
+        if within is not None:
+            with self:
+                return within(*args)
         result = operation(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):

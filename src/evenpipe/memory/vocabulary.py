@@ -34,6 +34,7 @@ def vocabulary_bytes(
     gathers: bool = False,
     machine: Machine = "gpu",
     tensor_parallel: int = 1,
+    own_rows: bool = False,
     token_share: float | None = None,
 ) -> VocabularyBytes:
     """Return the bytes of one device and one microbatch, without those of parameters.
@@ -44,15 +45,17 @@ def vocabulary_bytes(
         loss: as `Kernels.loss`.
         stream, gathers: for another framework, as in `heads`; stream None: of all tokens.
         tensor_parallel: ranks that share a device's rows.
+        own_rows: each of them has its part of the hidden states, and S gathers them; counted is the first rank.
         token_share: share of tokens whose rows and labels are in this device's shard; None: its share of the rows.
     """
-    barriers = BARRIERS[vocabulary_mode(mode)]
+    barriers, ranks = BARRIERS[vocabulary_mode(mode)], tensor_parallel if own_rows else 1
     if barriers:
         parts = placement.devices * tensor_parallel
         shard = split(shape.rows, parts)[device * tensor_parallel]
-        letters = Letters.of(shape, shard, placement.devices, token_share, machine)
+        letters = Letters.of(shape, shard, placement.devices, token_share, machine, ranks=ranks)
         return _sharded(letters, one_barrier=barriers == 1, is_first=device == placement.first_device)
-    letters = Letters.of(shape, split(shape.rows, tensor_parallel)[0], 1, 1.0, machine)
+    share = token_share if own_rows and tensor_parallel > 1 else 1.0
+    letters = Letters.of(shape, split(shape.rows, tensor_parallel)[0], 1, share, machine, ranks=ranks)
     found = VocabularyBytes()
     if device == placement.last_device and loss == "evenpipe":
         found = _whole(letters)
@@ -60,7 +63,10 @@ def vocabulary_bytes(
         hidden = letters.n * letters.h * letters.e
         found = framework_head(letters, loss, stream=hidden if stream is None else stream, gathers=gathers)
     if device == placement.first_device:
-        found = replace(found, embedding=EmbeddingBytes(backward_peak=_embedding(letters).backward_peak))
+        own = _embedding(letters)
+        looked_up = own.rows if letters.t > 1 else 0  # by every tensor rank, and likewise the gradients
+        embedding = EmbeddingBytes(backward_peak=own.backward_peak + looked_up, looked_up=looked_up)
+        found = replace(found, embedding=_with_ranks(embedding, letters, looked_up))
     return found
 
 
@@ -76,6 +82,15 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> in
     """
     indices = 2 * (shards > 1) + 3 * (machine != "gpu")
     return tokens * (4 + INDEX * indices)
+
+
+def _with_ranks(embedding: EmbeddingBytes, x: Letters, picked: int) -> EmbeddingBytes:
+    """Add the peaks while tensor ranks put their rows of the embedding together at the first stage, and sum their
+    gradients, of which each keeps `picked` bytes."""
+    if x.t == 1:
+        return embedding
+    whole = x.n * x.h * x.e
+    return replace(embedding, placing_peak=2 * whole, picking_peak=whole + picked)
 
 
 # --- E, G, S, C and T ---------------------------------------------------------------------------------------------
@@ -121,11 +136,28 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     if x.options.entropy and not x.fused:  # terms added to every exponential
         per_row += rows * x.R * x.a
     blocks = max(x.of_logits(x.b, x.R), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
-    stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
+    gathered = x.n * x.h * x.e if x.t > 1 and x.v < x.n else 0
+    stored = left.stored if x.v < x.n or x.t > 1 else left.stored - _copied_hidden(x)
+    stored += gathered
     maximum = x.v * x.a if x.R and x.v else 0
     in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.shape.bias else 0)
     spread = stored + x.v * x.k * x.a + (statistics if x.v < x.n else 0)
-    return replace(left, own_statistics=statistics, peaks=OutputPeaks(output=max(in_blocks, spread)))
+    merged = stored + _merge(x) if x.t > 1 else 0
+    return replace(left, own_statistics=statistics, peaks=OutputPeaks(output=max(in_blocks, spread, merged)))
+
+
+def _merge(x: Letters) -> int:
+    """Return the peak of merging the statistics of tensor ranks (`combination.merge`), with those of this one."""
+    tables = (x.t + 1) * x.n * x.k * x.a + (x.t * x.n * x.k * FP64 if x.a != FP64 else 0)
+    products = 2 if x.options.label_smoothing or x.options.entropy else 1
+    # Maximum, which ranks have others, offsets and factors; the result, and the current sum.
+    return tables + x.n * (FP64 + x.t + 2 * x.t * FP64 + (x.k + products * x.t + 1) * FP64)
+
+
+def _scatter(x: Letters) -> int:
+    """Return the peak of summing dX over tensor ranks: it, a copy, and own rows of the sum."""
+    whole = x.n * x.h * x.a
+    return 2 * whole + whole // x.t if x.t > 1 else 0
 
 
 def _combine(x: Letters) -> tuple[int, int]:
@@ -181,20 +213,26 @@ def _sharded(x: Letters, *, one_barrier: bool, is_first: bool) -> VocabularyByte
     """Sharded modes: separate passes on every device."""
     left = _first_half(x, one_barrier=one_barrier)
     combine_peak, combined = _combine(x)
-    hidden = x.n * x.h * x.e
+    hidden = x.n * x.h * x.e // x.t
+    after = left.stored - left.handed_on + combined  # freed by then
+    embedding = _embedding(x)
+    if is_first:
+        embedding = _with_ranks(replace(embedding, all_rows=hidden), x, hidden)
     return replace(
         left,
-        embedding=replace(_embedding(x), all_rows=hidden if is_first else 0),
+        embedding=embedding,
         hidden=hidden,
         combined=combined,
         peaks=replace(
             left.peaks,
             combine=combine_peak,
-            gradient=_hidden_gradient(x) if one_barrier else 0,
-            backward=_second_half(x, makes_hidden_gradient=not one_barrier),
+            gradient=max(_hidden_gradient(x), _scatter(x) - left.product) if one_barrier else 0,
+            backward=max(
+                _second_half(x, makes_hidden_gradient=not one_barrier), 0 if one_barrier else _scatter(x) - after
+            ),
         ),
         statistics=x.P * left.own_statistics,
-        gradient=x.n * x.h * x.a,
+        gradient=x.n * x.h * x.a // x.t,
     )
 
 
@@ -209,11 +247,11 @@ def _whole(x: Letters) -> VocabularyBytes:
         peaks=replace(
             left.peaks,
             combine=combine_peak,
-            gradient=product + max(x.of_hidden(x.v), _hidden_gradient(x)),
-            backward=_second_half(x, makes_hidden_gradient=True),
+            gradient=max(product + max(x.of_hidden(x.v), _hidden_gradient(x)), _scatter(x)),
+            backward=max(_second_half(x, makes_hidden_gradient=True), _scatter(x) - left.stored + left.handed_on),
             weight=_second_half(x, makes_hidden_gradient=False),
         ),
-        gradient=x.n * x.h * x.a,
+        gradient=x.n * x.h * x.a // x.t,
     )
 
 

@@ -39,16 +39,20 @@ SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
 
-def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> Walk:
+def walk(
+    program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool, places_rows: bool = False
+) -> Walk:
     """Walk a device's row of a sound training program.
 
     Args:
         gradients_exist: whether gradients exist when the step begins.
         buffers_exist: as after the first step.
+        places_rows: also on a single device, the first stage's input is another tensor than the rows of E, and its
+            gradient another than those of G: tensor ranks share the rows.
     """
     assert not program.forward_only, "a program that evaluates keeps nothing between passes"
     buffers = _most_in_use(program, device) if buffers_exist else 0
-    walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers)
+    walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers, places_rows=places_rows)
     return walker.walk()
 
 
@@ -68,11 +72,14 @@ def _most_in_use(program: Program, device: int) -> int:
 class _Walker:
     """One walk. `buffers`: number of buffers that S takes and T returns, left from the previous step."""
 
-    def __init__(self, program: Program, device: int, *, gradients_exist: bool, buffers: int) -> None:
+    def __init__(
+        self, program: Program, device: int, *, gradients_exist: bool, buffers: int, places_rows: bool
+    ) -> None:
         self._program, self._device = program, device
         placement = program.placement
         self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
+        self._passes_rows = self._alone and not places_rows
         self._spread = program.barriers > 0
         self._moments = Moments()
         self._parts = Parts(program, device, self._moments, gradients_exist=gradients_exist)
@@ -146,8 +153,11 @@ class _Walker:
         stage = _stage(item)
         bare = self._key(item) in self._recomputed
         placement = self._program.placement
-        if stage == self._first and self._spread and self._alone:
-            self._drop(things.ROWS_INPUT)
+        if stage == self._first:
+            if self._spread and self._passes_rows:
+                self._drop(things.ROWS_INPUT)
+            self._hold(things.LOOKED_UP)
+            self._peak("embedding.placing_peak")
         for before in placement.predecessors(stage):
             self._drop(things.input_buffer(stage) if self._is_elsewhere(before) else things.output_buffer(before))
         self._hold(things.input_of(stage))
@@ -156,8 +166,10 @@ class _Walker:
         if self._moves_graph(item):
             self._drop(things.input_of(stage))
         self._keep(item)
-        if stage == self._first and self._spread and not self._alone:
-            self._drop(things.ROWS_ALL)  # the caller of the forward keeps them until its end
+        if stage == self._first:  # the caller of the forward keeps rows until its end
+            self._drop(things.LOOKED_UP)
+            if self._spread and not self._passes_rows:
+                self._drop(things.ROWS_INPUT if self._alone else things.ROWS_ALL)
         if stage == self._last and not self._spread:
             self._take_buffer()
             self._peak("peaks.output")
@@ -210,13 +222,14 @@ class _Walker:
 
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
+        self._peak("embedding.picking_peak")
         if not self._spread:
             self._parts.make(things.EMBEDDING_GRADIENTS)
             self._peak("embedding.backward_peak")
-        elif not self._alone:
+        elif not self._passes_rows:
             self._hold(things.ROWS_GRADIENT)
             self._moment()
-        if not (self._spread and self._alone):
+        if not (self._spread and self._passes_rows):
             self._drop(things.input_buffer(self._first))
 
     def _weights(self, item: Pass) -> None:
@@ -293,8 +306,10 @@ class _Walker:
     def _embedding_gradient(self, item: Pass) -> None:
         self._parts.make(things.EMBEDDING_GRADIENTS)
         self._peak("embedding.backward_peak")
-        if self._alone:
+        if self._passes_rows:
             self._drop(things.input_buffer(self._first))
+        elif self._alone:
+            self._drop(things.ROWS_GRADIENT)
         elif self._device == self._program.placement.first_device:
             self._let_go_of_rows(unit_of(item, self._program.slices))
         else:

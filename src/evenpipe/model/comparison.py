@@ -292,13 +292,8 @@ def contains_cast(loss: torch.Tensor) -> bool:
     return any(node.name().startswith("ToCopy") for node in graph_nodes(loss))
 
 
-def compare(
-    refuse: str, tolerance: float, found: Result, expected: Result, noise: Mapping[str, float] | None = None
-) -> None:
-    """Raise InputError, its text beginning with `refuse`, if results differ.
-
-    noise: errors of gradients that are allowed beyond the tolerance, by name.
-    """
+def compare(refuse: str, tolerance: float, found: Result, expected: Result, floor: float = 1e-6) -> None:
+    """Raise InputError, its text beginning with `refuse`, if results differ; `floor`: see `gradient_errors`."""
     refuse = f"{refuse} differs from the whole in"
     reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
     if found.gradients.keys() != expected.gradients.keys():
@@ -306,8 +301,7 @@ def compare(
         raise InputError(f"{refuse} the parameters it has ({names}).")
     if not abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)):
         raise InputError(f"{refuse} the loss ({found.loss:.9g} against {expected.loss:.9g}), {reason}.")
-    errors = gradient_errors(found.gradients, expected.gradients)
-    allowed = {name: max(tolerance, (noise or {}).get(name, 0.0)) for name in errors}
-    worst = max(errors, key=lambda name: errors[name] / allowed[name])
-    if not errors[worst] <= allowed[worst]:
+    errors = gradient_errors(found.gradients, expected.gradients, floor)
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= tolerance:
         raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}), {reason}.")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 
 LOCAL = ("sliding_attention", "chunked_attention")
@@ -75,18 +74,11 @@ def slice_ends(description: Description, length: int, slices: int, multiple: int
     is better than of layers and output layer together.
 
     Args:
-        multiple: of which every slice has some.
-
-    Raises:
-        InputError: the sequence is too short, or its length no multiple.
+        multiple: of which every slice has some; a divisor of the length.
     """
     if slices == 1:
         return (length,)
-    if length % multiple or length < slices * multiple:
-        raise InputError(
-            f"input_ids: {length} tokens per sequence, expected a multiple of {multiple}, and at least"
-            f" {slices * multiple} for {slices} slices"
-        )
+    assert length % multiple == 0 and length >= slices * multiple
     if length % _TILE == 0 and length >= 4 * slices * _TILE:
         multiple = math.lcm(multiple, _TILE)
     keys = torch.arange(1, length + 1, dtype=torch.float64)

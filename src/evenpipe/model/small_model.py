@@ -31,8 +31,8 @@ class SmallModel(NamedTuple):
     """For each layer, that of the model."""
 
 
-def small_model(description: Description) -> SmallModel:
-    """Return a small model that runs.
+def small_model(description: Description, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> SmallModel:
+    """Return a small model that runs, in the first of these dtypes that it runs in.
 
     Noise is added to every parameter, since norms of ones and biases of zero hide errors.
 
@@ -41,7 +41,7 @@ def small_model(description: Description) -> SmallModel:
     """
     failures: list[Exception] = []
     for step in STEPS:
-        for dtype in (torch.float64, torch.float32):
+        for dtype in dtypes:
             try:
                 model, kept = _build(description, dtype, **step)
                 with torch.no_grad():

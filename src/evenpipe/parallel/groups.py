@@ -45,7 +45,7 @@ class Groups:
             nccl: as for `Communicators`.
         """
         self._grid = grid
-        self._torch_device = torch_device
+        self.torch_device = torch_device
         self._watch = watch
         self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
@@ -139,7 +139,7 @@ class Groups:
 
     def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone."""
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._torch_device)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.torch_device)
         if self.everyone is None:
             return [own.tolist()]
         table = own.new_empty((len(self.everyone.members), len(numbers)))
@@ -164,7 +164,7 @@ class Groups:
         if pipeline is None:
             assert own is not None
             return Shared(own, None)
-        tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         return Shared(tensor, pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
@@ -172,7 +172,7 @@ class Groups:
         values."""
         assert self.everyone is not None
         members = self.everyone.members
-        number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        number = torch.zeros((), dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         table = number.new_empty(len(members))
         handle = self.everyone.all_gather(table, number, "the loss of all replicas")
         return Shared(table, handle, [members.index(rank) for rank in self._grid.group(*COPIES, pp=source, tp=0)])

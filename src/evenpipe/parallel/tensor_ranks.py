@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ class UnderWay(NamedTuple):
 
     handle: Handle
     result: Tensor
-    during: str
 
     def wait(self) -> Tensor:
         """Return its result."""
-        self.handle.wait(self.during)
+        self.handle.wait()
         return self.result
 
 
@@ -30,12 +29,16 @@ class TensorRanks:
 
     def __init__(self, communicator: Communicator) -> None:
         """communicator: of the tensor ranks of this device, in their order."""
-        self._communicator = communicator
+        self.communicator = communicator
         self.size, self.rank = len(communicator.members), communicator.position
         self.during = ""
         """Text of the current pass, for messages."""
         self.repeats = False
         """The backward of this pass follows at once (R)."""
+        self.overlap: Any = None
+        """The `Overlap` of transfers and products; None: one after the other."""
+        self.arrived: Tensor | None = None
+        """All rows of the last gather that products ran beside."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
@@ -44,8 +47,8 @@ class TensorRanks:
     def start_gather(self, rows: Tensor) -> UnderWay:
         """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
-        handle = self._communicator.all_gather(table, rows, f"rows of {self.during}")
-        return UnderWay(handle, table.flatten(0, 1), self.during)
+        handle = self.communicator.all_gather(table, rows, f"rows of {self.during}")
+        return UnderWay(handle, table.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
@@ -55,19 +58,27 @@ class TensorRanks:
         """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
-        handle = self._communicator.reduce_scatter(own, parts, f"sum of {self.during}")
-        return UnderWay(handle, own, self.during)
+        handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.during}")
+        return UnderWay(handle, own)
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> UnderWay:
+        """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
+        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.during}"), buffer)
+
+    def started(self, what: str) -> None:
+        """Let the watch know of an exchange that torch has started by itself."""
+        self.communicator.started(f"{what} of {self.during}").wait()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
         total = partial.clone(memory_format=torch.contiguous_format)
-        self._communicator.all_reduce(total, f"sum of {self.during}").wait(self.during)
+        self.communicator.all_reduce(total, f"sum of {self.during}").wait()
         return total
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
         table = own.new_empty((self.size, *own.shape))
-        self._communicator.all_gather(table, own, f"statistics of {self.during}").wait(self.during)
+        self.communicator.all_gather(table, own, f"statistics of {self.during}").wait()
         return table
 
 
@@ -85,9 +96,9 @@ class SharedGradients:
         self._shared = shared
 
     def begin(self) -> None:
-        """Prepare for the first backward of a step."""
+        """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are, on all ranks."""
         for one in self._shared:
-            if "tp" in one.placement.copied_along:
+            if "tp" in one.placement.copied_along and one.tensor.requires_grad:
                 one.tensor.grad = None
 
     @torch.no_grad()

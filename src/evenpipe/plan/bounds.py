@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from evenpipe.costs.analytic import Setting, head_time, least_seconds, step_end_seconds, whole_head_time
+from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
+from evenpipe.costs.step import step_end_seconds
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
@@ -154,8 +155,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         if least > room + tolerance:
             return again, math.ceil(least - room), device
         if only == LEAST and none > room:
-            cheap = sum(times[layer].again_selective for layer in layers)
-            dear = sum(times[layer].recomputed for layer in layers)
+            cheap, dear = (sum(times[layer].extra(policy) for layer in layers) for policy in ("selective", "full"))
             if selective <= room:
                 again[device] = cheap * (none - room) / max(1.0, none - selective)
             else:

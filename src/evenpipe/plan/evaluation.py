@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from evenpipe.costs.analytic import step_end_seconds
+from evenpipe.costs.step import step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
 from evenpipe.recipe.recipe import Recipe

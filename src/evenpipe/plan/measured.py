@@ -25,8 +25,12 @@ class Comparison:
 
     @property
     def timelines(self) -> Mapping[str, Timeline]:
-        """Return both by name, the measured one first."""
-        return {"measured": self.measured, "predicted": self.predicted}
+        """Return both by name, the measured one first; with tensor ranks one for each of them."""
+        measured = [trace.timeline() for trace in self.trace.by_rank]
+        if len(measured) == 1:
+            return {"measured": self.measured, "predicted": self.predicted}
+        by_name = {f"measured, tensor rank {rank}": timeline for rank, timeline in enumerate(measured)}
+        return {**by_name, "predicted": self.predicted}
 
     @property
     def measured(self) -> Timeline:
@@ -44,17 +48,20 @@ class Comparison:
         about, program = self.trace.about, self.trace.program
         names = [shortened(plain(about[key])) for key in ("schedule", "vocabulary") if about.get(key)]
         step = [f"step {shortened(plain(about['step']))}"] if "step" in about else []
-        size = [count(program.devices, "device"), count(program.microbatches, "microbatch")]
+        ranks = 1 + len(self.trace.other_ranks)
+        devices = count(program.devices, "device") + (f" of {ranks} tensor ranks" if ranks > 1 else "")
+        size = [devices, count(program.microbatches, "microbatch")]
         return ", ".join([" + ".join(names), *size, *step] if names else [*size, *step])
 
     @property
     def allocations(self) -> str:
-        """Return a line that says how often devices asked the driver for memory; empty if nobody counted, as on a
-        CPU."""
-        counted = [device.allocations for device in self.trace.devices]
+        """Return a line that says how often devices asked the driver for memory, all tensor ranks of each together;
+        empty if nobody counted, as on a CPU."""
+        by_device = zip(*(trace.devices for trace in self.trace.by_rank), strict=True)
+        counted = [[one.allocations for one in ranks if one.allocations is not None] for ranks in by_device]
         if not any(counted):
             return ""
-        calls = " ".join("-" if one is None else str(one.device_calls) for one in counted)
+        calls = " ".join(str(sum(one.device_calls for one in ranks)) if ranks else "-" for ranks in counted)
         return f"calls of the CUDA driver for memory in the step, per device: {calls}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,4 +98,5 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
         timeline.stage_bytes,
         tuple(row(events) for events in timeline.beside),
         None if memory is None else tuple(tuple((time * factor, size) for time, size in curve) for curve in memory),
+        exchange={kind: tuple(time * factor for time in times) for kind, times in timeline.exchange.items()},
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
-from evenpipe.costs.analytic import WHOLE, Cut, LayerTime, Setting, costs_of_cut, layer_time
+from evenpipe.costs.analytic import LayerTime, Setting, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
@@ -19,6 +20,7 @@ from evenpipe.costs.measured_passes import (
     passes_of,
     whole_passes,
 )
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
@@ -26,6 +28,7 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.description import Description
 from evenpipe.recipe.layout import ModelCosts
+from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 
@@ -89,10 +92,10 @@ class Problem:
         """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
         all devices of all of them compute."""
         kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
-        others = parallelism.gpus - 1 if together else parallelism.dp - 1
-        correction = self.correction(size)
+        computing = parallelism.gpus if together else _side_by_side(parallelism)
+        correction = self.correction(size, parallelism.tp)
         return Setting(
-            hardware=self.hardware.slowed(self._slower(others, correction)),
+            hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
             axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
             dtype=self.dtype,
@@ -108,18 +111,19 @@ class Problem:
 
     def contention(self, recipe: Recipe) -> float:
         """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
-        of them compute, so do dp * j of all replicas."""
+        of them compute, so do the GPUs of j devices of all replicas."""
         parallelism = recipe.parallelism
         if parallelism.pp == 1:
             return 1.0
-        correction = self.correction(recipe.batch.microbatch_size)
-        return self._slower(parallelism.gpus - 1, correction) / self._slower(parallelism.dp - 1, correction)
+        correction = self.correction(recipe.batch.microbatch_size, parallelism.tp)
+        return self._slower(parallelism.gpus, correction) / self._slower(_side_by_side(parallelism), correction)
 
-    def _slower(self, others: int, correction: Correction) -> float:
-        """Return the slowdown of compute beside this many other devices: in proportion to that of a whole node."""
+    def _slower(self, computing: int, correction: Correction) -> float:
+        """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many
+        tensor ranks as were measured: in proportion to that of a whole node."""
         most = self.hardware.contention if correction.contention is None else correction.contention
-        per_other = (most - 1) / max(1, self.hardware.devices_per_node - 1)
-        return 1 + per_other * min(others, self.hardware.devices_per_node - 1)
+        alone, node = correction.tensor_parallel, self.hardware.devices_per_node
+        return 1 + (most - 1) * max(0, min(computing, node) - alone) / max(1, node - alone)
 
     # --- measured passes of this model ---------------------------------------------------------------------------
 
@@ -136,27 +140,44 @@ class Problem:
             if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
         )
 
-    def correction(self, microbatch_size: int) -> Correction:
-        """Return the correction of analytic times by measurements, if there are any."""
+    def correction(self, microbatch_size: int, tensor_parallel: int = 1) -> Correction:
+        """Return the correction of analytic times by measurements, if there are any: with the same number of tensor
+        ranks if possible, else without tensor parallelism, else with any number of ranks."""
         if not self.hardware.passes:
             return NO_CORRECTION
-        found = self.once(Correction, lambda: {one.microbatch_size: self._correction(one) for one in self.measured})
-        return between(found, microbatch_size) if found else NO_CORRECTION
+        for ranks in dict.fromkeys((tensor_parallel, 1, *sorted(one.tensor_parallel for one in self.hardware.passes))):
+            found = self.once((Correction, ranks), partial(self._corrections, ranks))
+            if found:
+                return between(found, microbatch_size)
+        return NO_CORRECTION
+
+    def _corrections(self, ranks: int) -> dict[int, Correction]:
+        return {one.microbatch_size: self._correction(one) for one in self.measured if one.tensor_parallel == ranks}
 
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
-        uncorrected = replace(self, hardware=replace(self.hardware, passes=()), known={})
+        alone = replace(self.hardware, passes=(), contention=1.0)  # as the measured devices were
+        uncorrected = replace(self, hardware=alone, known={})
         split = even_split(self.layers, devices)
 
         def costs(vocabulary: str) -> Costs:
             recipe = Recipe.of(
-                pp=devices, microbatch_size=measured.microbatch_size, vocabulary=vocabulary, layers_per_stage=split
+                pp=devices,
+                tp=measured.tensor_parallel,
+                microbatch_size=measured.microbatch_size,
+                vocabulary=vocabulary,
+                layers_per_stage=split,
             )
             return pass_costs(uncorrected, recipe, Placement.linear(devices))
 
         shards, whole = costs("vocab-2"), costs("first-last")
         sharded = passes_of(shards, bare=shards.F)
         return correction_of(measured, sharded | whole_passes(whole, split, sharded, bare=whole.F))
+
+
+def _side_by_side(parallelism: Parallelism) -> int:
+    """Return the GPUs that compute whenever one of them does: tensor and context ranks of a device, in all replicas."""
+    return parallelism.gpus // parallelism.pp
 
 
 def problem_of(

@@ -17,6 +17,7 @@ from .configuration import name_of_axes
 from .configuration_search import Found, Rejected, head_layers
 from .evaluation import Evaluation
 from .problem import Problem
+from .runnable import refusal
 
 REJECTED = 8
 """Number of rejected configurations to explain."""
@@ -100,7 +101,7 @@ class Ranking:
                     "tokens_per_second": problem.sequence * problem.sequences_per_step / plan.seconds,
                     "model_flops_utilization": utilization(problem, plan),
                     "binding": binding(problem, plan),
-                    "runnable": runnable(plan),
+                    "runnable": not refusal(problem, plan.configuration.recipe.parallelism),
                 }
                 for plan in self.plans
             ],
@@ -140,7 +141,7 @@ class Ranking:
                     f"{100 * utilization(problem, plan):.1f} %",
                     gib_text(worst.peak_bytes),
                     recomputation(plan),
-                    "" if runnable(plan) else "estimate only",
+                    "estimate only" if refusal(problem, plan.configuration.recipe.parallelism) else "",
                 )
             )
         yield from table(rows, left=(1, 6, 7))
@@ -161,12 +162,6 @@ class Ranking:
             yield "would be faster, but do not fit:"
         for one in rejected:
             yield f"  {one.text()}"
-
-
-def runnable(plan: Evaluation) -> bool:
-    """Return whether `evenpipe train` can run it: data and pipeline parallelism, replicas or full sharding (FSDP2)."""
-    parallelism = plan.configuration.recipe.parallelism
-    return parallelism.tp == parallelism.cp == 1 and parallelism.data_parallel in ("replicate", "shard")
 
 
 # --- gain of vocabulary modes ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from evenpipe.schedule.registry import options_of
 from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem
 from .programs import Options
+from .runnable import refusal_of_cut
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
 
@@ -49,6 +50,8 @@ class Space:
     """Some of `OFFLOAD`."""
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
+    only_runnable: bool = False
+    """Leave out numbers of tensor ranks over which the runtime cannot cut the model."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -72,7 +75,7 @@ class Space:
                 raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
 
 
-RUNNABLE = Space(tp=(1,), cp=(1,), zero=(0, 3))
+RUNNABLE = Space(cp=(1,), zero=(0, 3), only_runnable=True)
 """The choices that `evenpipe train` can run."""
 
 
@@ -80,12 +83,16 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
     """Return all layouts in the space: recipes without a choice of schedule. Raises InputError if there is none, with
     the reason."""
     found = list(_layouts(problem, space))
+    refused = [refusal_of_cut(problem, ranks) for ranks in space.tp or ()] if space.only_runnable else []
+    if not found and any(refused):
+        raise InputError(next(filter(None, refused)))
     if not found:
         given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
         raise InputError(
             f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
             f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
-            f" with at most {problem.layers} devices per pipeline, heads divided by tp, and sequences divided by dp"
+            f" with at most {problem.layers} devices per pipeline, heads and tokens of a sequence divided by tp, and"
+            " sequences divided by dp"
         )
     return found
 
@@ -101,7 +108,9 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
         share, more = divmod(problem.sequences_per_step, dp)
         if more or pp > problem.layers or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
             continue
-        if any(count % tp for count in heads):
+        if problem.sequence % tp or any(count % tp for count in heads):
+            continue
+        if space.only_runnable and refusal_of_cut(problem, tp):
             continue
         for zero in space.zero if dp * cp > 1 else (0,):
             parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero])

@@ -40,7 +40,7 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     changed: dict[str, Any] = {
         name: cut(name, value) for name in PER_STAGE if (value := getattr(costs, name)) is not None
     }
-    for of in ("memory", "sharding"):
+    for of in ("memory", "sharding", "tensor_exchange"):
         if (values := getattr(costs, of)) is not None:
             changed[of] = {
                 name: cut(f"{of}.{name}", value) if is_per_stage(name) else value for name, value in values.items()

@@ -43,6 +43,7 @@ import torch
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import STOPS, signals_handled
 from evenpipe.processes.environment import default_variable
+from evenpipe.processes.names import process
 from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.signs import Board, Cause, cause_of
 from evenpipe.processes.stopping import Wish
@@ -139,9 +140,9 @@ def launch(
         method = _start_method(torch_device)
         parent = _server_pid() if method == "forkserver" else os.getpid()
         # The type stubs know no common type of contexts that has Process.
-        process: Any = multiprocessing.get_context(method).Process  # type: ignore[attr-defined]
+        new_process: Any = multiprocessing.get_context(method).Process  # type: ignore[attr-defined]
         environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
-        children = [process(target=_process, args=(work, own, folder, limits, parent)) for own in environments]
+        children = [new_process(target=_process, args=(work, own, folder, limits, parent)) for own in environments]
         try:
             first = _run(children, Beats(store, processes), silence_seconds)
         finally:
@@ -301,20 +302,18 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
         text = records[0]["text"]
         if records[0]["kind"] == "input":
             return InputError(text)
-    elif first.cause is not None:
-        text = first.cause.text
-    elif first.exit_code < 0:
-        name = signal.Signals(-first.exit_code).name
-        text = f"process {first.rank} (pid {first.pid}) was killed by signal {-first.exit_code} ({name})"
     else:
-        text = f"process {first.rank} (pid {first.pid}) ended with exit code {first.exit_code}"
+        how = first.why or f"ended with exit code {first.exit_code}"
+        if not first.why and first.exit_code < 0:
+            how = f"was killed by signal {-first.exit_code} ({signal.Signals(-first.exit_code).name})"
+        text = f"{process(first.rank, first.pid, board.place(first.rank))} {how}"
     for other in range(processes):
         if other != culprit and (waiting := board.read(other)):
-            text += f"; process {other} was awaiting {waiting}"
+            text += f"; {process(other, place=board.place(other))} was awaiting {waiting}"
             break
     error = RunError(text)
     if records and records[0]["rank"] == culprit:
-        error.add_note(f"in process {culprit}:\n{records[0]['traceback']}")
+        error.add_note(f"in {process(culprit, place=board.place(culprit))}:\n{records[0]['traceback']}")
     return error
 
 

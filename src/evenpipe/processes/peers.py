@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from evenpipe.processes.names import process
 from evenpipe.processes.signs import Beat, Cause, Waiting, started
 from evenpipe.processes.store import Store
 
@@ -48,7 +49,7 @@ class Peers:
         again = self.beat(rank)[1]
         if again is None or again.done:  # read again after the check: "done" is written before the end
             return None
-        return Cause("dead", rank, f"process {rank} (pid {beat.pid}) has died: killed, out of memory or crashed")
+        return Cause("dead", rank, f"{process(rank, beat.pid)} has died: killed, out of memory or crashed")
 
     def first_death(self, ranks: Iterable[int]) -> Cause | None:
         """Return the cause of the first dead process among these, if any."""
@@ -59,12 +60,12 @@ class Peers:
         for rank in ranks:
             beat = self.beat(rank)[1]
             if beat is not None and beat.done:
-                return Cause("left", rank, f"process {rank} (pid {beat.pid}) has ended while others still needed it")
+                return Cause("left", rank, f"{process(rank, beat.pid)} has ended while others still needed it")
         return None
 
     def silence_of(self, rank: int, seconds: float) -> Cause:
         """Return the cause for a process that has not beaten for this long."""
-        what = f"process {rank} gave no sign of life for {seconds:g} s"
+        what = f"{process(rank)} gave no sign of life for {seconds:g} s"
         beat = self.beat(rank)[1]
         if beat is None:
             return Cause("silent", rank, what)
@@ -74,7 +75,7 @@ class Peers:
     def stuck(self, waiting: Waiting | None) -> Cause:
         """After a timeout without a death: follow who waits for whom to the nearest process that does not wait, or
         around the first circle if all do."""
-        begin = f"process {self._rank} timed out awaiting {waiting}"
+        begin = f"{process(self._rank)} timed out awaiting {waiting}"
         origin, circle, seen = self._rank, "", {self._rank}
         paths = [(waiting, begin)]
         while paths:
@@ -91,10 +92,10 @@ class Peers:
                     continue
                 if beat.done or beat.waiting is None:
                     state = "has finished" if beat.done else "does not wait"
-                    return Cause("stuck", peer, f"{text}; process {peer} {state}")
+                    return Cause("stuck", peer, f"{text}; {process(peer)} {state}")
                 if peer not in seen:
                     seen.add(peer)
-                    paths.append((beat.waiting, f"{text}; process {peer} awaits {beat.waiting}"))
+                    paths.append((beat.waiting, f"{text}; {process(peer)} awaits {beat.waiting}"))
                 elif not circle:
-                    origin, circle = peer, f"{text}, a circle back to process {peer}"
+                    origin, circle = peer, f"{text}, a circle back to {process(peer)}"
         return Cause("stuck", origin, circle or begin)

@@ -16,6 +16,7 @@ from typing import Any
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain_lines, shortened
+from evenpipe.processes.names import process, processes
 
 KINDS = ("input", "exception", "dead", "silent", "left", "stuck")
 
@@ -47,7 +48,7 @@ class Cause:
         """Return the text, with its author if it does not begin with the name of a process."""
         if self.witness is None or self.text.startswith(("process ", "the launcher ")):
             return self.text
-        return f"process {self.witness} said: {self.text}"
+        return f"{process(self.witness)} said: {self.text}"
 
     def dump(self, rank: int) -> str:
         """Return the cause for the others, as written by process `rank`."""
@@ -153,27 +154,42 @@ def _one_of(value: Any, values: Sequence[Any]) -> Any:
 
 
 class Board:
-    """A small mapped file in which each process shows what it waits for, readable even after all have been killed."""
+    """A small mapped file in which each process shows its place and what it waits for, readable even after all have
+    been killed."""
 
-    WIDTH = 256
+    WIDTH, PLACE_WIDTH = 448, 64
 
     def __init__(self, path: Path, world_size: int) -> None:
         """Open the board, or make it if there is none."""
+        size = (self.WIDTH + self.PLACE_WIDTH) * world_size
         if not path.exists():
-            path.write_bytes(bytes(self.WIDTH * world_size))
+            path.write_bytes(bytes(size))
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), self.WIDTH * world_size)
+            self._memory = mmap.mmap(file.fileno(), size)
+        self._places = self.WIDTH * world_size
 
     def show(self, rank: int, waiting: Waiting) -> None:
-        text = str(waiting).encode()[: self.WIDTH]
-        self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH] = text.ljust(self.WIDTH, b"\0")
+        self._write(rank * self.WIDTH, self.WIDTH, str(waiting))
 
     def clear(self, rank: int) -> None:
         self._memory[rank * self.WIDTH] = 0
 
     def read(self, rank: int) -> str:
         """Return what that process waits for, or waited for when it ended; empty if it did not wait."""
-        return self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH].partition(b"\0")[0].decode(errors="replace")
+        return self._read(rank * self.WIDTH, self.WIDTH)
+
+    def show_place(self, rank: int, place: str) -> None:
+        self._write(self._places + rank * self.PLACE_WIDTH, self.PLACE_WIDTH, place)
+
+    def place(self, rank: int) -> str:
+        """Return the place of that process in its pipeline, as in `names`; empty if it has none."""
+        return self._read(self._places + rank * self.PLACE_WIDTH, self.PLACE_WIDTH)
+
+    def _write(self, start: int, width: int, text: str) -> None:
+        self._memory[start : start + width] = text.encode()[:width].ljust(width, b"\0")
+
+    def _read(self, start: int, width: int) -> str:
+        return self._memory[start : start + width].partition(b"\0")[0].decode(errors="replace")
 
 
 def words(text: str) -> str:
@@ -187,13 +203,7 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         return Cause("input", rank, str(error))
     if isinstance(error, RunError):
         return Cause("exception", rank, str(error))
-    return Cause("exception", rank, f"process {rank} failed: {type(error).__name__}: {error}")
-
-
-def processes(ranks: Sequence[int]) -> str:
-    """Return "process 2" or "processes 0, 1, 3"; at most eight by number."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
+    return Cause("exception", rank, f"{process(rank)} failed: {type(error).__name__}: {error}")
 
 
 def machine() -> str:

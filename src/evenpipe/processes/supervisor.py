@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from evenpipe.processes.signs import Beat, Cause, is_stopped
+from evenpipe.processes.signs import Beat, is_stopped
 from evenpipe.processes.store import Store
 
 LOOK_SECONDS = 0.25
@@ -38,8 +38,8 @@ class Ending:
     pid: int
     exit_code: int
     """As in multiprocessing: -9 for SIGKILL."""
-    cause: Cause | None = None
-    """Set if it did not end by itself: it was stopped for too long."""
+    why: str = ""
+    """Set if it did not end by itself: "was stopped for 30 s"."""
 
 
 class Beats:
@@ -67,7 +67,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
     silence_seconds: how long a process may be stopped, or silent. Only time during which the parent itself runs counts.
     """
     first: Ending | None = None
-    found: Cause | None = None
+    found: tuple[int, str] | None = None
     alive = dict(enumerate(processes))
     stopped, silent = dict.fromkeys(alive, 0.0), dict.fromkeys(alive, 0.0)
     last_time = time.monotonic()
@@ -85,7 +85,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
             rank = min(failed, key=lambda rank: (ended[rank].exitcode or 0) > 0)
             pid, exit_code = ended[rank].pid, ended[rank].exitcode
             assert pid is not None and exit_code is not None
-            first = Ending(rank, pid, exit_code, found if found is not None and found.origin == rank else None)
+            first = Ending(rank, pid, exit_code, found[1] if found is not None and found[0] == rank else "")
             terminate, kill = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + TERMINATION_SECONDS
         for rank, process in alive.items():
             assert process.pid is not None
@@ -95,7 +95,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
                 send(process, signal.SIGKILL)
             elif max(stopped[rank], silent[rank]) > silence_seconds + 4 * LOOK_SECONDS:  # its peers are quicker
                 what = "was stopped" if stopped[rank] else "gave no sign of life"
-                found = Cause("silent", rank, f"process {rank} (pid {process.pid}) {what} for {silence_seconds:g} s")
+                found = rank, f"{what} for {silence_seconds:g} s"
                 send(process, signal.SIGKILL)
             elif now > terminate:
                 send(process, signal.SIGKILL if now > kill else signal.SIGTERM)

@@ -31,7 +31,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -40,20 +40,11 @@ from evenpipe.errors import RunError
 from evenpipe.given import plain_lines
 from evenpipe.processes.awaited import Awaited
 from evenpipe.processes.bell import STOPS, Bell
+from evenpipe.processes.names import call_by_place, place_of, process, processes
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.proof import strangers
-from evenpipe.processes.signs import (
-    LAUNCHER,
-    Beat,
-    Board,
-    Cause,
-    Waiting,
-    cause_of,
-    machine,
-    processes,
-    started,
-)
+from evenpipe.processes.signs import LAUNCHER, Beat, Board, Cause, Waiting, cause_of, machine, started
 from evenpipe.processes.store import Store, StoreError, StoreSilentError
 
 BEAT_SECONDS = 0.25
@@ -99,7 +90,7 @@ class Watch:
             Must exceed the longest operation that keeps Python's interpreter lock.
         timeout_seconds: default limit of one announced wait.
         owner: may end the process and hear signals. None: neither, in a process of somebody else's own.
-        board: shows the launcher what this process waits for.
+        board: shows the launcher the place of this process and what it waits for.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.others = tuple(other for other in range(world_size) if other != rank)
@@ -108,6 +99,7 @@ class Watch:
         self._store = store
         self._store_of_thread = None if store is None else store.another()
         self._peers: Peers | None = None
+        self._board = board
         self._awaited = Awaited(rank, board)
         self._owner = owner
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
@@ -125,11 +117,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start to beat. All processes start at about the same time.
-
-        Under torchrun an owned process looks for the cause on SIGTERM, and ends with it, unless the program handles
-        that signal itself.
-        """
+        """Start to beat. All processes start at about the same time."""
         if self._store is None or self.world_size == 1:
             return
         assert self._store_of_thread is not None
@@ -140,10 +128,14 @@ class Watch:
             self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
             peers = Peers(store, self._beat, self.rank, self.world_size)
         self._bell = Bell()
-        if self._owner is not None and self._owner.under_torchrun:
-            self._bell.hear(signal.SIGTERM)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
+
+    def hear_termination(self) -> None:
+        """Under torchrun an owned process from now on looks for the cause on SIGTERM, and ends with it, unless the
+        program handles that signal itself."""
+        if self._bell is not None and self._owner is not None and self._owner.under_torchrun:
+            self._bell.hear(signal.SIGTERM)
 
     def finish(self) -> None:
         """End the watch of a process that has done its work: from now on its silence is no alarm."""
@@ -234,6 +226,13 @@ class Watch:
             raise self.explain(error) from error
         self.arrived()
 
+    def call_by_place(self, places: Mapping[int, str]) -> Callable[[], None]:
+        """Let messages add these places of processes. As `names.call_by_place`."""
+        close = call_by_place(places)
+        if self._board is not None:
+            self._board.show_place(self.rank, place_of(self.rank))
+        return close
+
     def check_members(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
         """Make sure that the connections of a new gloo group lead to processes of this run. Collective over it.
 
@@ -249,8 +248,9 @@ class Watch:
             found = strangers(group, self.rank, members, secret)
         if found:
             raise RunError(
-                f"communicator {name}: a program that is not part of this run has connected to process {self.rank} "
-                f"(pid {self._beat.pid}) in the place of {processes(found)}; check who else uses this machine"
+                f"communicator {name}: a program that is not part of this run has connected to "
+                f"{process(self.rank, self._beat.pid)} in the place of {processes(found)}; check who else uses this "
+                "machine"
             )
 
     def explain(self, error: Exception) -> RunError:
@@ -262,7 +262,7 @@ class Watch:
         self._main_knows = True
         waiting = self.waiting
         if self._thread is None:
-            return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
+            return RunError(f"{process(self.rank)}, awaiting {waiting}: {error}")
         assert self._peers is not None
         if TOO_LONG.search(str(error)) and not self._cause_known.is_set():
             self._settle_stuck(self._peers, waiting, self._store)
@@ -283,7 +283,7 @@ class Watch:
                 self._settle(found, self._store)
             elif now > deadline:
                 origin = ranks[0] if ranks else self.rank
-                text = f"{processes(ranks)} broke the connection" if ranks else f"process {origin} lost a connection"
+                text = f"{processes(ranks)} broke the connection" if ranks else f"{process(origin)} lost a connection"
                 self._settle(Cause("dead", origin, f"{text} ({error})"), self._store)
         return self._error()
 
@@ -348,7 +348,7 @@ class Watch:
                             self._say(number, False)
                         elif found is None:
                             how = f"was ended by signal {number} ({signal.Signals(number).name})"
-                            found = Cause("dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) {how}")
+                            found = Cause("dead", self.rank, f"{process(self.rank, self._beat.pid)} {how}")
                     if found is not None:
                         self._settle(found, store)
                     continue
@@ -411,7 +411,7 @@ class Watch:
             self._settle(peers.stuck(waiting), store)
         except StoreError as error:
             peer = waiting.peers[0] if waiting is not None and waiting.peers else self.rank
-            self._learn(Cause("stuck", peer, f"process {self.rank} timed out awaiting {waiting}, and {error}"))
+            self._learn(Cause("stuck", peer, f"{process(self.rank)} timed out awaiting {waiting}, and {error}"))
 
     def _learn(self, cause: Cause) -> None:
         with self._learning:
@@ -429,7 +429,7 @@ class Watch:
         self._main_knows = self._main_knows or threading.current_thread() is threading.main_thread()
         if self.cause.origin == self.rank or self.waiting is None:
             return RunError(str(self.cause))
-        return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
+        return RunError(f"{self.cause}; {process(self.rank)} was awaiting {self.waiting}")
 
     def _is_orphan(self) -> bool:
         return self._owner is not None and self._owner.is_orphan()

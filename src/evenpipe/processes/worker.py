@@ -29,9 +29,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import signals_handled
+from evenpipe.processes.names import processes
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
-from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
+from evenpipe.processes.signs import Beat, Board, machine, started, words
 from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 from evenpipe.processes.watch import Watch
 
@@ -267,9 +268,15 @@ def start_worker(
         device, identity = _own_device(torch_device)
     except Exception as error:
         fault = error  # for the others too, once they are here
-    with store.patient(silence_seconds):
-        meet(store, rank, world_size, start_seconds, owned=owned)
-    watch.start()
+    terminated: list[int] = []
+    noticed = (signal.SIGTERM,) if owned and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else ()
+    with signals_handled(lambda number, _: terminated.append(number), noticed):
+        with store.patient(silence_seconds):
+            meet(store, rank, world_size, start_seconds, terminated)
+        watch.start()
+    watch.hear_termination()
+    if terminated:
+        os.kill(os.getpid(), signal.SIGTERM)  # came too late for the meeting; the watch handles it
     try:
         if fault is not None:
             raise fault
@@ -308,12 +315,14 @@ def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
     return NetworkStore(store), PrefixStore("groups", store), rank, world_size
 
 
-def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owned: bool = True) -> None:
+def meet(store: Store, rank: int, world_size: int, limit_seconds: float, terminated: Sequence[int] = ()) -> None:
     """Wait until all processes are here, before any wait that would not name a missing one.
 
+    terminated: its length grows when SIGTERM arrives, as from torchrun when a process has failed.
+
     Raises:
-        RunError: the limit passed, or SIGTERM arrived in an owned process, as from torchrun when one has failed; names
-            the missing ones. Or a process that was here already has died on this machine.
+        RunError: the limit passed, or SIGTERM arrived; names the missing ones. Or a process that was here already has
+            died on this machine.
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
     deadline, pause = time.monotonic() + limit_seconds, 0.005
@@ -321,29 +330,24 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
     try:
         store.write(keys[rank], own.dump())
         peers = Peers(store, own, rank, world_size, key="here")
-        terminated: list[int] = []
-        noticed = (signal.SIGTERM,) if owned and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else ()
-        with signals_handled(lambda number, _: terminated.append(number), noticed):
-            while not store.has(keys):
-                fault = None
-                if (death := peers.first_death(peers.here())) is not None:
-                    if store.has(keys):  # all have come meanwhile, and this one has ended since: the watch's concern
-                        break
-                    fault = f"{death.text}, before all processes had started"
-                elif terminated or time.monotonic() > deadline:
-                    missing = [other for other in range(world_size) if not store.has([keys[other]])]
-                    if missing:
-                        in_time = f"did not start within {limit_seconds:g} s"
-                        what = "had not started when SIGTERM came" if terminated else in_time
-                        fault = f"{processes(missing)} of {world_size} {what}"
-                if fault is not None or store.has(["no start"]):  # the first finding counts: others follow from it
-                    raise RunError(words(store.settle("no start", fault or "")))
-                time.sleep(pause)
-                pause = min(2 * pause, 0.5)
+        while not store.has(keys):
+            fault = None
+            if (death := peers.first_death(peers.here())) is not None:
+                if store.has(keys):  # all have come meanwhile, and this one has ended since: the watch's concern
+                    break
+                fault = f"{death.text}, before all processes had started"
+            elif terminated or time.monotonic() > deadline:
+                missing = [other for other in range(world_size) if not store.has([keys[other]])]
+                if missing:
+                    in_time = f"did not start within {limit_seconds:g} s"
+                    what = "had not started when SIGTERM came" if terminated else in_time
+                    fault = f"{processes(missing)} of {world_size} {what}"
+            if fault is not None or store.has(["no start"]):  # the first finding counts: others follow from it
+                raise RunError(words(store.settle("no start", fault or "")))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
     except StoreError as error:
         raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
-    if terminated:
-        os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch handles it
 
 
 def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
 from evenpipe.schedule import Program, add_sharding, check_program
 
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
+
+TensorOverlap = Literal["auto", "none", "ring", "fused"]
 
 DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
 """Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
@@ -46,6 +48,9 @@ class Parallelism:
     context_exchange: Literal["keys", "heads"] = "keys"
     """With context parallelism every layer gathers the keys and values of all tokens ("keys"), or exchanges heads for
     tokens ("heads"), which moves less with many ranks."""
+    tensor_overlap: TensorOverlap = "auto"
+    """How tensor ranks exchange rows beside products in F and I: "ring" piece by piece around the ranks, "fused" by
+    torch's operations on symmetric memory, "none" before and after. "auto": "fused" on GPUs that can, else "none"."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep"):
@@ -63,6 +68,10 @@ class Parallelism:
             raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
         if self.context_exchange not in ("keys", "heads"):
             raise InputError(f"context_exchange is {self.context_exchange!r}, expected keys or heads")
+        if self.tensor_overlap not in get_args(TensorOverlap):
+            raise InputError(
+                f"tensor_overlap: {self.tensor_overlap!r}, expected one of {', '.join(get_args(TensorOverlap))}"
+            )
         if self.data_parallel not in DATA_PARALLEL:
             raise InputError(
                 f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard', or, for estimates and plans,"

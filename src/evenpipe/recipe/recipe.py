@@ -13,7 +13,7 @@ from evenpipe.given import is_whole
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
-from evenpipe.recipe.parallelism import DataParallel, Parallelism
+from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
 from evenpipe.schedule import PER_PAIR, SHARING, Costs, Schedule, vocabulary_mode
 from evenpipe.schedule.registry import nearest
 
@@ -33,6 +33,7 @@ class RecipeOptions(TypedDict, total=False):
     prefetch: int | None
     sequence_parallel: bool
     context_exchange: str
+    tensor_overlap: TensorOverlap
     microbatches: int | None
     microbatch_size: int
     slices: int

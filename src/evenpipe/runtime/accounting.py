@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from evenpipe.schedule import Pass, Transfer
 from evenpipe.schedule.passes import FREEING_KINDS
+from evenpipe.tensor.operations import WITHIN
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -123,6 +124,13 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
+        within = WITHIN.get(operation)
+        if within is not None:
+            super().__enter__()  # see what is allocated inside, too
+            try:
+                return within(*args)
+            finally:
+                super().__exit__(None, None, None)
         result = operation(*args, **(kwargs or {}))
         maker = "" if operation.is_view else operation  # the base of a new view existed before
         if isinstance(result, Tensor):

@@ -22,7 +22,7 @@ from evenpipe.model import Description, self_check
 from evenpipe.model.structure import first_line
 from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
-from evenpipe.runtime.batch import IGNORE_INDEX
+from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.schedule import Kind, Order, parts_of
 from evenpipe.vocabulary import LossOptions
 

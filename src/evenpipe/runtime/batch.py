@@ -10,12 +10,11 @@ vocabulary shards, and both ends of an exchange of embedding rows know its size.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +24,18 @@ from evenpipe.attention.sight import Sight, seeing
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.runtime.trained import Trained
-
-IGNORE_INDEX = -100
-
-INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_weights")
+from evenpipe.runtime.inputs import (
+    IGNORE_INDEX,
+    INPUT_NAMES,
+    WHOLE,
+    Divisor,
+    Inputs,
+    check,
+    fields_of,
+    with_labels,
+    with_positions,
+)
+from evenpipe.runtime.trained import Trained, check_trained, gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +89,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """The caller's inputs of one step: tensors are [batch, sequence]; None if not given."""
-
-    input_ids: Tensor | None
-    labels: Tensor | None = None
-    position_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
-    token_weights: Tensor | None = None
-    accumulate: int = 1
-    """Number of steps whose gradients are added up before one update."""
-
-
-@dataclass(frozen=True, slots=True)
 class Totals:
     """Totals of the batches of all replicas."""
 
@@ -103,118 +96,6 @@ class Totals:
     """Sum of the weights of all positions with a label that counts; without weights, their number."""
     valid_tokens: int
     accumulate: int = 1
-
-
-class Divisor(NamedTuple):
-    """What the number of tokens of a sequence must be a multiple of."""
-
-    number: int
-    reason: str
-    """For messages: the number, and where it comes from."""
-
-    @classmethod
-    def of(cls, tensor_ranks: int, context_ranks: int = 1) -> Divisor:
-        """Tensor ranks share the tokens of a piece; each piece of a sequence consists of two equal chunks."""
-        if context_ranks == 1:
-            return cls(tensor_ranks, f"the {tensor_ranks} tensor ranks")
-        number = context_ranks * math.lcm(2, tensor_ranks)
-        chunks = f"two chunks for each of the {context_ranks} context ranks"
-        return cls(number, f"{number}: {chunks}" + (f", for {tensor_ranks} tensor ranks" if tensor_ranks > 1 else ""))
-
-
-WHOLE = Divisor(1, "1")
-
-
-def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor = WHOLE) -> None:
-    """Check the inputs of the first process.
-
-    Args:
-        microbatches: the number of sequences must be a multiple of it.
-        tokens: what the number of tokens must be a multiple of.
-
-    Raises:
-        InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
-    """
-    input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
-    vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
-    for name, value in zip(INPUT_NAMES, _fields(inputs), strict=True):
-        if value is not None and not isinstance(value, Tensor):
-            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
-    if type(inputs.accumulate) is not int or inputs.accumulate < 1:
-        raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
-    if input_ids is None:
-        raise InputError(
-            "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
-        )
-    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
-        raise InputError(
-            f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
-        )
-    batch, sequence = input_ids.shape
-    if batch % microbatches:
-        raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
-    if maximum_length is not None and sequence > maximum_length:
-        raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
-    if sequence % tokens.number:
-        raise InputError(f"input_ids: {sequence} tokens per sequence, expected a multiple of {tokens.reason}")
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocabulary:
-        raise InputError(
-            f"input_ids: contains token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
-        )
-    others = {
-        "labels": (labels, torch.int64),
-        "position_ids": (position_ids, torch.int64),
-        "attention_mask": (attention_mask, None),
-        "token_weights": (token_weights, None),
-    }
-    for name, (tensor, dtype) in others.items():
-        if tensor is None:
-            continue
-        if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
-            expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
-            raise InputError(f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {expected} as input_ids")
-    if labels is not None:
-        counted = labels[labels != IGNORE_INDEX]
-        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
-            wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
-            raise InputError(
-                f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
-            )
-    for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
-        if tensor is not None and not model.takes(name):
-            raise InputError(f"{name}: {model.architecture} does not take it, expected None")
-    rows = model.position_rows
-    if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
-        accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
-        raise InputError(
-            f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
-        )
-    if attention_mask is not None:
-        is_one = attention_mask == 1
-        if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
-            raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
-    if token_weights is not None:
-        if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
-            raise InputError("token_weights: contains a value that is not a finite number")
-        if bool((token_weights < 0).any()):
-            raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
-
-
-def with_positions(inputs: Inputs, model: Description) -> Inputs:
-    """With the position ids that a model makes of token ids itself, where it does.
-
-    Raises:
-        InputError: it has none for so many tokens.
-    """
-    if inputs.position_ids is not None or inputs.input_ids is None:
-        return inputs
-    positions, rows = model.positions_of(inputs.input_ids), model.position_rows
-    if positions is not None and rows is not None and int(positions.max()) >= rows:
-        assert model.padding_index is not None
-        most = rows - 1 - model.padding_index
-        raise InputError(f"input_ids: {inputs.input_ids.shape[1]} tokens per sequence, the model allows at most {most}")
-    return replace(inputs, position_ids=positions)
 
 
 def distribute(
@@ -225,6 +106,7 @@ def distribute(
     tokens: Divisor = WHOLE,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
+    tensor: Communicator | None = None,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
@@ -238,6 +120,7 @@ def distribute(
         microbatches, tokens: as for `check`.
         communicator: of the replica's processes; None for one.
         replicas: of the processes that are this one in their replicas; None for one replica.
+        tensor: of the tensor ranks of this device; None for one.
         trained: flags read for this step.
 
     Returns:
@@ -258,14 +141,14 @@ def distribute(
         trained=trained,
         torch_device=torch_device,
     )
-    table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
+    table = gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
     head = table[0][: len(header)]
     if not head[0]:
         if not is_source:
             fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
         assert fault is not None
         raise fault
-    trained.check([numbers[len(header) :] for numbers in table])
+    check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, tensor, torch_device)
     *_, total_weight, valid_tokens, accumulate = head
     totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
     if communicator is not None:
@@ -303,14 +186,14 @@ def _agree(
         except InputError as error:
             fault = error
         else:
-            fields = zip(INPUT_NAMES, _fields(given), strict=True)
+            fields = zip(INPUT_NAMES, fields_of(given), strict=True)
             on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
-            inputs = _with_labels(replace(given, **on_cpu))
+            inputs = with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
             own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
-    table = _gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
+    table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
-        trained.dispute(_gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
+        trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
     header = [0] * 9
     if all(good for good, *_ in table):  # as the first processes see it
         steps = [accumulate for *_, accumulate, _ in table]
@@ -334,7 +217,7 @@ def _send(given: Inputs | None, header: list[int], communicator: Communicator, t
         return tensor
 
     if given is not None:
-        present = [tensor for tensor in _fields(given)[:4] if tensor is not None]
+        present = [tensor for tensor in fields_of(given)[:4] if tensor is not None]
         integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
     else:
         integers = torch.empty(
@@ -368,18 +251,6 @@ def _header(inputs: Inputs, totals: Totals) -> list[int]:
     return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens, totals.accumulate]
 
 
-def _gather(
-    communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
-) -> list[list[int]]:
-    """Return the numbers of all members, in order, on each of them; only one's own without others."""
-    if communicator is None:
-        return [numbers]
-    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-    table = own.new_empty((len(communicator.members), len(numbers)))
-    communicator.all_gather(table, own, what).wait("the step")
-    return table.tolist()
-
-
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:
     return Totals(float(weights.sum()), int((targets != IGNORE_INDEX).sum()))
 
@@ -391,19 +262,6 @@ def _as_integer(number: float) -> int:
 
 def _as_float(bits: int) -> float:
     return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
-
-
-def _fields(inputs: Inputs) -> tuple[Tensor | None, ...]:
-    return inputs.input_ids, inputs.labels, inputs.position_ids, inputs.attention_mask, inputs.token_weights
-
-
-def _with_labels(inputs: Inputs) -> Inputs:
-    if inputs.labels is not None or inputs.input_ids is None:
-        return inputs
-    labels = inputs.input_ids.clone()
-    if inputs.attention_mask is not None:
-        labels[inputs.attention_mask == 0] = IGNORE_INDEX
-    return replace(inputs, labels=labels)
 
 
 def cut(
@@ -431,7 +289,7 @@ def cut(
         dtype: of the weights; fp64 if the model computes in fp64, else fp32.
         torch_device: device of weights and masks.
     """
-    input_ids, _, position_ids, attention_mask, _ = _fields(inputs)
+    input_ids, _, position_ids, attention_mask, _ = fields_of(inputs)
     assert input_ids is not None
     sequences, tokens = input_ids.shape
     targets, weights = _weights(inputs)

@@ -9,7 +9,7 @@ processes   (context parallelism) equally many tokens of about equal work. Each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -17,28 +17,52 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
+from evenpipe.model import Description, slice_ends
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.inputs import Divisor
+from evenpipe.runtime.walker import Meeting
+from evenpipe.tensor.layers import ModelCut
 
 OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 """Chunks of each process."""
 
 
-@dataclass(frozen=True, slots=True)
 class Cutter:
     """Cuts batches for one process."""
 
-    context: ContextRanks | HeadRanks | None
-    """The processes that share every sequence; None for one."""
-    torch_device: torch.device
-
-    def pieces(self, batch: Batch, ends: Sequence[int]) -> Batch:
-        """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole.
-
-        Args:
-            ends: number of tokens up to the end of each slice. The tokens of a slice must be a multiple of two chunks
-                for each process.
+    def __init__(
+        self, description: Description, slices: int, divisor: int, context: ContextRanks | HeadRanks | None
+    ) -> None:
         """
+        Args:
+            divisor: of which every slice has some tokens.
+            context: the processes that share every sequence; None for one.
+        """
+        self._description, self._slices, self._divisor = description, slices, divisor
+        self.context = context
+        self.ends: dict[int, Sequence[int]] = {}
+        """By length of a sequence, the number of tokens up to the end of each slice."""
+
+    @classmethod
+    def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
+        """Return the cutter of a recipe; None for whole sequences."""
+        if slices == 1 and groups.context is None:
+            return None
+        sizes = recipe.parallelism
+        exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
+        context = None if groups.context is None else exchange(groups.context)
+        return cls(description, slices, Divisor.of(sizes, slices).number, context)
+
+    def pieces(self, batch: Batch) -> Batch:
+        """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
+        length = batch.sequence_length
+        if length not in self.ends:
+            self.ends[length] = slice_ends(self._description, length, self._slices, self._divisor)
+        ends = self.ends[length]
         pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
 
@@ -56,10 +80,10 @@ class Cutter:
             places = places_of_ranks(start, end, ranks, packed)
             known += places
             own = places[rank]
-            here = own.to(self.torch_device)
+            here = own.to(microbatch.weights.device)
             sight = Sight(
-                queries=here if heads is None else torch.cat(places).to(self.torch_device),
-                keys=torch.cat(known).to(self.torch_device),
+                queries=here if heads is None else torch.cat(places).to(here.device),
+                keys=torch.cat(known).to(here.device),
                 exchange=exchange,
                 length=length,
                 positions=positions,
@@ -77,6 +101,12 @@ class Cutter:
                 carries=carries,
                 slice=index,
             )
+
+
+def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:
+    """Return the exchanges of the processes that share a pass: of tensor ranks and of context ranks."""
+    found = (None if tensor is None else tensor[1], None if cutter is None else cutter.context)
+    return [one for one in found if one is not None]
 
 
 def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) -> list[Tensor]:

@@ -24,16 +24,13 @@ from evenpipe.model import (
     check_compute_dtype,
     describe,
     describe_modules,
-    slice_ends,
 )
 from evenpipe.parallel import check_built, process_grid
-from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
-from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     PipelineOptions,
     check_kinds,
@@ -46,16 +43,17 @@ from evenpipe.runtime.arguments import (
     loss_of_model,
     recipe_of,
 )
-from evenpipe.runtime.batch import Divisor, Inputs, cut, distribute
+from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, Weights
-from evenpipe.runtime.pieces import Cutter
+from evenpipe.runtime.inputs import Divisor, Inputs
+from evenpipe.runtime.pieces import Cutter, meetings
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
-from evenpipe.runtime.tensor_cut import cut_layers
+from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
@@ -114,7 +112,8 @@ class Pipeline(SpreadModel):
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
-        slices, cp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
+        context_parallel: processes that share every sequence: the size of `cp`, likewise.
+        context_exchange, tensor_overlap, slices: as in `Parallelism` and `BatchShape`.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -153,13 +152,13 @@ class Pipeline(SpreadModel):
             check_built(grid)
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
-            self._copies = grid.size("dp") * grid.size("cp")
             self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
             self.recipe = recipe_of(recipe, how, grid)
             self.microbatches = self.recipe.microbatches
-            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self._copies > 1
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.recipe.parallelism.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
@@ -184,12 +183,8 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor = cut_layers(self.description, self._groups, check=self_check, is_first=self._is_very_first)
-            exchange = HeadRanks if self.recipe.parallelism.context_exchange == "heads" else ContextRanks
-            self._context = None if self._groups.context is None else exchange(self._groups.context)
-            in_pieces = self._context is not None or self.layout.program.slices > 1
-            self._pieces = Cutter(self._context, self.torch_device) if in_pieces else None
-            self._ends: dict[int, tuple[int, ...]] = {}
+            self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
+            self._pieces = Cutter.of(self.description, self.layout.program.slices, self.recipe, self._groups)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -263,17 +258,15 @@ class Pipeline(SpreadModel):
             pieces=self._pieces is not None,
         ).build()
         router_loss = self.description.router_loss
-        self._router_losses = (
-            None
-            if router_loss is None
-            else RouterLosses(
+        self._router_losses = None
+        if router_loss is not None:
+            self._router_losses = RouterLosses(
                 router_loss,
                 replicas=self.replicas,
                 torch_device=self.torch_device,
                 tensor_ranks=self.tensor_ranks,
                 context=groups.context,
             )
-        )
         self._shared_gradients = None
         if groups.shared is not None:
             self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
@@ -288,6 +281,8 @@ class Pipeline(SpreadModel):
             dict(self.named_parameters()),
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
             vocabulary=self.description.vocabulary_names,
+            tensor_ranks=self.tensor_ranks,
+            alone=alone(self.description, self._tensor),
             follow=follow,
         )
         self._results = Results(
@@ -295,7 +290,7 @@ class Pipeline(SpreadModel):
             self._router_losses,
             groups,
             self.layout,
-            pipelines=self._copies,
+            pipelines=self.recipe.parallelism.replicas,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
         )
@@ -318,7 +313,7 @@ class Pipeline(SpreadModel):
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
-            meetings=[one for one in (None if self._tensor is None else self._tensor[1], self._context) if one],
+            meetings=meetings(self._tensor, self._pieces),
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -411,9 +406,10 @@ class Pipeline(SpreadModel):
             inputs,
             microbatches=self.microbatches if training else 1,
             model=self.description,
-            tokens=Divisor.of(self.tensor_ranks, self.context_ranks),
+            tokens=Divisor.of(self.recipe.parallelism, self.layout.program.slices),
             communicator=groups.pipeline,
             replicas=groups.data,
+            tensor=groups.tensor,
             trained=self._trained,
             torch_device=self.torch_device,
         )
@@ -423,7 +419,7 @@ class Pipeline(SpreadModel):
         parts = program.microbatches
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
         if self._pieces is not None:
-            batch = self._pieces.pieces(batch, self._slice_ends(batch.sequence_length))
+            batch = self._pieces.pieces(batch)
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
@@ -440,13 +436,6 @@ class Pipeline(SpreadModel):
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         return self._results.of(batch, record, started, totals.accumulate, training=training)
 
-    def _slice_ends(self, length: int) -> tuple[int, ...]:
-        """Return the number of tokens up to the end of each slice of a sequence."""
-        if length not in self._ends:
-            multiple = Divisor.of(self.tensor_ranks, self.context_ranks).number
-            self._ends[length] = slice_ends(self.description, length, self.layout.program.slices, multiple)
-        return self._ends[length]
-
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
         whole = self.layout.evaluation
@@ -454,20 +443,6 @@ class Pipeline(SpreadModel):
         if parts not in self._evaluations:
             self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
         return self._evaluations[parts]
-
-    # --- over all devices ------------------------------------------------------------------------------------
-
-    def count_bytes(self) -> ByteCounter:
-        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
-
-        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
-        "buffers". Optimizer state counts only if it is created inside.
-        """
-
-        def follow(counter: ByteCounter | None) -> None:
-            self._walker.counter = counter
-
-        return ByteCounter(self._held.tensors(), follow)
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""

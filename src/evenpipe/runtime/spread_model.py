@@ -32,6 +32,7 @@ from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     check_kinds,
     check_positive,
@@ -40,6 +41,7 @@ from evenpipe.runtime.arguments import (
 from evenpipe.runtime.device import HeldModel
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.trace import gather_trace
+from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Order, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
@@ -69,6 +71,7 @@ class SpreadModel:
     _model_costs: ModelCosts
     _held: HeldModel
     _groups: Groups
+    _walker: Walker
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -121,6 +124,18 @@ class SpreadModel:
         """The axes over which the parameters of a whole model are spread."""
         return ("pp", "tp", *COPIES) if self._sharded else ("pp", "tp")
 
+    def count_bytes(self) -> ByteCounter:
+        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
+
+        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
+        "buffers". Optimizer state counts only if it is created inside.
+        """
+
+        def follow(counter: ByteCounter | None) -> None:
+            self._walker.counter = counter
+
+        return ByteCounter(self._held.tensors(), follow)
+
     # --- the schedule ----------------------------------------------------------------------------------------
 
     @property
@@ -141,13 +156,14 @@ class SpreadModel:
         if result.record.clock is None:
             raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
         layout = self.layout
+        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
         return gather_trace(
             result.record,
             layout.program,
             self._groups.pipeline,
             self.torch_device,
             costs=layout.costs,
-            about={"vocabulary": layout.mode, **about},
+            about={"vocabulary": layout.mode, **ranks, **about},
         )
 
     def predict(self, vocabulary: str | None = None) -> Timeline:

@@ -1,30 +1,41 @@
-"""Finds how layers are cut over the tensor ranks of a device, the same on every process."""
+"""Finds how layers are cut over the tensor ranks of a device, and how these exchange rows beside products: the same on
+every process."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.parallel.grid import Grid
 from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.symmetric_memory import Fused, obstacle_to_fused
 from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.layers import ModelCut, report_whole
+from evenpipe.tensor.ring import Ring
+
+logger = logging.getLogger(__name__)
 
 
 def cut_layers(
-    description: Description, groups: Groups, *, check: bool, is_first: bool
-) -> tuple[ModelCut, TensorRanks] | None:
-    """Return the cut and the exchange of this device's ranks; None for one process per device. Collective.
+    description: Description, groups: Groups, recipe: Recipe, check: bool
+) -> tuple[tuple[ModelCut, TensorRanks] | None, str | None]:
+    """Return the cut and the exchange of this device's ranks, and what runs their transfers beside products in F and I,
+    or why nothing does. None and None for one process per device. Collective.
 
     Args:
         check: compare a small copy of the model, cut, with the whole one, on the first process.
-        is_first: whether this is the first process of all.
 
     Raises:
-        InputError: on every process: the model cannot be cut, or would be trained wrongly.
+        InputError: on every process: the model cannot be cut, or would be trained wrongly; or the recipe asks for
+            transfers beside products that cannot run here.
     """
-    if groups.tensor is None:
-        return None
-    exchange = TensorRanks(groups.tensor)
+    if groups.tensor is None or groups.everyone is None:
+        return None, None
+    exchange, is_first = TensorRanks(groups.tensor), groups.everyone.position == 0
     cut, fault = None, None
     try:
         cut = cut_of_model(description, exchange.size, check=check and is_first)
@@ -34,6 +45,48 @@ def cut_layers(
     if fault is not None:
         raise InputError(fault)
     assert cut is not None
+    said = _overlap(exchange, groups, recipe)
     if is_first:
         report_whole(cut)
-    return cut, exchange
+        logger.info("transfers of tensor parallelism beside products: %s", said)
+    return (cut, exchange), said
+
+
+def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
+    """Let transfers run beside products, as the recipe asks and the machine can; return what does so."""
+    wanted = recipe.parallelism.tensor_overlap
+    if wanted == "none":
+        return "none, as asked for"
+    if recipe.compile_layers:  # a transfer would end the compiled region
+        return "none, because layers are compiled"
+    if wanted == "ring":
+        exchange.overlap = Ring(exchange)
+        return "ring; its gain on GPUs has not been measured"
+    obstacle = obstacle_to_fused(exchange, groups.torch_device)
+    if not any(cannot for (cannot,) in groups.numbers([obstacle is not None])):
+        exchange.overlap = Fused(exchange)
+        return "torch's fused operations on symmetric memory; they have not been run on a GPU yet"
+    obstacle = obstacle or "some other devices cannot"
+    if wanted == "fused":
+        raise InputError(f"tensor_overlap: 'fused', but {obstacle}; expected 'auto', 'none' or 'ring'")
+    return f"none, because {obstacle}"
+
+
+def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
+    """Return the names of parameters that only the first tensor rank of a device holds. tensor: as `cut_layers` has
+    returned it."""
+    if tensor is None:
+        return set()
+    return {name for index in range(description.layers) for name in tensor[0].alone(description, index)}
+
+
+def places_of(grid: Grid) -> dict[int, str]:
+    """Return what messages say of a process beside its number, by process; nothing without tensor ranks."""
+    replicas, devices, ranks = (grid.size(axis) for axis in ("dp", "pp", "tp"))
+    found: dict[int, str] = {}
+    if ranks == 1:
+        return found
+    for replica, device, rank in itertools.product(range(replicas), range(devices), range(ranks)):
+        place = f"device {device}, tensor rank {rank}"
+        found[grid.at(dp=replica, pp=device, tp=rank)] = place if replicas == 1 else f"replica {replica}, {place}"
+    return found

@@ -1,4 +1,4 @@
-"""Merge the records of all devices: a `Trace` of one step on the clock of the first process."""
+"""Merge the records of all processes of a pipeline: a `Trace` of one step on the clock of the first process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def gather_trace(
     costs: Costs | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Trace | None:
-    """Return the records of all devices for a step of `program` on the first process, None on the others. Collective.
+    """Return the records of all devices, and of all their tensor ranks, for a step of `program` on the first process,
+    None on the others. Collective.
 
     Every process sends its times, as text, to the first one over the communicator of the whole pipeline.
 
@@ -60,9 +61,12 @@ def gather_trace(
         parts = rows.cpu().split(counts)
         gathered = [json.loads(part.numpy().tobytes()) for part in parts]
     begin = min(times["start"] for times in gathered)
-    firsts = gathered[:: len(gathered) // program.placement.devices]  # of the tensor ranks of each device
-    devices = tuple(_device(times, program, device, begin) for device, times in enumerate(firsts))
-    return Trace(program, devices, costs, {**(about or {}), **machine(torch_device)})
+    ranks = len(gathered) // program.placement.devices
+    first, *others = (
+        tuple(_device(times, program, device, begin) for device, times in enumerate(gathered[rank::ranks]))
+        for rank in range(ranks)
+    )
+    return Trace(program, first, costs, {**(about or {}), **machine(torch_device)}, tuple(others))
 
 
 def machine(torch_device: torch.device) -> dict[str, Any]:

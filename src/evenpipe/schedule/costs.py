@@ -98,6 +98,9 @@ class Costs:
     contention: float = 1.0
     """Factor on compute while all other devices compute too, at least 1, and proportionally less while only some do.
     For devices that share the memory bandwidth of a machine. For the full simulator."""
+    tensor_exchange: Mapping[str, Cost] = field(default_factory=dict)
+    """Of the time of each kind of pass (F, B, I, W, R per stage; S, C, T, E, G per device), the part in which tensor
+    ranks of the device only exchange rows. For pictures: times include it."""
     engine: CopyEngine = field(default_factory=CopyEngine)
     """The engine that carries O and L. For the full simulator."""
     bytes: Cost | None = None
@@ -133,6 +136,8 @@ class Costs:
         put("sharding", {name: cost(f"sharding.{name}", value) for name, value in sent.items()})
         if self.sharding and REPLICAS not in self.links:
             raise InputError(f"costs: sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
+        exchange = table("tensor_exchange", self.tensor_exchange, (*_PER_STAGE[:5], *_PER_DEVICE))
+        put("tensor_exchange", {name: cost(f"tensor_exchange.{name}", value) for name, value in exchange.items()})
         put("engine", CopyEngine.from_dict(self.engine))
         if self.memory is not None:
             deltas = table("memory", self.memory, _MEMORY)
@@ -222,6 +227,13 @@ class Costs:
                 given = tuple(size / self.engine.bandwidth for size in sizes)
             times[kind] = copies if given is None else given
         return times
+
+    def exchange_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Return `tensor_exchange`, by stage or by device; a recomputation without a number exchanges as its F does."""
+        given = self.tensor_exchange
+        if "F" in given and "R" not in given:
+            given = {**given, "R": given["F"]}
+        return {Kind(name): _spread("tensor_exchange", name, value, placement) for name, value in given.items()}
 
     def sharding_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Return the time that each kind of collective over replicas takes alone: by stage, or by device for those of

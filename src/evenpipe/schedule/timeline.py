@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 from .effects import IN_FLIGHT
-from .passes import SHARDING_KINDS, Item, Kind, Pass, parts_of
+from .passes import SHARDING_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
 from .words import count
 
@@ -49,6 +49,8 @@ class Timeline:
     memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
     on_device: likewise the stage activations on the device, if some move to the host; else None.
     placement: of the stages, if known.
+    exchange: of each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
+        device; empty if there are none.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -57,6 +59,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
     placement: Placement | None = None
+    exchange: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         if not any(self.events):
@@ -118,6 +121,17 @@ class Timeline:
                     times[event.item.kind] = times.get(event.item.kind, 0.0) + event.end - event.start
             result.append(times)
         return tuple(result)
+
+    def exchange_of(self, event: Event) -> float:
+        """Return the part of a pass in which tensor ranks only exchange rows; 0 for anything else."""
+        if not self.exchange or not isinstance(event.item, Pass):
+            return 0.0
+        found = 0.0
+        for part in parts_of(event.item):
+            place = event.device if part.kind in VOCABULARY_KINDS else part.stage
+            if part.kind in self.exchange and place is not None:
+                found += self.exchange[part.kind][place]
+        return found
 
     @property
     def mean_busy(self) -> float:

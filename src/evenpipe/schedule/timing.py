@@ -46,7 +46,10 @@ def time_order(order: Order, costs: Costs) -> Timeline:
     for device in range(order.devices):
         numbers = range(graph.first[device], graph.first[device + 1])
         rows.append(tuple(Event(device, graph.items[n], times.start[n], times.end[n]) for n in numbers))
-    return Timeline(tuple(rows), costs.stage_bytes(order.placement), placement=order.placement)
+    placement = order.placement
+    return Timeline(
+        tuple(rows), costs.stage_bytes(placement), placement=placement, exchange=costs.exchange_times(placement)
+    )
 
 
 def timed(order: Order, costs: Costs) -> tuple[Graph, EventTimes]:

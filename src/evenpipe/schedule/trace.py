@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -153,13 +153,20 @@ class Trace:
     """One measured step of `program`. Seconds from the start of the first device.
 
     costs: the costs that the order was arranged by, in their own unit. about: further facts for readers: schedule,
-    vocabulary mode, number of the step, machine, versions.
+    vocabulary mode, number of the step, machine, versions. other_ranks: what the other tensor ranks of each device did,
+    from rank 1 on; `devices` are the first ones.
     """
 
     program: Program
     devices: tuple[DeviceTrace, ...]
     costs: Costs | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    other_ranks: tuple[tuple[DeviceTrace, ...], ...] = ()
+
+    @property
+    def by_rank(self) -> tuple[Trace, ...]:
+        """Return a trace for each tensor rank."""
+        return tuple(replace(self, devices=devices, other_ranks=()) for devices in (self.devices, *self.other_ranks))
 
     @cached_property
     def seconds(self) -> float:

@@ -18,8 +18,9 @@
        "copies": [["0O0", start, end], ...]     to the host and back; absent if there are none. Waits for them name
       },                                        0O0, or 0L0, in place of a transfer
       ...
-     ]
-    }
+     ],
+     "other_ranks": [[{"start": 0.0, ...}, ...], ...]       the devices again as tensor ranks 1, 2, ... saw the step,
+    }                                                       without the rows; absent without tensor ranks
 
 All times are seconds from the start of the device that began first; offsets between clocks are corrected ("clock" gives
 them). Passes and transfers are in the order of the row. Fields as in `schedule.trace`. A reader of version 1 refuses
@@ -66,19 +67,24 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
         "forward_only": program.forward_only,
         "costs": None if trace.costs is None else trace.costs.to_dict(),
         "devices": [
-            {
-                "row": rows_to_csv([row]).rstrip("\n"),
-                "start": round(device.start, _DIGITS),
-                "end": round(device.end, _DIGITS),
-                "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
-                **_unless_empty(allocations=device.allocations and asdict(device.allocations)),
-                "passes": [[str(p.item), *_rounded(p.start, p.end, p.processor)] for p in device.passes],
-                "waits": [[str(w.transfer), str(w.needed_by or ""), *_rounded(w.start, w.end)] for w in device.waits],
-                "transfers": [[str(t.item), *_rounded(t.issued, t.returned, t.complete)] for t in device.transfers],
-                **_unless_empty(copies=[[str(c.item), *_rounded(c.start, c.end)] for c in device.copies]),
-            }
+            {"row": rows_to_csv([row]).rstrip("\n"), **_device_to_dict(device)}
             for row, device in zip(program.rows, trace.devices, strict=True)
         ],
+        **_unless_empty(other_ranks=[list(map(_device_to_dict, devices)) for devices in trace.other_ranks]),
+    }
+
+
+def _device_to_dict(device: DeviceTrace) -> dict[str, Any]:
+    """Return everything but the row."""
+    return {
+        "start": round(device.start, _DIGITS),
+        "end": round(device.end, _DIGITS),
+        "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
+        **_unless_empty(allocations=device.allocations and asdict(device.allocations)),
+        "passes": [[str(p.item), *_rounded(p.start, p.end, p.processor)] for p in device.passes],
+        "waits": [[str(w.transfer), str(w.needed_by or ""), *_rounded(w.start, w.end)] for w in device.waits],
+        "transfers": [[str(t.item), *_rounded(t.issued, t.returned, t.complete)] for t in device.transfers],
+        **_unless_empty(copies=[[str(c.item), *_rounded(c.start, c.end)] for c in device.copies]),
     }
 
 
@@ -132,9 +138,21 @@ def trace_from_dict(values: Any) -> Trace:
         slices=_field(values, "slices", int) if "slices" in values else 1,
     )
     costs = values.get("costs")
-    devices = tuple(_device(row, program, number) for number, row in enumerate(rows))
+    devices = tuple(_device(row, program, number, f"devices[{number}].") for number, row in enumerate(rows))
     about = _field(values, "about", Mapping)
-    return Trace(program, devices, None if costs is None else Costs.from_dict(costs), dict(about))
+    others = tuple(_other_ranks(values, program)) if "other_ranks" in values else ()
+    return Trace(program, devices, None if costs is None else Costs.from_dict(costs), dict(about), others)
+
+
+def _other_ranks(values: Mapping[str, Any], program: Program) -> Iterator[tuple[DeviceTrace, ...]]:
+    for place, rows in enumerate(_field(values, "other_ranks", list)):
+        where = f"other_ranks[{place}]"
+        if not isinstance(rows, list) or len(rows) != program.devices:
+            raise InputError(f"{where} is {shown(rows)}, expected a list of {count(program.devices, 'device')}")
+        yield tuple(
+            _device(_table(row, f"{where}[{number}]"), program, number, f"{where}[{number}].")
+            for number, row in enumerate(rows)
+        )
 
 
 def _edges(values: Mapping[str, Any]) -> tuple[Edge, ...]:
@@ -145,8 +163,7 @@ def _edges(values: Mapping[str, Any]) -> tuple[Edge, ...]:
     return tuple((source, target) for source, target in edges)
 
 
-def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceTrace:
-    where = f"devices[{number}]."
+def _device(values: Mapping[str, Any], program: Program, number: int, where: str) -> DeviceTrace:
     passes = {str(item): item for item in program.rows[number] if isinstance(item, Pass)}
     transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
 
@@ -189,7 +206,7 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
     for at, (text, start, end) in entries("copies", 3) if "copies" in values else ():
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
     if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
-        raise InputError(f"{where}passes are not the passes of {where}row in the same order")
+        raise InputError(f"{where}passes are not the passes of devices[{number}].row in the same order")
     there = {entry.item for entry in sent}
     for index, wait in enumerate(waits):
         if isinstance(wait.transfer, Transfer) and wait.transfer not in there:

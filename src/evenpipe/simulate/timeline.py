@@ -38,8 +38,16 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
     memory = memory_curves(program, costs, work, loop)
     copies = any(work.items[n].kind in COPIES for n in work.beside)
     on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
-    stage_bytes = costs.stage_bytes(program.placement)
-    return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device, program.placement)
+    placement = program.placement
+    return Timeline(
+        tuple(events),
+        costs.stage_bytes(placement),
+        tuple(beside),
+        memory,
+        on_device,
+        placement,
+        costs.exchange_times(placement),
+    )
 
 
 def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:

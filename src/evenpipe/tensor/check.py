@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,32 +13,27 @@ from torch.nn import functional
 
 from evenpipe.errors import InputError
 from evenpipe.model.comparison import (
-    PARTLY_FP32,
     TOLERANCE,
     Batch,
     Result,
     compare,
-    gradient_errors,
     loss_of_hidden,
     one_thread,
     some_batch,
     whole_result,
 )
 from evenpipe.model.description import Description
+from evenpipe.model.fp64 import InFp64
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.rules import undisturbed
-from evenpipe.model.small_model import small_model
+from evenpipe.model.small_model import SmallModel, small_model
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import all_rows, own_rows
 from evenpipe.tensor.layers import ModelCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
-NOISES = 10.0
-"""A gradient may be off by so many times what it changes if the weights change by `NUDGE`: some families compute small
-differences of large numbers in fp32, even in a model in fp64."""
-NUDGE = torch.finfo(torch.float32).eps
 MORE_THAN_HEADS = 4
 """Ranks of a small copy that are more than its heads of keys and values."""
 
@@ -53,18 +50,19 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
     if description.config is None:
         raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
     with undisturbed(), torch.enable_grad(), one_thread():
-        small, dtype, kept = small_model(description)
-        few = 2  # ranks of the small copy
-        of_copy = find_model_cut(small)
-        cut = of_copy.for_model(description, small, kept)
-        if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
-            few = MORE_THAN_HEADS
-            of_copy = find_model_cut(small, repeats=True)
+        small, dtype, kept = _small_model(description)
+        with _throughout(dtype):
+            few = 2  # ranks of the small copy
+            of_copy = find_model_cut(small)
             cut = of_copy.for_model(description, small, kept)
-        for index in range(description.layers):
-            cut.placements(description, index, ranks - 1, ranks)
-        if check:
-            _compare(small, dtype, of_copy, few)
+            if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
+                few = MORE_THAN_HEADS
+                of_copy = find_model_cut(small, repeats=True)
+                cut = of_copy.for_model(description, small, kept)
+            for index in range(description.layers):
+                cut.placements(description, index, ranks - 1, ranks)
+            if check:
+                _compare(small, dtype, of_copy, few)
     return cut
 
 
@@ -84,24 +82,21 @@ def _compare(small: Description, dtype: torch.dtype, cut: ModelCut, ranks: int) 
             found = _over_ranks(small, batch, stages, exchanges, expected.logits_dtype)
         except Exception as error:  # families raise many types when their parts do not fit
             raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
-        tolerance = max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0)
-        compare(refuse, tolerance, found, expected, noise=_noise(small, batch, expected))
+        compare(refuse, TOLERANCE[dtype], found, expected, floor=torch.finfo(dtype).eps / TOLERANCE[dtype])
 
 
-def _noise(small: Description, batch: Batch, expected: Result) -> dict[str, float]:
-    """Return what rounding may do to each gradient of the whole model, as relative errors; 0 without fp32 inside."""
-    if not expected.rounds and expected.logits_dtype != torch.float32:
-        return {}
-    gradients = {name: None if one is None else one.clone() for name, one in expected.gradients.items()}
-    kept = [parameter.detach().clone() for parameter in small.model.parameters()]
-    with torch.no_grad():
-        for parameter in small.model.parameters():
-            parameter.mul_(1 + NUDGE * torch.randn_like(parameter))
-    moved = whole_result(small, *batch).gradients
-    with torch.no_grad():
-        for parameter, before in zip(small.model.parameters(), kept, strict=True):
-            parameter.copy_(before)
-    return {name: NOISES * error for name, error in gradient_errors(moved, gradients).items()}
+def _small_model(description: Description) -> SmallModel:
+    """Return a small copy for the comparison: in fp64 throughout, if it runs so."""
+    try:
+        with InFp64():
+            return small_model(description, dtypes=(torch.float64,))
+    except InputError:
+        return small_model(description, dtypes=(torch.float32,))
+
+
+def _throughout(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a small copy of that dtype is cut and compared."""
+    return InFp64() if dtype == torch.float64 else contextlib.nullcontext()
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from evenpipe.model.placement import Cut, TensorPlacement
+from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import own_rows
 from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
@@ -121,8 +122,11 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
             for ends in (counted, replace(counted, sums_at=None)) if counted.sums_at else (counted,):
                 try:
                     error = _error_of_parts(block, call, ends, ranks, whole)
+                except NoUnitsError as failure:
+                    reason = reason or str(failure)
+                    continue
                 except Exception as failure:  # a block that does not run on local sizes raises many types
-                    reason = reason or f"{type(failure).__name__}: {failure}"
+                    reason = reason or f"a part of it does not run: {type(failure).__name__}: {first_line(failure)}"
                     continue
                 if error <= max(CLOSE[whole.dtype], CLOSE_FP32):
                     return ends

@@ -14,10 +14,13 @@ in the order of the flattened tokens, not a piece of each sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from evenpipe.tensor.operations import sum_rows
 
 
 class Pending(Protocol):
@@ -28,6 +31,32 @@ class Pending(Protocol):
         ...
 
 
+class Overlap(Protocol):
+    """Exchanges rows piece by piece, beside the products of other pieces. All ranks call the same operations in the
+    same order; the number of matrices may differ."""
+
+    adds_biases: bool
+    """Whether `sum_products` takes one."""
+
+    def gather_products(
+        self, rows: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return all rows [n, in], gathered from [n/t, in], and their products [n, out] with [in, out], plus biases."""
+        ...
+
+    def sum_products(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
+    ) -> Tensor:
+        """Return the own rows [n/t, out] of the sum over ranks of products, bias and rest.
+
+        Args:
+            pairs: factors [n, in] and [in, out]; at least one pair, the products of several are added in this order.
+            bias: [out].
+            rest: [n, out].
+        """
+        ...
+
+
 class Exchange(Protocol):
     """The tensor ranks of a device, as one of them sees them. All call the same operations in the same order."""
 
@@ -35,6 +64,10 @@ class Exchange(Protocol):
     rank: int
     repeats: bool
     """The current pass repeats a forward whose backward follows at once."""
+    overlap: Overlap | None
+    """How transfers run beside products; None: before or after them."""
+    arrived: Tensor | None
+    """All rows of the last gather, from `operations.py`."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
@@ -61,6 +94,15 @@ class Exchange(Protocol):
         ...
 
 
+class RingExchange(Exchange, Protocol):
+    """Ranks that can also pass rows on around a ring."""
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Pending:
+        """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
+        with those of the previous one."""
+        ...
+
+
 def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
     """Return a rank's rows [b, s/t, ...] of [b, s, ...], or [n/t, h] of [n, h]; a view."""
     *outer, length = whole.shape[:-1]
@@ -79,7 +121,7 @@ def all_rows(rows: Tensor, exchange: Exchange) -> Tensor:
 
 def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = partial.shape
-    found = exchange.scatter(partial.reshape(-1, width).contiguous())
+    found = sum_rows(partial.reshape(-1, width).contiguous(), exchange)
     return formed(found, (*outer, length // exchange.size, width))
 
 

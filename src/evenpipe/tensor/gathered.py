@@ -7,18 +7,24 @@ made while the input's gradient is summed:
     B   [gather x again ........]                [sum of dx .........]
         dy Wq   dy Wk   dy Wv -> dx, to be summed   dy^T x of q, k, v
 
+If the exchange can overlap transfers with products, then in F the products of these layers are made piece by piece
+while x arrives, all of them before the block begins: whatever else reads x finds it whole. In I, whose weight gradients
+come later, dx is made piece by piece while it is summed.
+
 Korthikanti et al., arXiv 2205.05198, section 4.2.2, keep the rows likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.tensor.exchange import Exchange, Pending, all_rows, formed
+from evenpipe.tensor.exchange import Exchange, Pending, formed
+from evenpipe.tensor.operations import gathered_products
 
 
 class Gathered:
@@ -29,32 +35,57 @@ class Gathered:
         or this is the repeated forward."""
         self._exchange = exchange
         self._keeps = keeps
-        self._rows: Tensor | None = rows.detach()
-        self._address, self._elements = 0, rows.numel() * exchange.size
+        self._saved: ReferenceType[Tensor] | None = ref(rows)
+        """What layers save, during the call. The call owns it: nothing ends a repeated forward that has saved all."""
+        self._address, self._elements, self._width = 0, rows.numel() * exchange.size, rows.shape[-1]
+        self._empty = rows.new_empty(0)
         self._uses = 0
         self._started: Pending | None = None
         self._whole: Tensor | None = None
         self._waiting: list[Callable[[], None]] = []
+        self._products: dict[nn.Module, Tensor] = {}
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self.readers: list[nn.Module] = []
+        """Layers that have multiplied the input in this call."""
+
+    def gather(self, rows: Tensor, readers: Sequence[Any]) -> Tensor:
+        """Return all rows [n, h] of [n/t, h].
+
+        readers: linear layers that multiplied the input of earlier calls; their products may be made meanwhile.
+        """
+        if self._exchange.overlap is None:
+            return self._exchange.gather(rows)
+        whole, products = gathered_products(rows, readers, self._exchange)
+        self._products = dict(zip(readers, products, strict=False))
+        return whole
 
     def opened(self, whole: Tensor) -> None:
         """Begin the call: `whole` is what the block gets."""
-        self._address = whole.data_ptr()
+        self._address = whole.untyped_storage()._cdata
         if self._keeps:
-            self._rows = whole.detach()
+            self._saved = ref(whole)
 
     def close(self) -> None:
-        """End the call: only layers that have saved the rows keep them."""
-        self._rows = None
+        """End the call."""
+        self._saved = None
+        self._products.clear()
 
     def gave(self, hidden: Tensor) -> bool:
-        """Return whether a layer's input is all of what was gathered."""
-        return self._rows is not None and hidden.data_ptr() == self._address and hidden.numel() == self._elements
+        """Return whether a layer's input is all of what was gathered, row by row."""
+        is_all = hidden.numel() == self._elements and hidden.shape[-1] == self._width and hidden.is_contiguous()
+        return self._saved is not None and is_all and hidden.untyped_storage()._cdata == self._address
 
-    def save(self) -> Tensor:
+    def save(self, layer: nn.Module) -> Tensor:
         """Return what a layer saves for its weight gradient."""
-        assert self._rows is not None
+        saved = None if self._saved is None else self._saved()
+        assert saved is not None
         self._uses += 1
-        return self._rows
+        self.readers.append(layer)
+        return saved.detach()
+
+    def product(self, layer: nn.Module) -> Tensor | None:
+        """Return the layer's output [n, out], if it was made while the input arrived."""
+        return self._products.pop(layer, None)
 
     def start(self, saved: Tensor) -> None:
         """Begin to gather again, in a backward that needs it soon."""
@@ -89,23 +120,48 @@ class Gathered:
         for work in waiting:
             work()
 
+    def takes(self, gradient: Tensor, matrix: Tensor) -> bool:
+        """Return whether [n, out] times [out, in] is made while the input's gradient is summed."""
+        if self._exchange.overlap is None:
+            return False
+        self._factors.append((gradient.reshape(-1, gradient.shape[-1]), matrix))
+        return True
+
+    def sum(self, gradient: Tensor | None) -> Tensor:
+        """Return the own rows [n/t, h] of the input's gradient, summed over ranks.
+
+        gradient: of all rows, [n, h], without what `takes` took; None if that is all.
+        """
+        factors, self._factors = self._factors, []
+        if factors:
+            assert self._exchange.overlap is not None
+            return self._exchange.overlap.sum_products(factors, rest=gradient)
+        if gradient is None:  # nothing depends on the input
+            gradient = self._empty.new_zeros(self._elements // self._width, self._width)
+        summed = self._exchange.start_scatter(gradient)
+        self.run()
+        return summed.wait()
+
 
 class GatherInput(torch.autograd.Function):
-    """Own rows -> all rows, as `exchange.Gather`; weight gradients are made while the backward sums."""
+    """Own rows -> all rows, as `exchange.Gather`; products of either pass are made meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gathered: Gathered, exchange: Exchange) -> Tensor:
-        ctx.gathered, ctx.exchange = gathered, exchange
-        whole = all_rows(rows, exchange)
+    def forward(ctx: Any, rows: Tensor, gathered: Gathered, readers: Sequence[nn.Module], size: int) -> Tensor:
+        """size: number of ranks."""
+        ctx.gathered, ctx.shape = gathered, rows.shape
+        *outer, length, width = rows.shape
+        found = gathered.gather(rows.reshape(-1, width).contiguous(), readers)
+        whole = formed(found, (*outer, length * size, width))
         gathered.opened(whole)
+        ctx.set_materialize_grads(False)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        *outer, length, width = gradient.shape
-        summed = ctx.exchange.start_scatter(gradient.reshape(-1, width).contiguous())
-        ctx.gathered.run()
-        return formed(summed.wait(), (*outer, length // ctx.exchange.size, width)), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None, None, None]:
+        if gradient is not None:
+            gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        return formed(ctx.gathered.sum(gradient), ctx.shape), None, None, None
 
 
 def set_source(layers: Iterable[nn.Module], gathered: Gathered | None) -> None:

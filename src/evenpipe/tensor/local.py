@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows, Scatter
 from evenpipe.tensor.gathered import Gathered, GatherInput, set_source
 from evenpipe.tensor.norms import sum_over_ranks
+from evenpipe.tensor.summed import Summed
 
 if TYPE_CHECKING:
     from evenpipe.tensor.cuts import BlockCut
@@ -56,17 +57,22 @@ def make_local(
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
     layers = [module for module in block.modules() if type(module) in (nn.Linear, Conv1D)]
-    given = _Input(exchange, tuple(hidden), layers, keeps)
+    given = _Input(exchange, tuple(hidden), layers, keeps=keeps)
     block.register_forward_pre_hook(given.gather, with_kwargs=True)
     block.register_forward_hook(given.close, always_call=True)
-    end = block if cut.sums_at is None else block.get_submodule(cut.sums_at)
-    end.register_forward_hook(partial(hand_over, Scatter, exchange))
+    if cut.sums_at is None:
+        block.register_forward_hook(partial(hand_over, Scatter, exchange))
+        return
+    end, summed = block.get_submodule(cut.sums_at), Summed(exchange)
+    end.register_forward_hook(summed.sum)
+    if exchange.overlap is None or exchange.overlap.adds_biases or f"{cut.sums_at}.bias" not in cut.biases:
+        end.__dict__["_sums"] = summed
 
 
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
     """Let every rank compute a block on all tokens, and keep its own rows."""
     block.register_forward_pre_hook(_Input(exchange, tuple(hidden)).gather, with_kwargs=True)
-    block.register_forward_hook(partial(hand_over, OwnRows, exchange))
+    block.register_forward_hook(partial(_hand_over_own, exchange))
 
 
 def block_width(module: nn.Module, weight: Tensor) -> int:
@@ -82,16 +88,14 @@ def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> 
     for name, attribute in cut.counts:
         module = block.get_submodule(name)
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))
-    configs: dict[int, Any] = {}
-    for name, attribute in cut.settings:
-        module = block.get_submodule(name)
-        given: Any = module.config
-        if id(given) not in configs:
-            copied = copy.copy(given)
-            configs[id(given)] = configs[id(copied)] = copied
-        module.config = config = configs[id(given)]
-        if vars(config)[attribute] == vars(given).get(attribute, None) and given is not config:
-            config.__dict__[attribute] = _divided(vars(given)[attribute], ranks)
+    modules = {name: block.get_submodule(name) for name, _ in cut.settings}
+    for config in {id(module.config): module.config for module in modules.values()}.values():
+        own = copy.copy(config)  # the model's, and other blocks', stays as it is
+        sharing = [name for name, module in modules.items() if module.config is config]
+        for attribute in {attribute for name, attribute in cut.settings if name in sharing}:
+            vars(own)[attribute] = _divided(vars(config)[attribute], ranks)
+        for name in sharing:
+            modules[name].config = own
     for name, attribute in cut.shares:
         module = block.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) * groups // ranks)
@@ -124,6 +128,8 @@ class _Input:
     """Which of its arguments they are."""
     layers: Sequence[nn.Module] = ()
     """Layers inside that may multiply them, and then save only a rank's rows."""
+    readers: list[nn.Module] = field(default_factory=list)
+    """Those that have multiplied them so far, in the order in which they first did."""
     keeps: bool = False
     """They save all rows."""
 
@@ -147,7 +153,7 @@ class _Input:
         whole: Tensor
         if is_first and self.layers and rows.requires_grad and torch.is_grad_enabled():
             gathered = Gathered(rows, self.exchange, keeps=self.keeps or self.exchange.repeats)
-            whole = GatherInput.apply(rows, gathered, self.exchange)
+            whole = GatherInput.apply(rows, gathered, tuple(self.readers), self.exchange.size)
             set_source(self.layers, gathered)
         else:
             whole = Gather.apply(rows, self.exchange)
@@ -157,6 +163,7 @@ class _Input:
     def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for gathered in {vars(layer).get("_source") for layer in self.layers}:
             if gathered is not None:
+                self.readers.extend(one for one in gathered.readers if one not in self.readers)
                 gathered.close()
         set_source(self.layers, None)
 
@@ -166,3 +173,14 @@ def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, 
     if isinstance(output, (tuple, list)):
         return type(output)((way.apply(output[0], exchange), *output[1:]))
     return way.apply(output, exchange)
+
+
+@torch.compiler.disable
+def _hand_over_own(exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Keep a rank's rows of all hidden states that a block returns (DBRX's also returns the residual)."""
+    if not isinstance(output, (tuple, list)):
+        return OwnRows.apply(output, exchange)
+    shape = output[0].shape
+    return type(output)(
+        OwnRows.apply(one, exchange) if isinstance(one, Tensor) and one.shape == shape else one for one in output
+    )

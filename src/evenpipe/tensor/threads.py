@@ -5,12 +5,16 @@ On a CPU, autograd runs a backward on the thread that asks for it, so each rank 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from evenpipe.model.fp64 import InFp64
+from evenpipe.tensor.exchange import Overlap
 
 Result = TypeVar("Result")
 
@@ -38,6 +42,8 @@ class ThreadExchange:
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.size, self.rank, self.repeats = len(meeting.table), rank, False
+        self.overlap: Overlap | None = None
+        self.arrived: Tensor | None = None
         self._meeting = meeting
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -48,6 +54,9 @@ class ThreadExchange:
 
     def start_scatter(self, partial: Tensor) -> Done:
         return Done(self.scatter(partial))
+
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Done:
+        return Done(buffer.copy_(self._met(what, rows.clone())[self.rank - 1]))
 
     def table(self, own: Tensor) -> Tensor:
         return torch.stack(self._met("table", own))
@@ -80,17 +89,18 @@ def thread_exchanges(size: int) -> list[ThreadExchange]:
 
 
 def in_threads(exchanges: Sequence[ThreadExchange], work: Callable[[int], Result]) -> list[Result]:
-    """Run `work(rank)` of all ranks at once, with the caller's grad mode; return the results. Raises the first error.
+    """Run `work(rank)` of all ranks at once, with the caller's grad mode, and `InFp64` if the caller is; return the
+    results. Raises the first error.
 
     Nothing in it may change what threads share, such as torch's default dtype.
     """
     results: list[Any] = [None] * len(exchanges)
     errors: list[BaseException] = []
-    grad = torch.is_grad_enabled()
+    grad, fp64 = torch.is_grad_enabled(), InFp64.is_entered()
 
     def run(rank: int) -> None:
         try:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), InFp64() if fp64 else contextlib.nullcontext():
                 results[rank] = work(rank)
         except BaseException as error:
             errors.append(error)  # the first one is the cause: others miss this rank

@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
 from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
-from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
+from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, unread_rows, write_tokens
 from evenpipe.train.run_sections import DEFAULT_STEPS
 from evenpipe.train.sources import Documents, find_documents, find_validation_documents
 
@@ -109,15 +111,20 @@ def open_data(config: Config) -> PreparedData:
     return data
 
 
-def open_batches(config: Config, data: PreparedData) -> Batches:
-    """Return the batches of a run; each process that feeds a pipeline opens its own."""
+def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> Batches:
+    """Return the batches of a run. Only a process that feeds a pipeline `reads` them; others learn how many there are,
+    and open no file."""
     length = config.data.sequence_length
+
+    def rows_of(found: PreparedData) -> np.ndarray[Any, Any]:
+        return open_rows(found.tokens_path, length) if reads else unread_rows(found.tokens // length, length)
+
     return Batches(
-        rows=open_rows(data.tokens_path, length),
+        rows=rows_of(data),
         batch_size=config.pipeline.sequences_per_step,
         seed=config.training.seed,
         validation_fraction=config.data.held_back,
-        validation=None if data.validation is None else open_rows(data.validation.tokens_path, length),
+        validation=None if data.validation is None else rows_of(data.validation),
     )
 
 

@@ -120,16 +120,19 @@ MEASURED_AS: dict[str, tuple[str, ...]] = {
 def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> dict[str, Config]:
     """Return configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if the
     model has enough layers, with sharded ones and two stages per device."""
+    ranks = config.pipeline.tensor_parallel
+    devices = processes // ranks
     plain = PipelineConfig(
         processes=processes,
+        tensor_parallel=ranks,
         schedule="1f1b",
         vocabulary="vocab-2",
-        microbatches=2 * processes,
+        microbatches=max(1, 2 * devices),
         microbatch_size=microbatch_size,
         **{name: getattr(config.pipeline, name) for name in NOT_PLANNED},
     )
     pipelines = {"sharded": plain, "whole": replace(plain, vocabulary="first-last")}
-    if describe(configured_model(config)).layers >= 2 * processes:
+    if describe(configured_model(config)).layers >= 2 * devices:
         pipelines["looped"] = replace(plain, schedule="interleaved", stages_per_device=2)
     return {name: replace(config, pipeline=pipeline) for name, pipeline in pipelines.items()}
 
@@ -138,7 +141,7 @@ def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> Me
     """Return the measured passes of `pipelines_to_measure` for a hardware file; `config` is one of them."""
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
-    devices = config.pipeline.processes
+    devices = config.pipeline.devices
     shards, whole, looped = found["sharded"], found["whole"], found.get("looped")
     beside = {} if looped is None else stage_passes(shards.costs, looped.costs)
     sharded = passes_of(shards.costs, shards.bare, beside) | beside
@@ -151,6 +154,7 @@ def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> Me
         devices=devices,
         contention=shards.costs.contention,
         seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
+        tensor_parallel=config.pipeline.tensor_parallel,
     )
 
 
@@ -245,7 +249,8 @@ def _fastest(work: Callable[[], Any], calls: int) -> float:
 
 
 def _hop(worker: Worker) -> tuple[float, float] | None:
-    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1."""
+    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1, and on
+    all others."""
     if worker.world_size < 2:
         return None
     communicators = Communicators(
@@ -255,6 +260,9 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
         watch=worker.watch,
     )
     communicators.warm_up()
+    if worker.rank > 1:
+        communicators.close()
+        return None
     there, back = communicators["F:0>1"], communicators["B:1>0"]
     times = []
     for size, calls in ((SMALL, 200), (LARGE, 20)):
@@ -264,7 +272,7 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
             if worker.rank == 0:
                 there.send(buffer, 1, "0SEND_F0").wait()
                 back.receive(buffer, 1, "0RECV_B0").wait()
-            elif worker.rank == 1:
+            else:
                 there.receive(buffer, 0, "1RECV_F0").wait()
                 back.send(buffer, 0, "1SEND_B0").wait()
 

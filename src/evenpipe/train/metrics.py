@@ -46,7 +46,8 @@ class StepMetrics:
     gradient_norm: float
     """Norm of all gradients, before clipping."""
     busy: tuple[float, ...]
-    """Share of the time (0 to 1) that each device spent in passes since the previous line."""
+    """Share of the time (0 to 1) that each device, or each of its tensor ranks, spent in passes since the previous
+    line."""
     seconds: float
     """Wall time since the previous line."""
     entropy: float | None = None

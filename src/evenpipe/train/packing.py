@@ -55,6 +55,11 @@ def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
     return np.memmap(path, dtype=TOKEN, mode="r", shape=(rows, sequence_length))
 
 
+def unread_rows(rows: int, sequence_length: int) -> np.ndarray[Any, Any]:
+    """Return what has the shape of `open_rows`, for a process that only counts them: no file, and one number."""
+    return np.broadcast_to(np.array(-1, dtype=TOKEN), (rows, sequence_length))
+
+
 def split_rows(rows: int, validation_fraction: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return (training rows, validation rows). Validation rows are evenly spread, at least one if the fraction is above
     0."""

@@ -37,6 +37,11 @@ class PipelineConfig(Section):
     tensor_parallel: int = 1
     """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
     exchange hidden states in every layer, so they should be GPUs of one machine."""
+    tensor_overlap: Literal["auto", "none", "ring", "fused"] = "auto"
+    """With `tensor_parallel`: how processes of a device exchange hidden states beside products, in forwards and for
+    input gradients. "ring": piece by piece, each multiplied while the next one is under way. "fused": torch's
+    operations on symmetric memory, on GPUs that can read each other's memory. "none": before and after products.
+    "auto": "fused" where possible, else "none"."""
     data_parallel: Literal["replicate", "shard"] = "replicate"
     """"replicate": every replica keeps all parameters. "shard": replicas share the rows of parameters, gradients and
     optimizer state, and gather parameters during a step (FSDP2)."""

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.costs.toml import toml_lines
 from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
 from evenpipe.model import Description
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import Evaluation
 from evenpipe.plan.problem import Problem
-from evenpipe.plan.ranking import runnable
+from evenpipe.plan.runnable import refusal
 from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.train.config import Config
@@ -28,7 +29,9 @@ CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 """Default training data, which exists on every machine."""
 TOKENIZER_ENTRIES = 8192
 
-NOT_PLANNED = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
+NOT_PLANNED = (
+    *("compile_layers", "communicators", "tensor_overlap", "nccl_high_priority", "nccl_channels", "timeout_seconds"),
+)
 """Fields of [pipeline] that a plan does not decide."""
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")
 """Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""
@@ -42,10 +45,11 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
-    if not runnable(plan):
+    reason = refusal(problem, plan.configuration.recipe.parallelism)
+    if reason:
         raise InputError(
-            f"the plan {plan.configuration.name} is an estimate only: evenpipe train runs data and pipeline parallelism"
-            " (tp and cp of 1, zero 0 or 3); --runnable plans for that"
+            f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it;"
+            f" --runnable plans for that: {reason}"
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
@@ -142,29 +146,10 @@ def write_tables(
                 lines += textwrap.wrap(
                     (comments or {}).get(f"{name}.{key}", ""), 100, initial_indent="# ", subsequent_indent="# "
                 )
-                lines.append(f"{key} = {_value(value)}")
+                lines += toml_lines({key: value}, digits=None)
         for key, values in inner.items():
-            lines += ["", f"[{name}.{key}]"]
-            lines += [f"{_key(one)} = {_value(value)}" for one, value in values.items() if value is not None]
+            lines += ["", f"[{name}.{key}]", *toml_lines(values, digits=None)]
     write_text(path, "\n".join(lines).lstrip("\n") + "\n")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 or ord(one) == 127 else one for one in escaped) + '"'
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None) + "}"
-    return repr(value)
-
-
-def _key(name: Any) -> str:
-    text = str(name)
-    return text if text.replace("_", "").replace("-", "").isalnum() and text.isascii() else _value(text)
 
 
 def configured_model(config: Config) -> PreTrainedConfig:

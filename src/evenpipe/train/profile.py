@@ -130,15 +130,18 @@ def measure_pipeline(
         if other != order:
             with _following(pipeline, other):
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
-    short = max(2, tokens // SHORTER)
+    ranks = pipeline.tensor_ranks
+    short = max(2, tokens // SHORTER // ranks * ranks, ranks)
     shorter = _run(pipeline, config, short, steps, warm_up) if SHORT in variants else []
-    if pipeline.device != 0:
+    if not _is_first(pipeline):
         return {}
     narrow = pipeline.torch_device.type == "cuda"
     item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
     hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
-    # Bytes per token. The few numbers of the statistics are mostly latency: they stay a duration.
-    per_token = {"p2p": hidden, "broadcast": hidden, "reduce": hidden, "embedding": hidden // pipeline.devices}
+    # Bytes per token, of which each tensor rank sends its share. The few numbers of the statistics are mostly latency:
+    # they stay a duration.
+    own = hidden // ranks
+    per_token = {"p2p": own, "broadcast": own, "reduce": own, "embedding": own // pipeline.devices}
     return {
         "traces": {name: [trace_to_dict(trace) for trace in found] for name, found in traces.items()},
         "shorter": [trace_to_dict(trace) for trace in shorter],
@@ -151,7 +154,7 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
     traces = []
     for step in range(warm_up + steps):
         ids = None
-        if pipeline.device == 0:
+        if _is_first(pipeline):
             sequences = pipeline.microbatches * config.pipeline.microbatch_size
             ids = token_ids(sequences, tokens, pipeline.description.vocabulary_size, step)
         result = pipeline.step(ids, record_passes=step >= warm_up)
@@ -161,6 +164,11 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
             if trace is not None:
                 traces.append(trace)
     return traces
+
+
+def _is_first(pipeline: Pipeline) -> bool:
+    """Return whether this is the first process of its replica."""
+    return pipeline.device == pipeline.tensor_rank == 0
 
 
 @contextmanager

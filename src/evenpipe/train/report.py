@@ -115,7 +115,7 @@ class RunReport:
     training: TrainingReport
     schedule: ScheduleReport
     devices: tuple[DeviceReport, ...]
-    """All devices, replica by replica."""
+    """All processes: replica by replica, in each by device, then by tensor rank."""
     prediction: Prediction
     """Prediction for the vocabulary mode of the run."""
     baseline: Prediction

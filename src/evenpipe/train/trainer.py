@@ -89,12 +89,12 @@ class _Run:
         self.config = config
         self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
-        self.batches: Batches = open_batches(config, self.data)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
         self.feeds = self.pipeline.device == 0 and self.pipeline.tensor_rank == 0
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
+        self.batches: Batches = open_batches(config, self.data, reads=self.feeds)
         self._generation_config = generation_config(config.model)
         self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
         self._rate_shares = rate_shares(self.optimizer, config.optimizer)
@@ -151,6 +151,8 @@ class _Run:
             tensorboard=config.output.tensorboard,
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
+        if self.pipeline.tensor_overlap is not None:
+            self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:

@@ -6,9 +6,9 @@ class Panel {
   static async read(data, shared, number) {
     const panel = new Panel();
     Object.assign(panel, { number, shared, ...data });
-    const columns = await columnsOf(data.columns, data.count, 8);
+    const columns = await columnsOf(data.columns, data.count, 9);
     [panel.ticks, panel.durations, panel.look, panel.stage, panel.microbatch, panel.slice] = columns;
-    [panel.causes, panel.resource] = columns.slice(6);
+    [panel.causes, panel.resource, panel.exchanges] = columns.slice(6);
     summed(panel.ticks);
     summed(panel.microbatch);
     panel.rows = rowsOf(data);
@@ -29,6 +29,7 @@ class Panel {
   start(i) { return this.ticks[i] * this.step; }
   end(i) { return (this.ticks[i] + this.durations[i]) * this.step; }
   duration(i) { return this.durations[i] * this.step; }
+  exchange(i) { return this.exchanges[i] * this.step; } // in which tensor ranks only exchange rows
   kind(i) { return this.shared.looks[this.look[i]][0]; }
   letters(i) { return this.shared.kinds[this.kind(i)][0]; }
   words(i) { return this.shared.kinds[this.kind(i)][1]; }

@@ -46,12 +46,17 @@ function partsOf(panel, i) {
   return parts.join(", ");
 }
 
+function takesText(panel, i, format) {
+  const whole = format.duration(panel.duration(i));
+  return panel.exchange(i) ? `${whole}, of which ${format.duration(panel.exchange(i))} tensor collectives` : whole;
+}
+
 // Rows of the tooltip: [name, text].
 function factsOf(panel, i, format) {
   const facts = [
     ["where", partsOf(panel, i)],
     ["time", `${format.time(panel.start(i))} to ${format.time(panel.end(i))}`],
-    ["takes", format.duration(panel.duration(i))],
+    ["takes", takesText(panel, i, format)],
   ];
   const awaited = awaitedText(panel, i);
   const idle = panel.idleBefore(i);

@@ -1,0 +1,159 @@
+"""The costs of a whole step, from the times of its layers: what each stage and device computes and moves.
+
+`analytic` says how long a layer and the output layer take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from evenpipe.schedule import Costs, Placement
+
+from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
+from .measured_passes import OUTPUT, PASSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The split of layers over devices that `Costs` are made for."""
+
+    placement: Placement
+    layers_per_stage: tuple[int, ...]
+    checkpointing: tuple[str, ...]
+    """Per layer: "none", "selective" or "full"."""
+    vocabulary: str
+    """The mode, one of `evenpipe.schedule.MODES`."""
+
+
+WHOLE = ("first-last", "redistribute")
+"""Modes with the whole output layer on the last stage."""
+
+
+def costs_of_cut(
+    cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
+) -> Costs:
+    """Return the seconds of all passes and transfers of one step.
+
+    layers: with the correction `beside_whole` if vocabulary layers are whole. rows: of the embedding and of the output
+    layer.
+    """
+    devices, hardware, pipeline = cut.placement.devices, setting.hardware, setting.axes.pipeline
+    correction = setting.correction
+    stages = _stage_times(cut, layers, correction.stage)
+    exchanged: dict[str, list[float]] = {}
+    if setting.tensor > 1:
+        exchanged = _stage_times(cut, [layer.exchanged for layer in layers if layer.exchanged], {})
+        for name, (first, last) in _exchanged_at_ends(cut, setting, hidden_size).items():
+            for times in (stages[name], exchanged[name]):
+                times[0] += first
+                times[-1] += last
+        if setting.sequence_parallel:
+            for stage, seconds in enumerate(_first_gathered(cut, setting, hidden_size)):
+                for times in (stages["W"], exchanged["W"]):
+                    times[stage] += seconds
+    embedded = setting.tokens * hidden_size * setting.hidden_share
+    wide = setting.hop_bytes(hidden_size)
+    p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
+    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
+
+    def costs(factor: float = 1.0, **others: Any) -> Costs:
+        others |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
+        waits = {name: tuple(factor * time for time in row) for name, row in exchanged.items()}
+        return Costs(**others, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
+
+    shard_waits: dict[str, float] = {}
+    if cut.vocabulary in WHOLE:
+        stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
+        for name, seconds in whole_head_time(hidden_size, rows, setting).items():
+            stages[name][-1] += seconds
+        for name in ("W", "B"):
+            stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
+        return costs()
+    one_barrier = cut.vocabulary == "vocab-2"
+    second = "C" if one_barrier else "T"
+    if setting.tensor > 1:
+        shard_waits = {
+            "S": correction.exchange("S") * _gathered_for_loss(setting, hidden_size),
+            second: correction.exchange(second) * setting.exchange_seconds(hidden_size),
+        }
+    shard = head_time(hidden_size, rows / devices, setting)
+    # Every tensor rank combines its part of the gradient of all tokens.
+    combined = correction["C"] * hardware.streaming_seconds(4.0 * setting.tokens * hidden_size * setting.element, 4)
+    combined += shard_waits.get(second, 0.0)
+    first_product = shard.forward + shard.loss_forward + shard_waits.get("S", 0.0)
+    to_all = pipeline.broadcast_seconds(hardware, wide)
+    statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
+    collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
+    return costs(
+        BESIDE_COLLECTIVES if devices > 1 and hardware.torch_device != "cpu" else 1.0,
+        S=first_product + (shard.inputs if one_barrier else 0.0),
+        C=combined if one_barrier else 0.0,
+        T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
+        E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
+        G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
+        collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
+    )
+
+
+def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:
+    """Return the times in which tensor ranks of the first stage sum rows of the embedding and their gradients, and
+    those of the last one gather and sum for a whole output layer, by the names in `PASSES`."""
+    once, whole = setting.exchange_seconds(hidden_size), cut.vocabulary in WHOLE
+    correction = setting.correction.beside_whole if whole else setting.correction
+    last = _gathered_for_loss(setting, hidden_size) if whole else 0.0, once if whole else 0.0
+    at_last = {"F": last[0], "B": last[1], "I": last[1]}
+    return {
+        name: (correction.exchange(name) * 2 * once, correction.exchange(OUTPUT[name]) * seconds)
+        for name, seconds in at_last.items()
+    }
+
+
+def _first_gathered(cut: Cut, setting: Setting, hidden_size: int) -> list[float]:
+    """Return, by stage, the time in which W gathers its first input, beside nothing; without one after a repetition."""
+    seconds = setting.correction.exchange("W") * setting.exchange_seconds(hidden_size)
+    bounds = pairwise(accumulate(cut.layers_per_stage, initial=0))
+    return [seconds if "none" in cut.checkpointing[first:last] else 0.0 for first, last in bounds]
+
+
+def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:
+    """Return the time in which tensor ranks gather hidden states for the output layer, and then its statistics."""
+    table = setting.tokens * setting.tensor * STATISTICS * 4.0
+    return setting.exchange_seconds(hidden_size) + setting.axes.tensor.gather_seconds(setting.hardware, table)
+
+
+def _stage_times(cut: Cut, layers: Sequence[LayerTime], beside_layers: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers. beside_layers: seconds of
+    a pass besides its layers."""
+    beside = {name: beside_layers.get(name, 0.0) for name in PASSES}
+    stages: dict[str, list[float]] = {name: [] for name in PASSES}
+    first = 0
+    for count in cut.layers_per_stage:
+        own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
+        again = sum(map(LayerTime.again, own, choices))
+        stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
+        stages["B"].append(beside["B"] + again + sum(map(LayerTime.whole_of, own, choices)))
+        stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
+        stages["W"].append(beside["W"] + sum(map(LayerTime.weights_of, own, choices)))
+        first += count
+    return stages
+
+
+# --- before and after the passes of a step ---------------------------------------------------------------------
+
+OPTIMIZER_BYTES = 40.0
+"""Bytes read and written per parameter by AdamW and the clipping before it: the gradient twice, weight and two moments
+both ways, and the copy in the dtype of the computation."""
+
+
+def step_end_seconds(parameters: float, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
+    """Return the time after the last pass on a device with this many parameters: gradients are summed over replicas,
+    the optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this
+    one)."""
+    hardware, replicas = setting.hardware, setting.axes.replicas
+    shards = replicas.size if zero else 1
+    reduced = replicas.gather_seconds(hardware, parameters * gradient_bytes)
+    gathered = replicas.gather_seconds(hardware, parameters * (setting.element if zero else gradient_bytes))
+    return reduced + gathered + hardware.streaming_seconds(parameters / shards * OPTIMIZER_BYTES, 10)

@@ -1,0 +1,39 @@
+"""Values as TOML: for cost files, hardware files and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DIGITS = 6
+"""Of a measured number."""
+
+
+def toml_lines(table: Mapping[str, Any], digits: int | None = DIGITS) -> Iterator[str]:
+    """Return a line for each entry of a table that is not None."""
+    return (f"{toml_key(key)} = {toml_value(value, digits)}" for key, value in table.items() if value is not None)
+
+
+def toml_value(value: Any, digits: int | None = DIGITS) -> str:
+    """Return a table in one line, a list, a text, a truth value or a number.
+
+    digits: of floating-point numbers; None: all of them.
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(toml_lines(value, digits)) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(one, digits) for one in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 or ord(one) == 127 else one for one in escaped) + '"'
+    if isinstance(value, float) and value and digits is not None:
+        return f"{value:.{digits}g}"
+    return repr(value)
+
+
+def toml_key(name: Any) -> str:
+    """Return a key, in quotes if it needs them."""
+    text = str(name)
+    return text if text.replace("_", "").replace("-", "").isalnum() and text.isascii() else toml_value(text)

@@ -1,0 +1,111 @@
+"""Sums over tensor ranks, and products beside an exchange, as operations of torch.
+
+So "selective" checkpointing keeps their results like those of other products, and repeats neither them nor their
+transfers: of a sum it keeps a rank's rows [n/t, h], and not the part [n, h] that the rank added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.layers.checkpointing import PRODUCTS
+
+if TYPE_CHECKING:
+    from evenpipe.tensor.exchange import Exchange
+
+_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+"""By the number that stands for them in the arguments of an operation."""
+
+_library = torch.library.Library("evenpipe", "DEF")
+_library.define("sum_rows(Tensor partial, int exchange) -> Tensor")
+_library.define("sum_product(Tensor hidden, Tensor matrix, Tensor? bias, int exchange) -> Tensor")
+_library.define(
+    "gathered_products(Tensor rows, Tensor[] weights, bool[] transposed, Tensor?[] biases, int exchange) -> Tensor[]"
+)
+_library.define("arrived_rows(Tensor rows, int exchange) -> Tensor")
+
+
+def sum_rows(partial: Tensor, exchange: Exchange) -> Tensor:
+    """Return the own rows [n/t, h] of the sum over ranks of [n, h]."""
+    rows: Tensor = torch.ops.evenpipe.sum_rows(partial, _number(exchange))
+    return rows
+
+
+def sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
+    """Return the own rows [n/t, out] of the sum over ranks of [n, in] times [in, out], plus the bias [out]."""
+    rows: Tensor = torch.ops.evenpipe.sum_product(hidden, matrix, bias, _number(exchange))
+    return rows
+
+
+def gathered_products(
+    rows: Tensor, layers: Sequence[nn.Linear | Conv1D], exchange: Exchange
+) -> tuple[Tensor, list[Tensor]]:
+    """Return all rows [n, in], gathered from [n/t, in], and what linear layers make of them, [n, out] each.
+
+    Where checkpointing has kept the results of an earlier call, those are returned (fewer, if fewer layers were known),
+    and only rows are gathered. It expects the same operations in both calls: transposed weights would be more.
+    """
+    exchange.arrived = None
+    products = torch.ops.evenpipe.gathered_products(
+        rows,
+        [one.weight for one in layers],
+        [not isinstance(one, Conv1D) for one in layers],
+        [one.bias for one in layers],
+        _number(exchange),
+    )
+    return torch.ops.evenpipe.arrived_rows(rows, _number(exchange)), products
+
+
+def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return [n, in] times [in, out], plus the bias [out]."""
+    if bias is None:
+        return torch.mm(rows, matrix, out=out)
+    return torch.addmm(bias, rows, matrix, out=out)
+
+
+def _number(exchange: Exchange) -> int:
+    _exchanges[id(exchange)] = exchange
+    return id(exchange)
+
+
+def _sum_rows(partial: Tensor, exchange: int) -> Tensor:
+    return _exchanges[exchange].scatter(partial)
+
+
+def _sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, exchange: int) -> Tensor:
+    found = _exchanges[exchange]
+    if found.overlap is None:
+        return found.scatter(product(hidden, matrix, bias))
+    return found.overlap.sum_products([(hidden, matrix)], bias)
+
+
+def _gathered_products(
+    rows: Tensor, weights: list[Tensor], transposed: list[bool], biases: list[Tensor | None], exchange: int
+) -> list[Tensor]:
+    found = _exchanges[exchange]
+    assert found.overlap is not None
+    matrices = [one.t() if turned else one for one, turned in zip(weights, transposed, strict=True)]
+    found.arrived, products = found.overlap.gather_products(rows, matrices, biases)
+    return products
+
+
+def _arrived_rows(rows: Tensor, exchange: int) -> Tensor:
+    found = _exchanges[exchange]
+    whole, found.arrived = found.arrived, None
+    return found.gather(rows) if whole is None else whole
+
+
+_operations = torch.ops.evenpipe
+WITHIN: dict[Any, Callable[..., Any]] = {}
+"""What each operation runs, for those who count what is allocated inside of it: torch shows a dispatch mode the whole
+operation only."""
+for _computed in (_sum_rows, _sum_product, _gathered_products, _arrived_rows):
+    _library.impl(_computed.__name__[1:], _computed, "CompositeExplicitAutograd")
+    WITHIN[getattr(_operations, _computed.__name__[1:]).default] = _computed
+PRODUCTS += [_operations.sum_rows.default, _operations.sum_product.default, _operations.gathered_products.default]

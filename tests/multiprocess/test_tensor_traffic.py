@@ -1,0 +1,113 @@
+"""What tensor ranks move in a step, counted: bytes of every communicator, and collectives of every pass."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import reference
+import torch
+from harness import run_processes
+from test_tensor_parallel import CHECKPOINTING, TOKENS, described
+
+from evenpipe import Pipeline
+
+LAYERS, MICROBATCHES = 4, 4
+SCHEDULES = ("1f1b", "zb-h1")
+WAYS = tuple(itertools.product(SCHEDULES, CHECKPOINTING))
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a process has sent in one step."""
+
+    bytes: dict[str, int]
+    """Received over each communicator of the program."""
+    collectives: dict[str, int]
+    """Of tensor ranks, by pass (its kind) and operation."""
+
+
+def logs_of_steps(ranks: int, ways: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], Log]:
+    return {way: log_of_step(ranks, *way) for way in ways}
+
+
+def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
+    description = described("llama")
+    collectives: dict[str, int] = {}
+    pipeline = Pipeline(
+        description,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        checkpointing=checkpointing,
+        tensor_parallel=ranks,
+        communicators="per-kind",
+        parameter_dtype=torch.float64,
+        self_check=False,
+    )
+    exchange = None if pipeline._tensor is None else pipeline._tensor[1]
+    for name in ("start_gather", "start_scatter", "sum", "table") if exchange is not None else ():
+
+        def counted(tensor, name=name, call=getattr(exchange, name)):
+            key = f"{''.join(filter(str.isalpha, exchange.during))} {name.removeprefix('start_')}"
+            collectives[key] = collectives.get(key, 0) + 1
+            return call(tensor)
+
+        setattr(exchange, name, counted)
+    ((ids, labels),) = reference.batches(description.vocabulary_size, MICROBATCHES, TOKENS, 1)
+    communicators = list(pipeline._groups.communicators)
+    before = {one.name: one.traffic.received_bytes for one in communicators}
+    pipeline.step(ids, labels)
+    received = {one.name: one.traffic.received_bytes - before[one.name] for one in communicators}
+    names = pipeline.program.communicators
+    pipeline.close()
+    return Log({name: count for name, count in received.items() if name in names}, collectives)
+
+
+@cache
+def shared() -> list[dict[tuple[str, str], Log]]:
+    """The logs of two devices with two tensor ranks each, by process."""
+    return run_processes(logs_of_steps, 4, 2, WAYS)
+
+
+def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
+    """Hops, X, dX and rows of the embedding are shared by the tensor ranks; statistics are not, but merged before."""
+    alone = run_processes(logs_of_steps, 2, 1, WAYS[:1])
+    for device in range(2):
+        expected = alone[device][WAYS[0]].bytes
+        for name, count in expected.items():
+            parts = [logs[WAYS[0]].bytes[name] for logs in shared()[2 * device : 2 * device + 2]]
+            if name == "STATISTICS":
+                assert parts == [count, count]
+            elif name.startswith("ROW"):
+                assert sum(parts) == count  # as many as tokens that a column owns
+            else:
+                assert parts == [count / 2, count / 2], name
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
+    """A layer has two blocks. Each gathers before and sums behind in F, and the other way round in B or I; its input is
+    gathered again for the weight gradients, in B or W.
+
+    With checkpointing a layer repeats its forward in B or I, and keeps the gathered input from there to W: "full"
+    without the last sum, "selective" without any, since it has kept them. E, S and C add theirs.
+    """
+    every = [logs[schedule, checkpointing].collectives for logs in shared()]
+    assert every[0] == every[1] and every[2] == every[3]
+    blocks = 2 * LAYERS // 2 * MICROBATCHES  # of a device
+    repeats, splits = checkpointing != "none", schedule == "zb-h1"
+    backward = "I" if splits else "B"
+    for device, log in enumerate((every[0], every[2])):
+        vocabulary = {"S gather": MICROBATCHES, "S table": MICROBATCHES, "C scatter": MICROBATCHES}
+        embedding = {"F sum": MICROBATCHES, f"{backward} sum": MICROBATCHES}
+        layers = {
+            "F gather": blocks,
+            "F scatter": blocks,
+            f"{backward} gather": blocks * (2 if repeats or not splits else 1),
+            f"{backward} scatter": blocks + (blocks // 2 if checkpointing == "full" else 0),
+        }
+        weights = {"W gather": blocks} if splits and not repeats else {}
+        assert log == layers | weights | vocabulary | (embedding if device == 0 else {})

@@ -1,0 +1,65 @@
+"""What messages call processes: their places come from the pipelines that are open in a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenpipe.processes import names
+from evenpipe.processes.signs import Board, Cause, Waiting, cause_of
+from evenpipe.processes.watch import Watch
+
+PLACES = {2 * device + rank: f"device {device}, tensor rank {rank}" for device in range(2) for rank in range(2)}
+
+
+@pytest.fixture(autouse=True)
+def _no_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_pipelines", [])
+
+
+def test_without_tensor_ranks_a_process_has_its_number() -> None:
+    names.call_by_place({})
+    assert names.process(3) == "process 3"
+    assert names.process(3, 77) == "process 3 (pid 77)"
+    assert names.processes([0, 3]) == "processes 0, 3"
+
+
+def test_with_tensor_ranks_every_message_has_the_place() -> None:
+    names.call_by_place(PLACES)
+    assert names.process(3) == "process 3 (device 1, tensor rank 1)"
+    assert names.process(3, 77) == "process 3 (device 1, tensor rank 1, pid 77)"
+    assert names.process(9) == "process 9"
+    assert str(Waiting("rows of 1F2", "", "tp", (2,))) == "rows of 1F2 from process 2 (device 1, tensor rank 0)"
+    assert (
+        str(Waiting("X0", "S0", "X", (0, 2)))
+        == "X0 for S0 from processes 0 (device 0, tensor rank 0), 2 (device 1, tensor rank 0)"
+    )
+    assert cause_of(KeyError("x"), 1).text == "process 1 (device 0, tensor rank 1) failed: KeyError: 'x'"
+    assert str(Cause("input", 1, "a: b", 1)) == "process 1 (device 0, tensor rank 1) said: a: b"
+
+
+def test_places_are_those_of_open_pipelines() -> None:
+    close = names.call_by_place(PLACES)
+    close()
+    assert names.place_of(0) == PLACES[0]  # an exception may close a pipeline before it is reported
+    close_other = names.call_by_place({0: "device 0, tensor rank 1"})
+    assert (names.place_of(0), names.place_of(3)) == ("device 0, tensor rank 1", "")
+    names.call_by_place(PLACES)
+    assert (names.place_of(0), names.place_of(3)) == ("", PLACES[3])  # two places: none is right
+    close_other()
+    names.call_by_place({})
+    assert names.place_of(0) == PLACES[0]
+
+
+def test_the_launcher_reads_places_from_the_board(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 4)
+    watch = Watch(None, 3, 4, board=board)
+    watch.call_by_place(PLACES)
+    board.show(3, Waiting("X" * 1000, "", "X", (0,)))
+    again = Board(tmp_path / "board", 4)
+    assert [again.place(rank) for rank in range(4)] == ["", "", "", PLACES[3]]
+    board.clear(3)
+    assert (again.read(3), again.place(3)) == ("", PLACES[3])
+    watch.call_by_place({3: "device 0, tensor rank 7"})
+    assert again.place(3) == ""
