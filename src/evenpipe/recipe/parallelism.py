@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -106,6 +107,12 @@ class Parallelism:
             raise InputError(f"ep: {self.ep}, expected 1: only estimates and plans know larger ones")
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
+
+
+def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
+    """Return what the number of tokens of a slice must be a multiple of: each context rank has two equal chunks, and
+    tensor ranks share the tokens of a piece."""
+    return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
 def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
 
 IGNORE_INDEX = -100
 
@@ -43,7 +42,7 @@ class Divisor(NamedTuple):
     @classmethod
     def of(cls, sizes: Parallelism, slices: int) -> Divisor:
         """Tensor ranks share the tokens of a piece; each context rank has two equal chunks of every slice."""
-        number = sizes.cp * math.lcm(2, sizes.tp) if sizes.cp > 1 else sizes.tp
+        number = divisor_of(sizes.cp, sizes.tp)
         parts = [
             *([f"two chunks for each of {sizes.cp} context ranks"] if sizes.cp > 1 else []),
             *([f"{sizes.tp} tensor ranks"] if sizes.tp > 1 else []),

@@ -424,7 +424,7 @@ class Pipeline(SpreadModel):
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
-        before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
+        before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
         shared = self._shared_gradients if training else None
         with tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext():
             if shared is not None:
@@ -433,7 +433,7 @@ class Pipeline(SpreadModel):
             if shared is not None:
                 shared.finish()
         if before is not None:
-            record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
+            record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
         return self._results.of(batch, record, started, totals.accumulate, training=training)
 
     def _evaluation(self, sequences: int) -> Program:

@@ -115,9 +115,14 @@ class SpreadModel:
         return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     @property
+    def feeds(self) -> bool:
+        """Whether this is the first process of its replica, which passes the data of every step."""
+        return not (self.device or self.context_rank or self.tensor_rank)
+
+    @property
     def _is_very_first(self) -> bool:
-        """Whether this is the first process of the first pipeline."""
-        return not (self.device or self.replica or self.context_rank or self.tensor_rank)
+        """Whether this is the first process of the first replica."""
+        return self.feeds and not self.replica
 
     @property
     def _spread_over(self) -> tuple[str, ...]:
@@ -151,6 +156,8 @@ class SpreadModel:
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
         """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
 
+        With context ranks, each of them has a trace of its own.
+
         about: further facts for the reader of the trace. Collective.
         """
         if result.record.clock is None:
@@ -160,7 +167,7 @@ class SpreadModel:
         return gather_trace(
             result.record,
             layout.program,
-            self._groups.pipeline,
+            self._groups.over("pp", "tp"),
             self.torch_device,
             costs=layout.costs,
             about={"vocabulary": layout.mode, **ranks, **about},

@@ -133,7 +133,7 @@ def measure_pipeline(
     ranks = pipeline.tensor_ranks
     short = max(2, tokens // SHORTER // ranks * ranks, ranks)
     shorter = _run(pipeline, config, short, steps, warm_up) if SHORT in variants else []
-    if not _is_first(pipeline):
+    if not pipeline.feeds:
         return {}
     narrow = pipeline.torch_device.type == "cuda"
     item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
@@ -154,7 +154,7 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
     traces = []
     for step in range(warm_up + steps):
         ids = None
-        if _is_first(pipeline):
+        if pipeline.feeds:
             sequences = pipeline.microbatches * config.pipeline.microbatch_size
             ids = token_ids(sequences, tokens, pipeline.description.vocabulary_size, step)
         result = pipeline.step(ids, record_passes=step >= warm_up)
@@ -164,11 +164,6 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
             if trace is not None:
                 traces.append(trace)
     return traces
-
-
-def _is_first(pipeline: Pipeline) -> bool:
-    """Return whether this is the first process of its replica."""
-    return pipeline.device == pipeline.tensor_rank == 0
 
 
 @contextmanager

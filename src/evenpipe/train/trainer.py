@@ -90,7 +90,7 @@ class _Run:
         self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
-        self.feeds = self.pipeline.device == 0 and self.pipeline.tensor_rank == 0
+        self.feeds = self.pipeline.feeds
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
@@ -282,7 +282,8 @@ class _Run:
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
         started = time.perf_counter()
-        process = (pipeline.replica * pipeline.devices + pipeline.device) * pipeline.tensor_ranks + pipeline.tensor_rank
+        process = (pipeline.replica * pipeline.devices + pipeline.device) * pipeline.context_ranks
+        process = (process + pipeline.context_rank) * pipeline.tensor_ranks + pipeline.tensor_rank
         torch.manual_seed(_seed(config.training.seed, progress.step, process))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
