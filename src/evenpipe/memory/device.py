@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
@@ -43,7 +43,7 @@ class DeviceBytes:
             own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1], cut=cut)
             held += own
             buffers += source.parameters.buffers(first, last)
-            stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=plan.splits[device])
+            stages[stage] = _stage(source, settings, (first, last), ends, plan.kinds[device], own=own)
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
         embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)
@@ -89,8 +89,15 @@ class DeviceBytes:
 
 
 def _stage(
-    source: ModelBytes, settings: Settings, bounds: tuple[int, int], ends: tuple[bool, bool], *, own: Held, split: bool
+    source: ModelBytes,
+    settings: Settings,
+    bounds: tuple[int, int],
+    ends: tuple[bool, bool],
+    kinds: Collection[Kind],
+    *,
+    own: Held,
 ) -> StageBytes:
+    """kinds: of the device's passes."""
     (first, last), parallelism = bounds, settings.parallelism
     runs = parallelism.cp == 1 and (parallelism.tp == 1 or settings.gathers_blocks)
     if settings.traced and parallelism.cp > 1:
@@ -100,13 +107,13 @@ def _stage(
             f"traced: with tp = {parallelism.tp} and layers cut as in Megatron-LM, expected tp = 1, or sequence "
             "parallelism and kernels 'transformers' or 'fused'"
         )
-    if settings.traced and split and settings.kernels.weight_gradient == "fused":
+    if settings.traced and Kind.I in kinds and settings.kernels.weight_gradient == "fused":
         raise InputError(
             "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W; "
             "expected kernels 'transformers' or 'fused', or a schedule with B"
         )
     if settings.traced or (runs and source.closed is None):
-        found = source.traced_stage(bounds, ends, settings, split=split)
+        found = source.traced_stage(bounds, ends, settings, kinds)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Program
+from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.layers import ModelCut
 
@@ -127,12 +128,11 @@ class ModelBytes:
         return self._stages[key]
 
     def traced_stage(
-        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, *, split: bool
+        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, kinds: Collection[Kind]
     ) -> StageBytes:
-        """Return a stage from running it without memory. Arguments as above; split: some of its backwards are I and
-        W."""
-        ranks = settings.parallelism.tp
-        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split, ranks)
+        """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
+        ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
+        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split, recompute, ranks)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
@@ -141,6 +141,7 @@ class ModelBytes:
                 compute_dtype=TORCH[settings.dtypes.compute],
                 parameter_dtype=TORCH[settings.dtypes.masters],
                 split=split,
+                recompute=recompute,
                 kernels=settings.kernels,
                 ranks=ranks,
                 cut=self.cut(settings),

@@ -30,10 +30,10 @@ class Planned:
         return bounds_of(self.layers_per_stage)
 
     @cached_property
-    def splits(self) -> tuple[bool, ...]:
-        """By device: whether it has backwards split into I and W."""
+    def kinds(self) -> tuple[frozenset[Kind], ...]:
+        """By device: the kinds of its passes."""
         return tuple(
-            any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
+            frozenset(part.kind for item in row if isinstance(item, Pass) for part in parts_of(item))
             for row in self.program.rows
         )
 
