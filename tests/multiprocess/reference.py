@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds: losses and gradients of the first step, and weights after a few of AdamW."""
+    """What one process finds: losses, gradients of the first step, and weights after a few of AdamW."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    norms: list[float] = field(default_factory=list)
+    """Of all gradients, before they are clipped; none without clipping."""
 
 
 def batches(vocabulary: int, sequences: int, tokens: int, steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -47,21 +51,27 @@ def adamw(parameters, learning_rate: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.1, foreach=False, fused=False)
 
 
-def train(model: PreTrainedModel, data: list[tuple[Tensor, Tensor]]) -> Reference:
-    """Steps through the batches; the model is changed."""
+def train(model: PreTrainedModel, data: Sequence[tuple[Any, ...]], max_norm: float | None = None) -> Reference:
+    """Step through the batches: ids, labels, and perhaps other arguments of the model. It is changed.
+
+    max_norm: of all gradients, which are clipped.
+    """
     model.train()
     optimizer = adamw(model.parameters())
     losses: list[float] = []
+    norms: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for ids, labels in data:
+    for ids, labels, *given in data:
         optimizer.zero_grad()
-        loss = loss_of(model, ids, labels)
+        loss = loss_of(model, ids, labels, **(given[0] if given else {}))
         loss.backward()
         losses.append(loss.item())
         if not gradients:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        if max_norm is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
-    return Reference(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Reference(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}, norms)
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

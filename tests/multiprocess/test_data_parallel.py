@@ -91,31 +91,11 @@ def is_first(pipeline: Pipeline) -> bool:
 # --- the matrix ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Expected:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
 @cache
-def expected(tied: bool, sequences: int) -> tuple[list[Batch], Expected]:
+def expected(tied: bool, sequences: int) -> tuple[list[Batch], reference.Reference]:
     """transformers on the whole batch, clipped, three steps."""
     data = reference.batches(VOCABULARY, sequences, TOKENS, STEPS)
-    model = copy.deepcopy(described(VOCABULARY, tied, FP64).model)
-    optimizer = reference.adamw(model.parameters())
-    losses, norms = [], []
-    gradients: dict[str, Tensor] = {}
-    for ids, labels in data:
-        optimizer.zero_grad()
-        loss = reference.loss_of(model, ids, labels)
-        loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-    return data, Expected(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
+    return data, reference.train(copy.deepcopy(described(VOCABULARY, tied, FP64).model), data, MAX_NORM)
 
 
 def run_case(case: Case, number: int) -> list[str]:

@@ -117,30 +117,10 @@ def batches(vocabulary: int, sequences: int, rows: str) -> list[tuple[Tensor, Te
     return found
 
 
-@dataclass(frozen=True)
-class Expected:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    """Of the first step."""
-    weights: dict[str, Tensor]
-
-
 @cache
-def expected(family: str, tied: bool, vocabulary: int, sequences: int, rows: str) -> Expected:
-    model = copy.deepcopy(described(family, tied, vocabulary).model).train()
-    optimizer = reference.adamw(model.parameters())
-    losses, norms, gradients = [], [], {}
-    for ids, labels, given in batches(vocabulary, sequences, rows):
-        optimizer.zero_grad()
-        loss = reference.loss_of(model, ids, labels, **given)
-        loss.backward()
-        losses.append(loss.item())
-        if not gradients:
-            gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    return Expected(losses, norms, gradients, {name: one.detach() for name, one in model.named_parameters()})
+def expected(family: str, tied: bool, vocabulary: int, sequences: int, rows: str) -> reference.Reference:
+    model = copy.deepcopy(described(family, tied, vocabulary).model)
+    return reference.train(model, batches(vocabulary, sequences, rows), CLIP)
 
 
 def run_case(case: Case) -> str:

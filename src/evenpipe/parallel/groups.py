@@ -80,22 +80,21 @@ class Groups:
                 groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == COPIES else found))
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.size("pp") > 1:
-            for name, devices in sorted(program.items()):
-                listed += [(name, [line[device] for device in devices]) for line in grid.groups("pp")]
-        # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
+            for name, those in sorted(program.items()):
+                listed += [(name, [line[device] for device in those]) for line in grid.groups("pp")]
+
+        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
+            shards over replicas they are at the same position, and need not be of one pipeline."""
+            return zip(*(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in places), strict=True)
+
+        devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
         if tied is not None:
-            for rank in range(grid.size("tp")):
-                columns = (sorted(grid.group(*COPIES, pp=device, tp=rank)) for device in tied)
-                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
-        mates = [
-            mates
-            for device in range(grid.size("pp"))
-            for mates in zip(
-                *(sorted(grid.group(*COPIES, pp=device, tp=rank)) for rank in range(grid.size("tp"))), strict=True
-            )
-        ]
-        differ = sharded and grid.size("tp") > 1 and set(mates) != set(grid.groups("tp"))
-        listed += [("shared", pair) for pair in mates] if differ else []
+            listed += [("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied)]
+        if sharded and len(ranks) > 1:
+            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
+            if set(mates) != set(grid.groups("tp")):
+                listed += [("shared", members) for members in mates]
         listed += [(name, members) for name, found in groups.values() for members in found]
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
