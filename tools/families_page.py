@@ -18,8 +18,8 @@ HEAD = """# Model families
 
 Every model type for which transformers {transformers} has a causal language model, in {count} small random
 configurations: **{equal} train as in one process, {refused} are refused with a sentence, {wrong} are wrong.** With
-tensor parallelism **{tensor_equal} train as in one process, {tensor_refused} are refused, {tensor_wrong} are wrong**, and
-with [sequences in pieces](long_sequences.md) **{pieces_equal}, {pieces_refused} and {pieces_wrong}.**
+tensor parallelism **{tensor_equal} train as in one process, {tensor_refused} are refused, {tensor_wrong} are wrong**,
+and with [sequences in pieces](long_sequences.md) **{pieces_equal}, {pieces_refused} and {pieces_wrong}.**
 
 Each configuration has 4 layers of width 64, every multiplier away from its default, and noise on every parameter. A
 pipeline of two processes makes one step under `zbv` and one under `1f1b`, self-check included, and every gradient is

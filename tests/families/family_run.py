@@ -28,6 +28,7 @@ from family_configs import Configuration
 from torch.nn import functional
 
 from evenpipe import Pipeline, launch
+from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe
 from evenpipe.model.comparison import contains_cast, gradient_errors
@@ -219,16 +220,27 @@ def _over_tensor_ranks(reference: Reference, around: Around) -> dict[str, Any]:
 
 
 def _in_pieces(reference: Reference, around: Around) -> dict[str, Any]:
-    """Compare a step of two context ranks on one device, and one of two devices on sequences in two slices."""
-    errors, refusals = [], []
-    for pieces in ({"context_parallel": PROCESSES}, {"slices": 2}):
+    """Compare a step of two context ranks on one device, and one of two devices on sequences in two slices, after the
+    check that a pipeline makes."""
+    description, refusals, errors = describe(reference.model), [], []
+    for option in ("context_parallel", "slices"):
+        refusal = [""]
+        if dist.get_rank() == 0:
+            try:
+                check_pieces(description, option, slices=option == "slices")
+            except InputError as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal)
+        if refusal[0]:
+            refusals.append(refusal[0])
+            continue
         try:
             with around():
-                errors.append(_compare(reference, "1f1b", self_check=True, **pieces))
-        except RefusedError as refusal:
-            refusals.append(str(refusal))
+                errors.append(_compare(reference, "1f1b", self_check=False, **{option: 2}))
+        except RefusedError as refused:
+            refusals.append(str(refused))
         except DifferentError as different:
-            return {"pieces": "wrong", "pieces_sentence": f"{', '.join(pieces)}: {different}"}
+            return {"pieces": "wrong", "pieces_sentence": f"{option}: {different}"}
     word = "refused" if refusals else "equal"
     return {"pieces": word, "pieces_error": max(errors, default=0.0), "pieces_sentence": " ".join(refusals)}
 

@@ -194,16 +194,16 @@ def _with_tensor_ranks(case: Case) -> Case:
 def _in_pieces(case: Case) -> Case:
     dice, given, family = case.random("pieces"), case.schedule, case.model.family
     unfit = family in NOT_IN_PIECES
-    if dice.random() < 0.4 or unfit and dice.random() > RULES_BROKEN:
+    if dice.random() < 0.4 or (unfit and dice.random() > RULES_BROKEN):
         return case
-    changes: dict[str, Any] = {"self_check": case.self_check or unfit and family != MODULES}
+    changes: dict[str, Any] = {"self_check": case.self_check or (unfit and family != MODULES)}
     ranks = dice.choice((1, 2, 2)) if case.processes <= 2 else 1
     if ranks > 1:
         changes |= {"processes": 2 * case.processes, "context_parallel": 2}
         one_head = case.tensor_parallel > 1 and dice.random() > RULES_BROKEN  # which cannot be shared
         changes["context_exchange"] = "keys" if one_head else dice.choice(("keys", "heads"))
     slices = dice.choice((1, 2, 2, 3)) if ranks > 1 else dice.choice((2, 2, 3))
-    joint = given.name in ("dualpipe-v", *TORCH_CLASSES) or given.name == "random" and given.given_as == "function"
+    joint = given.name in ("dualpipe-v", *TORCH_CLASSES) or (given.name == "random" and given.given_as == "function")
     if joint and dice.random() > RULES_BROKEN:
         slices = 1
     if ranks == slices == 1:

@@ -116,8 +116,9 @@ class Case:
         uneven = self.exchange == "heads" and (self.pieces == 1 or heads % self.pieces)
         unseen = self.rows == "hardly any" and self.family in WINDOWS
         too_short = self.slices * divisor_of(self.pieces, self.ranks) > self.tokens
+        too_long = self.slices == 8 and self.microbatches > 2
         nothing_cut = self.slices == 1 and (self.pieces == 1 or self.cuts != "of equal time")
-        return not (jointly or twice or uneven or unseen or too_short or nothing_cut)
+        return not (jointly or twice or uneven or unseen or too_short or too_long or nothing_cut)
 
     def ends(self) -> tuple[int, ...] | None:
         """Of slices; None: as evenpipe cuts them."""
@@ -200,8 +201,8 @@ class Expected:
 
 
 @cache
-def expected(family: str, tied: bool, rows: str, tokens: int, sequences: int, size: int) -> Expected:
-    model = copy.deepcopy(described(family, tied).model)
+def expected(model_of: tuple[str, bool], rows: str, tokens: int, sequences: int, size: int) -> Expected:
+    model = copy.deepcopy(described(*model_of).model)
     data = batches(rows, sequences, tokens)
 
     def loss_of(*arguments: Any, **given: Tensor) -> Tensor:
@@ -265,19 +266,15 @@ def run_case(case: Case) -> str:
         for rank, (*_, replica, found) in enumerate(said)
         if not torch.equal(found, of_replicas[replica])
     ]
-    return _compared(case, faults, losses, norms, gradients, state, result.loss, of_replicas)
-
-
-def _compared(case, faults, losses, norms, gradients, state, loss, of_replicas) -> str:
-    wanted = expected(*case.model, case.rows, case.tokens, case.sequences, case.size)
     logarithms = torch.cat([of_replicas[replica] for replica in range(case.replicas)])[:, :-1]
+    wanted = expected(case.model, case.rows, case.tokens, case.sequences, case.size)
     trained = {name: weight for name, weight in state.items() if name in wanted.trained.weights}
     errors = {
         "loss": (max(abs(one / other - 1) for one, other in zip(losses, wanted.trained.losses, strict=True)), ""),
         "norm": (max(abs(one / other - 1) for one, other in zip(norms, wanted.trained.norms, strict=True)), ""),
         "gradient": reference.worst(gradients, wanted.trained.gradients),
         "weight": reference.worst(trained, wanted.trained.weights),
-        "evaluation": (abs(loss / wanted.loss - 1), ""),
+        "evaluation": (abs(result.loss / wanted.loss - 1), ""),
         "log-probability": (float((logarithms - wanted.log_probabilities).abs().max()), ""),
     }
     for what, (error, name) in errors.items():
@@ -322,9 +319,10 @@ def check(cases: list[Case]) -> None:
 GRIDS = (
     *((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (1, 2, 1, 2)),  # slices only
     *((1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 1, 2, 2)),
-    *((2, 2, 2, 1), (1, 2, 4, 1)),
 )
 """Replicas, devices, context ranks, tensor ranks."""
+LARGE_GRIDS = ((2, 2, 2, 1), (1, 2, 4, 1), (1, 2, 2, 2))
+"""Of eight processes."""
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half", "dualpipe-v", "po-h")
 CHECKPOINTING = ("none", "full", "selective")
@@ -363,7 +361,7 @@ def of_families() -> list[Case]:
             mode=dice.choice(MODES),
             checkpointing=dice.choice(CHECKPOINTING),
         )
-        for family, grid in itertools.product(ALL, GRIDS)
+        for family, grid in itertools.product(ALL, GRIDS + LARGE_GRIDS)
     ]
 
 

@@ -42,8 +42,6 @@ def check_pieces(description: Description, option: str, *, slices: bool) -> None
     Raises:
         InputError: one sentence: the pieces would compute something else, or do not run.
     """
-    if description.config is None:
-        raise InputError(f"{option}: plain modules do not say where they attend to other tokens, expected 1 with them.")
     refuse = f"{description.architecture} cannot be trained with {option}:"
     with undisturbed(), one_thread():
         small, dtype, _ = small_model(description)
