@@ -62,7 +62,10 @@ def check_pieces(description: Description, option: str, *, slices: bool) -> None
                 raise InputError(
                     f"{refuse} it computes attention in a way of its own, not transformers' one."
                 ) from error
-            raise InputError(f"{refuse} a small copy of it does not run on pieces of sequences ({told}).") from error
+            raise InputError(
+                f"{refuse} a small copy of it does not run on pieces of sequences ({told}), so its layers need more of"
+                " other pieces than keys and values."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
