@@ -116,15 +116,13 @@ def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cp": 2}, "cp: 2, expected 1: only estimates and plans know larger ones"),
         ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
-        ({"cp": 2}, "cp: 2, expected 1"),
         ({"dp": 2, "ep": 2}, "ep: 2, expected 1"),
-        ({"slices": 2}, "slices: 2, expected 1: only whole sequences can run"),
+        ({"slices": 2, "schedule": ORDER}, "slices: 2, expected 1, as in the given order: only a schedule with a name"),
         ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
     ],
 )
-def test_what_only_estimates_and_plans_know_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
+def test_what_cannot_run_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
     recipe = Recipe.of(**given)
     with pytest.raises(InputError) as caught:
         recipe.check_runnable()

@@ -68,7 +68,7 @@ def mask(
     sight = current()
     assert sight is not None, "the model's forward runs outside of `seeing`"
     if use_vmap:
-        raise InputError("its masks are made by functions of its own.")
+        raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
     apart = sight.looks_for_documents and sight.documents is not None
     sight.looks_for_documents = False
     return Mask(sight, mask_function, batch_size, apart=apart)
@@ -92,7 +92,10 @@ def attention(
     if not isinstance(attention_mask, Mask):
         raise InputError("its attention gets no mask that transformers made.")
     if module.training and options.get("dropout"):
-        raise InputError("its attention drops weights (attention dropout).")
+        raise InputError(
+            "the attention of pieces of sequences drops no weights, and this layer asks for it; expected no attention"
+            " dropout in the model's config"
+        )
     heads = attention_mask.sight.heads
     inner = _Inner(module, options) if heads is None else _Inner(*heads_of(module, options, query, heads))
     if heads is not None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from evenpipe.errors import InputError
 from evenpipe.model.packed_rows import packed_as
 
 Keys = tuple[Tensor, Tensor]
@@ -145,7 +146,19 @@ class Mask:
         self._blocks: dict[int, list[Block]] = {}
 
     def tensor(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Return booleans [batch or 1, heads or 1, queries, keys]: who sees whom."""
+        """Return booleans [batch or 1, heads or 1, queries, keys]: who sees whom.
+
+        Raises:
+            InputError: the predicate is about the tokens of a call, not about places in the row.
+        """
+        try:
+            return self._seen(queries, keys)
+        except IndexError as error:
+            raise InputError(
+                "its masks look tokens up in a table that it makes of the tokens of a call, a piece."
+            ) from error
+
+    def _seen(self, queries: slice, keys: slice) -> Tensor:
         sight = self.sight
         asking, asked = sight.queries[queries], sight.keys[keys]
         batch = torch.arange(self._batch, device=asking.device)[:, None, None, None]

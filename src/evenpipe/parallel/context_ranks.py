@@ -44,7 +44,7 @@ class ContextRanks:
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
         """Return the sums over ranks of the gradients of the own keys and values."""
         started = [
-            self._start_sum(one.to(dtype), what) for one, what in ((key, "gradients of keys"), (value, "of values"))
+            self._start_sum(one.to(dtype), f"gradients of {what}") for one, what in ((key, "keys"), (value, "values"))
         ]
         found = []
         for own, handle in started:

@@ -14,7 +14,7 @@ from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import PER_PAIR, SHARING, Costs, Schedule, vocabulary_mode
+from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, vocabulary_mode
 from evenpipe.schedule.registry import nearest
 
 SEPARATE = ("name", "devices", "microbatches", "costs")
@@ -168,8 +168,15 @@ class Recipe:
         return choices
 
     def check_runnable(self) -> None:
-        """Raise InputError for what estimates and plans know but the runtime does not run yet."""
+        """Raise InputError for what estimates and plans know but the runtime does not run yet, and for slices that a
+        given order does not have."""
         self.parallelism.check_runnable()
+        order = self.schedule.order if isinstance(self.schedule, Program) else self.schedule
+        if isinstance(order, Order) and self.batch.slices not in (1, order.slices):
+            raise InputError(
+                f"slices: {self.batch.slices}, expected {order.slices}, as in the given order: only a schedule with a"
+                " name, or a function of devices and units, is cut into slices"
+            )
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:

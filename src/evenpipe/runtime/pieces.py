@@ -17,7 +17,9 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
+from evenpipe.errors import InputError
 from evenpipe.model import Description, slice_ends
+from evenpipe.model.flops import attention_of
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
@@ -49,9 +51,14 @@ class Cutter:
 
     @classmethod
     def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
-        """Return the cutter of a recipe; None for whole sequences."""
+        """Return the cutter of a recipe; None for whole sequences.
+
+        Raises:
+            InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
+        """
         if slices == 1 and groups.context is None:
             return None
+        _refuse_unfit(description, slices, recipe)
         sizes = recipe.parallelism
         exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
         context = None if groups.context is None else exchange(groups.context)
@@ -100,6 +107,33 @@ class Cutter:
                 sight=sight,
                 carries=carries,
                 slice=index,
+            )
+
+
+def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
+    option = "slices" if slices > 1 else "context_parallel"
+    if description.config is None:
+        raise InputError(f"{option}: plain modules do not say where they attend to other tokens, expected 1 with them")
+    for name, share in vars(description.config.get_text_config()).items():
+        attends = "attn" in name or "attention" in name
+        if attends and "drop" in name and isinstance(share, float | int) and share > 0:
+            raise InputError(
+                f"{option}: {name} is {share} in the model's config, expected 0.0: the attention of pieces of sequences"
+                " drops no weights"
+            )
+    if recipe.compile_layers and any(one != "none" for one in recipe.checkpointing_of(description.layers)):
+        raise InputError(
+            "compile_layers: True, expected False with checkpointing and sequences in pieces: a checkpointed layer is"
+            " compiled as one graph, and the attention of pieces stays outside of graphs"
+        )
+    sizes = recipe.parallelism
+    if sizes.context_exchange == "heads":
+        heads = {attention_of(description, index).heads // sizes.tp for index in range(description.layers)}
+        if uneven := sorted(count for count in heads if count % sizes.cp):
+            of_rank = f", {uneven[0]} on each tensor rank" if sizes.tp > 1 else ""
+            raise InputError(
+                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share"
+                f" {uneven[0] * sizes.tp} heads{of_rank}; expected 'keys', or a divisor as context_parallel"
             )
 
 

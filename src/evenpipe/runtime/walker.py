@@ -405,7 +405,7 @@ class Walker:
 
     def _offload(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.offload(self._row.place(item))
+        self._activations.offload(self._row.place(item), str(item))
         self._values.ready()
 
     def _give_back(self, item: Pass) -> None:
@@ -416,7 +416,7 @@ class Walker:
 
     def _load(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.load(self._row.place(item))
+        self._activations.load(self._row.place(item), str(item))
         self._values.ready()
 
     def _come_back(self, item: Pass) -> None:
