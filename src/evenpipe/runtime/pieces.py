@@ -1,4 +1,5 @@
-"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it.
+"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it. And keeps documents
+of a sequence apart, also of whole ones, if the model's own attention does not.
 
 slices      one after the other, of equal work: a token has more to look at, the later it stands
 processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
+from evenpipe.attention.check import looks_across_documents
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
+from evenpipe.errors import InputError
 from evenpipe.model import Description, slice_ends
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
@@ -35,27 +38,36 @@ class Cutter:
     """Cuts batches for one process."""
 
     def __init__(
-        self, description: Description, slices: int, divisor: int, context: ContextRanks | HeadRanks | None
+        self,
+        description: Description,
+        slices: int,
+        divisor: int,
+        context: ContextRanks | HeadRanks | None,
+        *,
+        apart: bool = False,
     ) -> None:
         """
         Args:
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
+            apart: documents of a sequence do not see each other, whatever the model does.
         """
-        self._description, self._slices, self._divisor = description, slices, divisor
+        self._description, self._slices, self._divisor, self._apart = description, slices, divisor, apart
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
 
     @classmethod
     def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
-        """Return the cutter of a recipe; None for whole sequences."""
-        if slices == 1 and groups.context is None:
+        """Return the cutter of a recipe; None for whole sequences, unless evenpipe's attention has to keep documents
+        apart. Collective."""
+        apart = recipe.batch.separate
+        if slices == 1 and groups.context is None and not (apart and _looks_across_documents(description, groups)):
             return None
         sizes = recipe.parallelism
         exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
         context = None if groups.context is None else exchange(groups.context)
-        return cls(description, slices, Divisor.of(sizes, slices).number, context)
+        return cls(description, slices, Divisor.of(sizes, slices).number, context, apart=apart)
 
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
@@ -90,6 +102,7 @@ class Cutter:
                 documents=documents,
                 valid=None if mask is None else mask.bool(),
                 heads=heads,
+                apart=self._apart,
             )
             yield Microbatch(
                 token_ids=microbatch.token_ids[:, own],
@@ -101,6 +114,24 @@ class Cutter:
                 carries=carries,
                 slice=index,
             )
+
+
+def _looks_across_documents(description: Description, groups: Groups) -> bool:
+    """Let the first process find out what a model does with the documents of a sequence. Collective over everyone.
+
+    Raises:
+        InputError: on every process: they cannot be kept apart.
+    """
+    found, fault = False, None
+    if groups.everyone is None or groups.everyone.position == 0:
+        try:
+            found = looks_across_documents(description)
+        except InputError as error:
+            fault = str(error)
+    fault = groups.from_the_first(fault, "the check of separate documents")
+    if fault is not None:
+        raise InputError(fault)
+    return any(one for (one,) in groups.numbers([found]))
 
 
 def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:
