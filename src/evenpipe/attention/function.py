@@ -1,4 +1,4 @@
-"""The attention of evenpipe: any family's own attention, on the keys of other pieces too.
+"""The attention of evenpipe: any family's own attention, on the keys of other pieces too, and of no other document.
 
 `adopt` makes a model call `attention` and `mask` in place of what its config named. There are two ways:
 
@@ -69,7 +69,7 @@ def mask(
     assert sight is not None, "the model's forward runs outside of `seeing`"
     if use_vmap:
         raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
-    apart = sight.looks_for_documents and sight.documents is not None
+    apart = (sight.apart or sight.looks_for_documents) and sight.documents is not None
     sight.looks_for_documents = False
     return Mask(sight, mask_function, batch_size, apart=apart)
 

@@ -1,4 +1,5 @@
-"""What the queries of a pass may look at, if a pass has only a piece of every sequence.
+"""What the queries of a pass may look at, if a pass has only a piece of every sequence, or documents that share one do
+not see each other.
 
 transformers makes a mask from a predicate on the places of a query and a key, and hands it to every attention layer.
 Our mask function (`function.mask`) hands over a `Mask` instead of a tensor: it keeps the predicate, which is evaluated
@@ -92,6 +93,8 @@ class Sight:
     """[batch, row]: false for padding; None: no padding."""
     heads: HeadExchange | None = None
     """Heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
+    apart: bool = False
+    """Documents do not see each other, even if the family does not look for them."""
     looks_for_documents: bool = False
     """The family has looked for packed rows since the last mask was made."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
@@ -38,6 +38,7 @@ class RecipeOptions(TypedDict, total=False):
     microbatch_size: int
     slices: int
     sequence_length: int | None
+    documents: Documents
     schedule: Path | Schedule | Any
     schedule_options: Mapping[str, Any] | None
     vocabulary: str

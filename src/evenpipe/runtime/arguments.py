@@ -196,16 +196,18 @@ def _sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
 
 
-def fault_of_architecture(description: Description, order: Order, context_ranks: int) -> str | None:
+def fault_of_architecture(description: Description, order: Order, recipe: Recipe) -> str | None:
     """Return why a small copy of the model, cut into stages or its sequences into pieces, does not compute what the
     uncut one does; None if it does."""
+    apart = recipe.batch.separate
+    beside = ' and documents = "separate"' if apart else ""
     splits = any(part.kind is Kind.I for row in order.rows for item in row if item for part in parts_of(item))
     try:
         self_check(description, split_once if splits else None, say=logger.warning)
-        if context_ranks > 1:
-            check_pieces(description, "context_parallel", slices=False)
+        if recipe.parallelism.cp > 1:
+            check_pieces(description, f"context_parallel{beside}", slices=False, apart=apart)
         if order.slices > 1:
-            check_pieces(description, "slices", slices=True)
+            check_pieces(description, f"slices{beside}", slices=True, apart=apart)
     except InputError as error:
         return str(error)
     except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenpipe.attention.sight import documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
@@ -28,6 +29,8 @@ class Inputs:
     token_weights: Tensor | None = None
     accumulate: int = 1
     """Number of steps whose gradients are added up before one update."""
+    separate: bool = False
+    """Documents of a row are trained as if each were alone."""
 
 
 class Divisor(NamedTuple):
@@ -123,14 +126,23 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
         )
     if attention_mask is not None:
-        is_one = attention_mask == 1
-        if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
-            raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
+        _check_mask(attention_mask, separate=inputs.separate)
     if token_weights is not None:
         if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
             raise InputError("token_weights: contains a value that is not a finite number")
         if bool((token_weights < 0).any()):
             raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
+
+
+def _check_mask(attention_mask: Tensor, *, separate: bool) -> None:
+    if separate:
+        raise InputError(
+            "attention_mask: given, expected None with separate documents: padding is a document without labels (its"
+            " position ids begin at 0, its labels are -100)"
+        )
+    is_one = attention_mask == 1
+    if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
+        raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
 
 
 def with_positions(inputs: Inputs, model: Description) -> Inputs:
@@ -154,9 +166,16 @@ def fields_of(inputs: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def with_labels(inputs: Inputs) -> Inputs:
-    if inputs.labels is not None or inputs.input_ids is None:
+    """With labels, by default those of all tokens but padding. The first tokens of separate documents have none."""
+    labels, documents = inputs.labels, None
+    if inputs.input_ids is None:
         return inputs
-    labels = inputs.input_ids.clone()
-    if inputs.attention_mask is not None:
+    if inputs.separate and inputs.position_ids is not None:
+        documents = documents_of(inputs.position_ids)
+    if labels is None or documents is not None:
+        labels = (inputs.input_ids if labels is None else labels).clone()
+    if inputs.labels is None and inputs.attention_mask is not None:
         labels[inputs.attention_mask == 0] = IGNORE_INDEX
+    if documents is not None:
+        labels[:, 1:].masked_fill_(documents.diff(dim=-1) != 0, IGNORE_INDEX)
     return replace(inputs, labels=labels)

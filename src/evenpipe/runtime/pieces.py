@@ -1,4 +1,5 @@
-"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it.
+"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it. And keeps documents
+of a sequence apart, also of whole ones, if the model's own attention does not.
 
 slices      one after the other, of equal work: a token has more to look at, the later it stands
 processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
+from evenpipe.attention.check import attention_dropout, looks_across_documents
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description, slice_ends
@@ -37,32 +39,41 @@ class Cutter:
     """Cuts batches for one process."""
 
     def __init__(
-        self, description: Description, slices: int, divisor: int, context: ContextRanks | HeadRanks | None
+        self,
+        description: Description,
+        slices: int,
+        divisor: int,
+        context: ContextRanks | HeadRanks | None,
+        *,
+        apart: bool = False,
     ) -> None:
         """
         Args:
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
+            apart: documents of a sequence do not see each other, whatever the model does.
         """
-        self._description, self._slices, self._divisor = description, slices, divisor
+        self._description, self._slices, self._divisor, self._apart = description, slices, divisor, apart
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
 
     @classmethod
     def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
-        """Return the cutter of a recipe; None for whole sequences.
+        """Return the cutter of a recipe; None for whole sequences, unless evenpipe's attention has to keep documents
+        apart. Collective.
 
         Raises:
             InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
         """
-        if slices == 1 and groups.context is None:
+        apart = recipe.batch.separate
+        if slices == 1 and groups.context is None and not (apart and _looks_across_documents(description, groups)):
             return None
         _refuse_unfit(description, slices, recipe)
         sizes = recipe.parallelism
         exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
         context = None if groups.context is None else exchange(groups.context)
-        return cls(description, slices, Divisor.of(sizes, slices).number, context)
+        return cls(description, slices, Divisor.of(sizes, slices).number, context, apart=apart)
 
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
@@ -97,6 +108,7 @@ class Cutter:
                 documents=documents,
                 valid=None if mask is None else mask.bool(),
                 heads=heads,
+                apart=self._apart,
             )
             yield Microbatch(
                 token_ids=microbatch.token_ids[:, own],
@@ -111,16 +123,13 @@ class Cutter:
 
 
 def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
-    option = "slices" if slices > 1 else "context_parallel"
+    option = "slices" if slices > 1 else "context_parallel" if recipe.parallelism.cp > 1 else "documents"
     if description.config is None:
         raise InputError(f"{option}: plain modules do not say where they attend to other tokens, expected 1 with them")
-    for name, share in vars(description.config.get_text_config()).items():
-        attends = "attn" in name or "attention" in name
-        if attends and "drop" in name and isinstance(share, float | int) and share > 0:
-            raise InputError(
-                f"{option}: {name} is {share} in the model's config, expected 0.0: the attention of pieces of sequences"
-                " drops no weights"
-            )
+    for name, share in attention_dropout(description):
+        raise InputError(
+            f"{option}: {name} is {share:g} in the model's config, expected 0: evenpipe's attention drops no weights"
+        )
     if recipe.compile_layers and any(one != "none" for one in recipe.checkpointing_of(description.layers)):
         raise InputError(
             "compile_layers: True, expected False with checkpointing and sequences in pieces: a checkpointed layer is"
@@ -135,6 +144,24 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
                 f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share"
                 f" {uneven[0] * sizes.tp} heads{of_rank}; expected 'keys', or a divisor as context_parallel"
             )
+
+
+def _looks_across_documents(description: Description, groups: Groups) -> bool:
+    """Let the first process find out what a model does with the documents of a sequence. Collective over everyone.
+
+    Raises:
+        InputError: on every process: they cannot be kept apart.
+    """
+    found, fault = False, None
+    if groups.everyone is None or groups.everyone.position == 0:
+        try:
+            found = looks_across_documents(description)
+        except InputError as error:
+            fault = str(error)
+    fault = groups.from_the_first(fault, "the check of separate documents")
+    if fault is not None:
+        raise InputError(fault)
+    return any(one for (one,) in groups.numbers([found]))
 
 
 def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:

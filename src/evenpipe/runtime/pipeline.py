@@ -113,7 +113,7 @@ class Pipeline(SpreadModel):
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
         context_parallel: processes that share every sequence: the size of `cp`, likewise.
-        context_exchange, tensor_overlap, slices: as in `Parallelism` and `BatchShape`.
+        context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -327,7 +327,7 @@ class Pipeline(SpreadModel):
         """Check the architecture on the first process; raise its error on all."""
         fault = None
         if self._is_very_first:
-            fault = fault_of_architecture(self.description, self.layout.program.order, self.context_ranks)
+            fault = fault_of_architecture(self.description, self.layout.program.order, self.recipe)
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
@@ -368,7 +368,7 @@ class Pipeline(SpreadModel):
             InputError: a batch that is not accepted, `requires_grad` that differs between processes, or autocast. No
                 gradient has changed then.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate)
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate, self._separate)
         return self._run(inputs, training=True, record_passes=record_passes)
 
     def evaluate(
@@ -385,7 +385,7 @@ class Pipeline(SpreadModel):
         Arguments and errors are those of `step`, but the batch may have any size: it need not be a multiple of
         `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
         modes = {stage: module.training for stage, module in self._held.stages.items()}
         for module in self._held.stages.values():
             module.eval()

@@ -39,6 +39,7 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.device import HeldModel
+from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
@@ -74,6 +75,7 @@ class SpreadModel:
     _walker: Walker
     _sharded: bool
     """Whether replicas share the rows of parameters."""
+    _pieces: Cutter | None
 
     def __repr__(self) -> str:
         numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
@@ -123,6 +125,19 @@ class SpreadModel:
     def _is_very_first(self) -> bool:
         """Whether this is the first process of the first replica."""
         return self.feeds and not self.replica
+
+    @property
+    def _separate(self) -> bool:
+        """Whether documents of a sequence do not see each other."""
+        return self.recipe.batch.separate
+
+    @property
+    def keeps_documents_apart(self) -> str | None:
+        """What keeps separate documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if
+        they are joined."""
+        if not self._separate:
+            return None
+        return "the model's attention" if self._pieces is None else "evenpipe's attention"
 
     @property
     def _spread_over(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
 from evenpipe.train.section import Section
 
 if TYPE_CHECKING:
+    from evenpipe.recipe.batch_shape import Documents
     from evenpipe.recipe.offload import OffloadOptions
     from evenpipe.recipe.recipe import Recipe
 
@@ -96,7 +97,7 @@ class PipelineConfig(Section):
     timeout_seconds: float = 600.0
     """Maximum seconds without progress. The run then ends with an error that names the pass and the peer."""
 
-    def recipe(self, offload: OffloadConfig, sequence_length: int) -> Recipe:
+    def recipe(self, offload: OffloadConfig, sequence_length: int, documents: Documents) -> Recipe:
         """Return the recipe of these sections, for sequences of this length."""
         from evenpipe.recipe.recipe import Recipe, RecipeOptions
         from evenpipe.schedule.files import read_costs
@@ -113,6 +114,7 @@ class PipelineConfig(Section):
             cp=self.context_parallel,
             tp=self.tensor_parallel,
             sequence_length=sequence_length,
+            documents=documents,
             offload=offload.options(),
             **{**alike, **converted},
         )

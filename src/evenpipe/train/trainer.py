@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
-from evenpipe.train.packing import Batches
+from evenpipe.train.packing import Batches, Sequences
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import Tracker
@@ -151,6 +151,9 @@ class _Run:
             tensorboard=config.output.tensorboard,
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
+        apart = self.pipeline.keeps_documents_apart
+        said = "joined, one stream of text" if apart is None else f"separate, kept apart by {apart}"
+        self.metrics.say(f"documents that share a row are {said}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         for rejected in found.rejected:
@@ -290,8 +293,8 @@ class _Run:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
         traced = progress.step + 1 in config.output.trace_steps
-        batch = self.batches.batch(progress.step, pipeline.replica, pipeline.replicas) if self.feeds else None
-        result = pipeline.step(batch, record_passes=traced)
+        batch = self._given(self.batches.batch, progress.step)
+        result = pipeline.step(**batch, record_passes=traced)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
@@ -305,6 +308,12 @@ class _Run:
         self._pending.append(self._last)
         self._call("on_step_end")
         self._step_seconds.append(time.perf_counter() - started)
+
+    def _given(self, rows: Callable[[int, int, int], Sequences], number: int) -> dict[str, torch.Tensor | None]:
+        """Return this process's part of a batch as arguments of the pipeline."""
+        if not self.feeds:
+            return {"input_ids": None}
+        return rows(number, self.pipeline.replica, self.pipeline.replicas)._asdict()
 
     def _write_trace(self, result: StepResult) -> None:
         """Write the trace of the last step. Collective."""
@@ -365,13 +374,11 @@ class _Run:
             return
         self._log()
         total, tokens = 0.0, 0
-        own = (self.pipeline.replica, self.pipeline.replicas)
         for index in range(count):
-            batch = self.batches.validation_batch(index, *own) if self.feeds else (None, None)
-            result = self.pipeline.evaluate(*batch)
+            result = self.pipeline.evaluate(**self._given(self.batches.validation_batch, index))
             total += result.loss * result.tokens
             tokens += result.tokens
-        self._validation = total / tokens
+        self._validation = total / tokens if tokens else math.nan
         if self.metrics is not None:
             self.metrics.log_evaluation(self.progress.step, self._validation, tokens)
         self._call("on_evaluate")
