@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "memory": {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
-        *{"tensor"},
+        *{"tensor", "attention"},
     },
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor"},
     "train": {

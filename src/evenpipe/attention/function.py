@@ -33,7 +33,7 @@ _INNER = "_evenpipe_inner_attention"
 _OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
 """Arguments that the kernel way honours, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
 the family's own function runs."""
-_ROWS = 1024
+ROWS = 1024
 """Rows of a product of queries and keys that are masked at a time."""
 
 
@@ -142,6 +142,7 @@ class _Kernel(torch.autograd.Function):
             )
             part.rows_of(result).copy_(part.spread(found[..., : value.shape[-1]]))
             part.rows_of(sums).copy_(part.spread(logarithms))
+            del part, found, logarithms  # before the next block is made
         own = (key, value) if call.exchange.keeps_keys else ()
         ctx.save_for_backward(query, *own, result, sums)
         ctx.call = call
@@ -168,6 +169,7 @@ class _Kernel(torch.autograd.Function):
             part.rows_of(of_query).copy_(part.spread(found[0]))
             of_keys[:, :, part.block.keys] += found[1]
             of_values[:, :, part.block.keys] += found[2][..., : values.shape[-1]]
+            del part, found
         return of_query, *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None
 
 
@@ -209,14 +211,21 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 def _parts(query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Iterator[_Part]:
     shared, size = query.shape[1] // keys.shape[1], query.shape[-1]
-    for block in mask.blocks(max(1, _ROWS // shared)):
-        key, value = (_padded(one[:, :, block.keys], size) for one in (keys, values))
-        bias = None
-        if not block.sees_all:
-            seen = mask.tensor(block.queries, block.keys)
-            bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
-            bias = bias.expand(len(query), -1, -1, -1).repeat(1, 1, shared, 1)
-        yield _Part(block, shared, _joined(query[:, :, block.queries], shared), key, value, bias)
+    for block in mask.blocks(max(1, ROWS // shared)):
+        yield _Part(
+            block,
+            shared,
+            _joined(query[:, :, block.queries], shared),
+            *(_padded(one[:, :, block.keys], size) for one in (keys, values)),
+            None if block.sees_all else _bias(mask, block, query.dtype, shared),
+        )
+
+
+def _bias(mask: Mask, block: Block, dtype: torch.dtype, shared: int) -> Tensor:
+    """Return what is added to products of queries and keys, [batch or 1, 1, shared x queries, keys]."""
+    seen = mask.tensor(block.queries, block.keys)
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return bias.repeat(1, 1, shared, 1) if shared > 1 else bias
 
 
 # --- the family's own function ---------------------------------------------------------------------------------------

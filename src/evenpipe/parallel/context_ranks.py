@@ -33,7 +33,7 @@ class ContextRanks:
         found = []
         for table, handle in started:
             handle.wait(self.during)
-            found.append(table.permute(1, 2, 0, 3, 4).flatten(2, 3))
+            found.append(table.flatten(0, 1).permute(1, 2, 0, 3))
         return found[0], found[1]
 
     def again(self, layer: int, *own: Tensor) -> Keys:
@@ -42,23 +42,25 @@ class ContextRanks:
         return self.keys(layer, key, value)
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
-        """Return the sums over ranks of the gradients of the own keys and values."""
+        """Return the sums over ranks of the gradients of the own keys and values. May destroy those given."""
         started = [
             self._start_sum(one.to(dtype), f"gradients of {what}") for one, what in ((key, "keys"), (value, "values"))
         ]
         found = []
         for own, handle in started:
             handle.wait(self.during)
-            found.append(own)
+            found.append(own.permute(1, 2, 0, 3))
         return found[0], found[1]
 
+    # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
+
     def _start(self, own: Tensor, what: str) -> tuple[Tensor, Handle]:
-        own = own.contiguous()
+        own = own.permute(2, 0, 1, 3).contiguous()
         table = own.new_empty((self.size, *own.shape))
         return table, self._communicator.all_gather(table, own, f"{what} of {self.during}")
 
     def _start_sum(self, whole: Tensor, what: str) -> tuple[Tensor, Handle]:
-        parts = whole.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+        parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
         own = torch.empty_like(parts[0])
         return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.during}")
 

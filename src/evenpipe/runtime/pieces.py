@@ -18,6 +18,7 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.check import attention_dropout, looks_across_documents
+from evenpipe.attention.places import places_of_ranks
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description, slice_ends
@@ -30,9 +31,6 @@ from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
 from evenpipe.runtime.walker import Meeting
 from evenpipe.tensor.layers import ModelCut
-
-OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
-"""Chunks of each process."""
 
 
 class Cutter:
@@ -168,26 +166,3 @@ def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None)
     """Return the exchanges of the processes that share a pass: of tensor ranks and of context ranks."""
     found = (None if tensor is None else tensor[1], None if cutter is None else cutter.context)
     return [one for one in found if one is not None]
-
-
-def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) -> list[Tensor]:
-    """Return the places of each rank's tokens of a slice, equally many.
-
-    positions: of packed rows [rows, length], which restart with each document; None: each row is one document.
-    """
-    places = torch.arange(start, end)
-    if ranks == 1:
-        return [places]
-    chunks = OF_ONE_DOCUMENT * ranks
-    if positions is not None and len(places) % (OF_SEVERAL * ranks) == 0:
-        chunks = OF_SEVERAL * ranks
-    work = places.double() if positions is None else positions[:, start:end].sum(0).double().cpu()
-    work = (work + 1).view(chunks, -1).sum(1)
-    owned: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for chunk in work.argsort(descending=True, stable=True).tolist():
-        free = [rank for rank in range(ranks) if len(owned[rank]) < chunks // ranks]
-        rank = min(free, key=lambda rank: (loads[rank], rank))
-        owned[rank].append(chunk)
-        loads[rank] += float(work[chunk])
-    return [places.view(chunks, -1)[sorted(own)].flatten() for own in owned]
