@@ -293,8 +293,8 @@ class _Run:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
         traced = progress.step + 1 in config.output.trace_steps
-        batch = self._given(self.batches.batch, progress.step)
-        result = pipeline.step(**batch, record_passes=traced)
+        ids, labels, positions = self._given(self.batches.batch, progress.step)
+        result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
@@ -309,11 +309,11 @@ class _Run:
         self._call("on_step_end")
         self._step_seconds.append(time.perf_counter() - started)
 
-    def _given(self, rows: Callable[[int, int, int], Sequences], number: int) -> dict[str, torch.Tensor | None]:
-        """Return this process's part of a batch as arguments of the pipeline."""
+    def _given(self, batch: Callable[[int, int, int], Sequences], number: int) -> Sequences | tuple[None, None, None]:
+        """Return the rows of a batch that this process feeds to its pipeline, if it feeds one."""
         if not self.feeds:
-            return {"input_ids": None}
-        return rows(number, self.pipeline.replica, self.pipeline.replicas)._asdict()
+            return None, None, None
+        return batch(number, self.pipeline.replica, self.pipeline.replicas)
 
     def _write_trace(self, result: StepResult) -> None:
         """Write the trace of the last step. Collective."""
@@ -375,7 +375,8 @@ class _Run:
         self._log()
         total, tokens = 0.0, 0
         for index in range(count):
-            result = self.pipeline.evaluate(**self._given(self.batches.validation_batch, index))
+            ids, labels, positions = self._given(self.batches.validation_batch, index)
+            result = self.pipeline.evaluate(ids, labels, position_ids=positions)
             total += result.loss * result.tokens
             tokens += result.tokens
         self._validation = total / tokens if tokens else math.nan
