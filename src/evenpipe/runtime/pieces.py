@@ -17,10 +17,11 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
-from evenpipe.model import Description, slice_ends
+from evenpipe.model import RowWork, slice_ends
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
@@ -34,35 +35,37 @@ OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 class Cutter:
     """Cuts batches for one process."""
 
-    def __init__(
-        self, description: Description, slices: int, divisor: int, context: ContextRanks | HeadRanks | None
-    ) -> None:
+    def __init__(self, rows: RowWork, slices: int, divisor: int, context: ContextRanks | HeadRanks | None) -> None:
         """
         Args:
+            rows: by whose work slices are cut.
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
         """
-        self._description, self._slices, self._divisor = description, slices, divisor
+        self._rows, self._slices, self._divisor = rows, slices, divisor
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
 
     @classmethod
-    def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
+    def of(cls, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
         """Return the cutter of a recipe; None for whole sequences."""
         if slices == 1 and groups.context is None:
             return None
         sizes = recipe.parallelism
         exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
         context = None if groups.context is None else exchange(groups.context)
-        return cls(description, slices, Divisor.of(sizes, slices).number, context)
+        return cls(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context)
+
+    def ends_of(self, length: int) -> Sequence[int]:
+        """Return the number of tokens up to the end of each slice of a sequence."""
+        if length not in self.ends:
+            self.ends[length] = slice_ends(self._rows, length, self._slices, self._divisor)
+        return self.ends[length]
 
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
-        length = batch.sequence_length
-        if length not in self.ends:
-            self.ends[length] = slice_ends(self._description, length, self._slices, self._divisor)
-        ends = self.ends[length]
+        ends = self.ends_of(batch.sequence_length)
         pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
 
