@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from evenpipe.errors import InputError
+from evenpipe.model.flops import Attention
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
@@ -75,6 +76,8 @@ class Setting:
     """Sequences per microbatch."""
     sequence: int
     """Tokens per sequence."""
+    span: tuple[int, int] | None = None
+    """First token (inclusive) and last (exclusive) of a slice of the sequence; None: all of it."""
     sequence_parallel: bool = True
     fused: bool = True
     """Norms, activation and rotary embedding are one kernel each."""
@@ -104,8 +107,16 @@ class Setting:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one device."""
-        return self.microbatch_size * self.sequence // self.axes.context.size
+        """Tokens of one microbatch, or of a slice of it, on one device."""
+        start, end = self.span or (0, self.sequence)
+        return self.microbatch_size * (end - start) // self.axes.context.size
+
+    def keys(self, attention: Attention) -> float:
+        """Return the keys that a token of the slice attends to, on average."""
+        if self.span is None:
+            return attention.pairs(self.sequence)
+        start, end = self.span
+        return (attention.pairs(end) * end - (attention.pairs(start) * start if start else 0.0)) / (end - start)
 
     @cached_property
     def element(self) -> int:
@@ -293,11 +304,11 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
     hardware, axis = setting.hardware, setting.axes.context
     speed = hardware.peak(setting.dtype) * hardware.attention_fraction
     if setting.flash:
-        flops = setting.tokens * sizes.flops(sizes.pairs(setting.sequence)) / setting.tensor
+        flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
-        pairs = setting.tokens * setting.sequence * sizes.heads / setting.tensor
+        pairs = setting.tokens * (setting.span or (0, setting.sequence))[1] * sizes.heads / setting.tensor
         flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
-from evenpipe.model import Description, slice_ends
+from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
@@ -61,7 +61,7 @@ class Settings:
     @property
     def slices(self) -> int:
         """Parts in which a sequence flows through the pipeline."""
-        return self.recipe.batch.slices
+        return self.recipe.slices
 
     def pieces(self, description: Description) -> tuple[Piece | None, ...]:
         """Return what the first context rank of our own runtime has of each slice; None for whole sequences, and where
@@ -78,7 +78,7 @@ class Settings:
                 f"sequence is {self.sequence}, expected a multiple of {divisor} and at least {divisor * slices}:"
                 f" {slices} slices for {sizes.cp} context ranks with two chunks of each, and {sizes.tp} tensor ranks"
             )
-        ends = slice_ends(description, self.sequence, slices, divisor)
+        ends = slice_ends(RowWork.of(description), self.sequence, slices, divisor)
         kernel = self.on_cpu and self.kernels.attention == "sdpa"
         return tuple(
             Piece(ends=ends, index=index, ranks=sizes.cp, exchange=sizes.context_exchange, kernel=kernel)

@@ -20,15 +20,16 @@ from evenpipe.costs.measured_passes import (
     passes_of,
     whole_passes,
 )
-from evenpipe.costs.step import WHOLE, Cut, costs_of_cut
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, costs_of_slices
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.description import Description
+from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 
@@ -219,32 +220,43 @@ def problem_of(
     )
 
 
-def layer_times(problem: Problem, recipe: Recipe) -> tuple[LayerTime, ...]:
-    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once."""
+def layer_times(problem: Problem, recipe: Recipe, span: tuple[int, int] | None = None) -> tuple[LayerTime, ...]:
+    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once. span: first
+    and last token of a slice."""
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = problem.setting(recipe)
+        setting = replace(problem.setting(recipe), span=span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
         return tuple(found[id(work)] for work in problem.works)
 
-    return problem.once((recipe.parallelism, recipe.batch, whole), times)
+    return problem.once((recipe.parallelism, recipe.batch, whole, span), times)
 
 
 def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
-    """Return the seconds of passes and transfers, without copies to the host."""
-    return costs_of_cut(
-        Cut(
-            placement=placement,
-            layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
-            checkpointing=recipe.checkpointing_of(problem.layers),
-            vocabulary=recipe.vocabulary,
-        ),
-        layer_times(problem, recipe),
-        problem.setting(recipe),
-        rows=problem.description.vocabulary_size,
-        hidden_size=problem.description.hidden_size,
-        contention=problem.contention(recipe),
+    """Return the seconds of passes and transfers, without copies to the host; for sequences in slices with factors."""
+    cut = Cut(
+        placement=placement,
+        layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
+        checkpointing=recipe.checkpointing_of(problem.layers),
+        vocabulary=recipe.vocabulary,
     )
+
+    def costs(setting: Setting) -> Costs:
+        return costs_of_cut(
+            cut,
+            layer_times(problem, recipe, setting.span),
+            setting,
+            rows=problem.description.vocabulary_size,
+            hidden_size=problem.description.hidden_size,
+            contention=problem.contention(recipe),
+        )
+
+    setting, sizes = problem.setting(recipe), recipe.parallelism
+    if recipe.slices == 1:
+        return costs(setting)
+    rows = problem.model_costs.rows_for(recipe)
+    ends = slice_ends(rows, problem.sequence, recipe.slices, divisor_of(sizes.cp, sizes.tp))
+    return costs_of_slices(setting, ends, costs)

@@ -21,11 +21,12 @@ from evenpipe.attention.check import attention_dropout, looks_across_documents
 from evenpipe.attention.places import places_of_ranks
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.errors import InputError
-from evenpipe.model import Description, slice_ends
+from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.flops import attention_of
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
@@ -38,7 +39,7 @@ class Cutter:
 
     def __init__(
         self,
-        description: Description,
+        rows: RowWork,
         slices: int,
         divisor: int,
         context: ContextRanks | HeadRanks | None,
@@ -47,17 +48,20 @@ class Cutter:
     ) -> None:
         """
         Args:
+            rows: by whose work slices are cut.
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
             apart: documents of a sequence do not see each other, whatever the model does.
         """
-        self._description, self._slices, self._divisor, self._apart = description, slices, divisor, apart
+        self._rows, self._slices, self._divisor, self._apart = rows, slices, divisor, apart
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
 
     @classmethod
-    def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
+    def of(
+        cls, description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
+    ) -> Cutter | None:
         """Return the cutter of a recipe; None for whole sequences, unless evenpipe's attention has to keep documents
         apart. Collective.
 
@@ -71,14 +75,17 @@ class Cutter:
         sizes = recipe.parallelism
         exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
         context = None if groups.context is None else exchange(groups.context)
-        return cls(description, slices, Divisor.of(sizes, slices).number, context, apart=apart)
+        return cls(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, apart=apart)
+
+    def ends_of(self, length: int) -> Sequence[int]:
+        """Return the number of tokens up to the end of each slice of a sequence."""
+        if length not in self.ends:
+            self.ends[length] = slice_ends(self._rows, length, self._slices, self._divisor)
+        return self.ends[length]
 
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
-        length = batch.sequence_length
-        if length not in self.ends:
-            self.ends[length] = slice_ends(self._description, length, self._slices, self._divisor)
-        ends = self.ends[length]
+        ends = self.ends_of(batch.sequence_length)
         pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
 
