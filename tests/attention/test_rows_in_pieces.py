@@ -15,7 +15,7 @@ from evenpipe.attention import function
 from evenpipe.attention.carry import Carry
 from evenpipe.attention.check import check_pieces
 from evenpipe.attention.function import adopt
-from evenpipe.attention.sight import Alone, Sight, documents_of, seeing
+from evenpipe.attention.sight import Alone, Mask, Sight, documents_of, seeing
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 
@@ -195,6 +195,28 @@ def test_families_that_look_beyond_attention_are_refused(family: str, slices: bo
 @pytest.mark.sampled(6)
 def test_families_that_may_be_cut_pass_the_check(family: str, slices: bool) -> None:
     check_pieces(describe(tiny_config(family)), "this", slices=slices)
+
+
+def test_a_mask_that_is_made_place_by_place_is_refused() -> None:
+    every = torch.arange(ROW)
+    with seeing(Sight(every, every, Alone(), ROW)), pytest.raises(InputError, match="look at one place at a time"):
+        function.mask(1, ROW, ROW, mask_function=lambda *places: True, use_vmap=True)
+
+
+def test_a_mask_of_the_tokens_of_a_call_is_refused() -> None:
+    """As that of Gemma 4 for images: it looks places up in a table as long as the piece."""
+    every, groups = torch.arange(ROW), torch.zeros(ROW // 2)
+    mask = Mask(Sight(every, every, Alone(), ROW), lambda b, h, q, k: groups[q] == groups[k], 1, apart=False)
+    with pytest.raises(InputError, match="look tokens up in a table"):
+        mask.tensor()
+
+
+def test_weights_of_attention_that_are_dropped_are_refused() -> None:
+    model = whole_model(tiny_config("llama", attention_dropout=0.1))
+    adopt(model)
+    every = torch.arange(ROW)
+    with seeing(Sight(every, every, Alone(), ROW)), pytest.raises(InputError, match="drops no weights"):
+        model(input_ids=tokens_and_labels(sequence=ROW)[0], position_ids=every.expand(2, -1), use_cache=False)
 
 
 def described(family: str):

@@ -197,9 +197,11 @@ def _in_pieces(case: Case) -> Case:
     if dice.random() < 0.4 or (unfit and dice.random() > RULES_BROKEN):
         return case
     changes: dict[str, Any] = {"self_check": case.self_check or (unfit and family != MODULES)}
-    ranks = dice.choice((1, 2, 2)) if case.processes <= 2 else 1
+    from_replicas = case.processes > 2  # in place of more processes
+    ranks = dice.choice((1, 2, 2)) if not from_replicas or case.replicas % 2 == 0 else 1
     if ranks > 1:
-        changes |= {"processes": 2 * case.processes, "context_parallel": 2}
+        changes |= {"replicas": case.replicas // 2} if from_replicas else {"processes": 2 * case.processes}
+        changes["context_parallel"] = 2
         one_head = case.tensor_parallel > 1 and dice.random() > RULES_BROKEN  # which cannot be shared
         changes["context_exchange"] = "keys" if one_head else dice.choice(("keys", "heads"))
     slices = dice.choice((1, 2, 2, 3)) if ranks > 1 else dice.choice((2, 2, 3))
@@ -217,7 +219,8 @@ def _in_pieces(case: Case) -> Case:
             return batch
         return replace_field(batch, tokens=max(-(-batch.tokens // number), slices) * number)
 
-    return replace_field(case, **changes, slices=slices, steps=_steps_of(case, divided))
+    case = replace_field(case, **changes, slices=slices)
+    return replace_field(case, steps=_steps_of(case, divided))
 
 
 NOT_IN_PIECES = {"bloom", MODULES}
@@ -225,7 +228,7 @@ NOT_IN_PIECES = {"bloom", MODULES}
 
 def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:
     return tuple(
-        replace_field(step, batches=tuple(tuple(map(change, replicas)) for replicas in step.batches))
+        replace_field(step, batches=tuple(tuple(map(change, replicas[: case.replicas])) for replicas in step.batches))
         for step in case.steps
     )
 

@@ -20,15 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B
 from transformers import AutoModelForCausalLM
 
-from evenpipe import Pipeline, newest_checkpoint
+from evenpipe import OffloadOptions, Pipeline, newest_checkpoint
 from evenpipe.errors import InputError
+from evenpipe.host.offload import Activations
 from evenpipe.model.fp64 import InFp64
 from evenpipe.schedule import generate
 
 TOKENS, SEQUENCES = 16, 4
 
 
-def opened(case: Case, microbatches: int, seed: int = 0) -> Pipeline:
+def opened(case: Case, microbatches: int, seed: int = 0, **options: Any) -> Pipeline:
     return Pipeline(
         described(*case.model),
         schedule=case.schedule,
@@ -43,6 +44,7 @@ def opened(case: Case, microbatches: int, seed: int = 0) -> Pipeline:
         parameter_dtype=torch.float64,
         seed=seed,
         self_check=False,
+        **options,
     )
 
 
@@ -137,6 +139,23 @@ def steps_of_several_lengths(case: Case) -> tuple[float, str]:
 def test_gradients_of_several_lengths_add_up(case: Case) -> None:
     error, name = run_processes(steps_of_several_lengths, case.processes, case)[0]
     assert error < 1e-10, name
+
+
+def trace_of_slices() -> list[str]:
+    """What was copied to the host and back in a step, by device."""
+    Activations.smallest_bytes = 1
+    case = Case("llama", 1, 2, 1, slices=2)
+    with contextlib.closing(opened(case, 2, offload=OffloadOptions(activations="all"))) as pipeline:
+        result = pipeline.step(torch.ones(2, 16, dtype=torch.int64), record_passes=True)
+        trace = pipeline.trace(result)
+    return [] if trace is None else [str(copy.item) for device in trace.devices for copy in device.copies]
+
+
+def test_a_trace_tells_the_copies_of_every_slice() -> None:
+    found = run_processes(trace_of_slices, 2)[0]
+    assert set(found) == {
+        f"{stage}{kind}{unit}" for stage in (0, 1) for kind in "OL" for unit in ("0", "0.1", "1", "1.1")
+    }
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

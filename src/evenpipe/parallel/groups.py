@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,19 +82,7 @@ class Groups:
         if grid.size("pp") > 1:
             for name, those in sorted(program.items()):
                 listed += [(name, [line[device] for device in those]) for line in grid.groups("pp")]
-
-        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
-            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
-            shards over replicas they are at the same position, and need not be of one pipeline."""
-            return zip(*(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in places), strict=True)
-
-        devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
-        if tied is not None:
-            listed += [("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied)]
-        if sharded and len(ranks) > 1:
-            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
-            if set(mates) != set(grid.groups("tp")):
-                listed += [("shared", members) for members in mates]
+        listed += self._with_the_same_rows(tied, sharded=sharded)
         listed += [(name, members) for name, found in groups.values() for members in found]
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
@@ -110,6 +98,25 @@ class Groups:
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
+
+    def _with_the_same_rows(
+        self, tied: tuple[int, int] | None, *, sharded: bool
+    ) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield the pairs "tied", and the tensor ranks "shared" where they are not those of one pipeline."""
+        grid = self._grid
+
+        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
+            shards over replicas they are at the same position, and need not be of one pipeline."""
+            return zip(*(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in places), strict=True)
+
+        devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
+        if tied is not None:
+            yield from (("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied))
+        if sharded and len(ranks) > 1:
+            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
+            if set(mates) != set(grid.groups("tp")):
+                yield from (("shared", members) for members in mates)
 
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
