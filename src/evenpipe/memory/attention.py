@@ -144,18 +144,22 @@ class Attention(OwnAttention):
         operations, sizes, piece = self._operations, self._sizes, self._sizes.piece
         assert piece is not None
         pairs = piece.queries * piece.end
-        seen: Sketch | None = self._tape.new(pairs, 1)
+        seen = self._tape.new(pairs, 1)
         if not self._is_flash:
             mask, unseen = self._tape.new(sizes.batch * pairs, sizes.element), self._tape.new(sizes.batch * pairs, 1)
-            seen = unseen = None
+            del seen, unseen
             result, _ = self._eager(query, keys, values)
             del mask
+            return result
+        rows = query.elements // self._shape.attention.head_size
+        if self._kernels.attention == "flash":  # looks at no mask
+            result = operations.flash_attention(query, keys, values, size=query.elements, rows=rows)
+            del seen
             return result
         keys, values = (self._for_every_head(one) for one in (keys, values))
         inverted = self._tape.new(sizes.batch * pairs, 1)
         mask = self._tape.new(sizes.batch * pairs, sizes.element, "mask of one layer")
         del inverted
-        rows = query.elements // self._shape.attention.head_size
         return operations.flash_attention(query, keys, values, size=query.elements, rows=rows, mask=mask)
 
     def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:

@@ -267,8 +267,8 @@ class _Stage:
         return self._stream if place or self._begins or self._takes_rows else 0
 
     def _carried_on(self, place: int, *, forward: bool) -> int:
-        """Return the bytes by which a layer's pass makes the carry larger: the first slice's F begins it, the last one's
-        backward adds the gradients, and the first one's ends it."""
+        """Return the bytes by which a layer's pass makes the carry larger: the first slice's F begins it, the last
+        one's backward adds the gradients, and the first one's ends it."""
         piece, (keys, gradients) = self._sizes.piece, self._carries[place]
         if forward:
             return keys if self._sizes.begins_carry else 0

@@ -69,7 +69,8 @@ class DeviceBytes:
         pieces, slices = settings.pieces(source.description), []
         for piece in pieces:
             stages = {
-                stage: _stage(source, plan, settings, device, stage, piece, own=own) for stage, own in by_stage.items()
+                stage: _stage(source, plan, settings, device, stage=stage, piece=piece, own=own)
+                for stage, own in by_stage.items()
             }
             hidden = next(iter(stages.values())).output
             shape = _vocabulary_shape(source, settings, piece)
@@ -96,8 +97,8 @@ class DeviceBytes:
         """Bytes of the keys and values that a layer gathers from context ranks, at most."""
         return max(stage.gathered for one in self.slices for stage in one.stages.values())
 
-    def memory(self, plan: Planned, settings: Settings, device: int) -> DeviceMemory:
-        """Return the peak of the device over a step."""
+    def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
+        """Return the peak of the device over a step. curve: as for `Replay.memory`."""
         replay = plan.replay(
             device,
             settings.framework,
@@ -105,7 +106,7 @@ class DeviceBytes:
             slice_tokens=tuple(one.tokens for one in self.slices),
         )
         first, *later = ((one.stages, one.vocabulary) for one in self.slices)
-        return replay.memory(*first, self.state, later=later, batch=self.fixed)
+        return replay.memory(*first, self.state, later=later, batch=self.fixed, curve=curve)
 
     def host(self, row: Sequence[Item | None]) -> int:
         """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
@@ -129,9 +130,9 @@ def _stage(
     plan: Planned,
     settings: Settings,
     device: int,
+    *,
     stage: int,
     piece: Piece | None,
-    *,
     own: Held,
 ) -> StageBytes:
     """own: its parameters."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from evenpipe.memory import things
 from evenpipe.memory.parts import Parts
-from evenpipe.memory.pool import Pool, left_over
+from evenpipe.memory.pool import Pool
 from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
@@ -38,6 +38,8 @@ from evenpipe.schedule.passes import (
 )
 from evenpipe.schedule.releases import releases
 
+EARLIER_STEPS = 2
+"""After so many, steps are alike."""
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
@@ -62,20 +64,18 @@ def walk(
     """
     assert not program.forward_only, "a program that evaluates keeps nothing between passes"
     assert len(slice_tokens) == program.slices, f"{slice_tokens} for {program.slices} slices"
-    pool = Pool(slice_tokens, _left_over(program, device, slice_tokens) if buffers_exist else ())
+    pool = Pool(slice_tokens)
+    for _ in range(EARLIER_STEPS if buffers_exist else 0):
+        _pass_buffers(pool, program, device)
     return _Walker(program, device, gradients_exist=gradients_exist, pool=pool, places_rows=places_rows).walk()
 
 
-def _left_over(program: Program, device: int, slice_tokens: Sequence[int]) -> list[int]:
-    """Return the buffers for units between S and T; for a whole output layer, between the last stage's F and its B, or
-    W."""
+def _pass_buffers(pool: Pool, program: Program, device: int) -> None:
+    """Run an earlier step: a unit has a buffer between S and T; for a whole output layer, between the last stage's F
+    and its B, or W."""
     stage = None if program.barriers else program.placement.last_stage
     of_kind = changes({Kept.PROBABILITIES}) if program.barriers else IN_FLIGHT
-    return left_over(
-        program.rows[device],
-        slice_tokens,
-        lambda part: of_kind.get(part.kind, 0) if part.stage == stage else 0,
-    )
+    pool.run(program.rows[device], lambda part: of_kind.get(part.kind, 0) if part.stage == stage else 0)
 
 
 class _Walker:
@@ -96,7 +96,7 @@ class _Walker:
         """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
-        self._pool = pool
+        self._pool, self._has_room = pool, bool(pool.free)
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -304,9 +304,9 @@ class _Walker:
     def _take_buffer(self, item: Pass) -> None:
         """Provide memory for the exponentials of S: memory returned by a T, or new memory."""
         made, gone = self._pool.take(self._unit(item))
-        if made and self._pool.is_new:
+        if made and not self._has_room:
             self._hold(things.ROOM)
-            self._pool.is_new = False
+            self._has_room = True
         self._drop(*map(_buffer_of, gone))
         self._hold(*map(_buffer_of, made))
 
