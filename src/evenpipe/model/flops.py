@@ -38,6 +38,11 @@ class Attention:
         window = self.context(sequence)
         return window - window * (window - 1) / (2 * sequence)
 
+    def pairs_of(self, start: int, end: int) -> float:
+        """Return the same for the tokens from `start` up to `end`, which look back on all before them."""
+        whole, before = end * self.pairs(end), start * self.pairs(start) if start else 0.0
+        return (whole - before) / (end - start)
+
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of a token with so many keys."""
         return 2.0 * keys * self.heads * (self.query_size + self.value_size)

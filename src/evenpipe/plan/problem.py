@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from evenpipe.costs.analytic import LayerTime, Setting, layer_time
-from evenpipe.costs.collectives import Axes
+from evenpipe.costs.collectives import Axes, Pieces
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
     NO_CORRECTION,
@@ -26,6 +26,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.parallelism import Parallelism
@@ -88,16 +89,16 @@ class Problem:
         """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
-    def setting(self, recipe: Recipe, *, together: bool = False) -> Setting:
+    def setting(self, recipe: Recipe, *, together: bool = False, span: tuple[int, int] | None = None) -> Setting:
         """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
-        all devices of all of them compute."""
+        all devices of all of them compute; `span`: one slice of every sequence."""
         kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(size, parallelism.tp)
         return Setting(
             hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
+            axes=self._axes(recipe, span),
             dtype=self.dtype,
             microbatch_size=size,
             sequence=self.sequence,
@@ -108,6 +109,25 @@ class Problem:
             loss=kernels.loss,
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
+
+    def _axes(self, recipe: Recipe, span: tuple[int, int] | None) -> Axes:
+        """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
+        sizes = recipe.parallelism
+        pieces = Pieces(
+            exchange=self.exchange_of(sizes, recipe.batch.slices),
+            span=span,
+            attends_again=(sizes.cp > 1 or recipe.batch.slices > 1)
+            and FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
+            and self.hardware.torch_device != "cpu",
+        )
+        return Axes.of(dp=sizes.dp, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, pieces=pieces)
+
+    def exchange_of(self, sizes: Parallelism, slices: int) -> str:
+        """Return "keys" or "heads", as the runtime chooses."""
+        if sizes.cp == 1:
+            return "keys"
+        choice = choose(self.description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        return choice.exchange
 
     def contention(self, recipe: Recipe) -> float:
         """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j

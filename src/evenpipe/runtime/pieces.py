@@ -8,6 +8,7 @@ processes   (context parallelism) equally many tokens of about equal work. Each 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.model import Description, slice_ends
+from evenpipe.model.context_exchange import choose
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
@@ -26,6 +28,8 @@ from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
 from evenpipe.runtime.walker import Meeting
 from evenpipe.tensor.layers import ModelCut
+
+logger = logging.getLogger(__name__)
 
 OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 """Chunks of each process."""
@@ -46,16 +50,6 @@ class Cutter:
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
-
-    @classmethod
-    def of(cls, description: Description, slices: int, recipe: Recipe, groups: Groups) -> Cutter | None:
-        """Return the cutter of a recipe; None for whole sequences."""
-        if slices == 1 and groups.context is None:
-            return None
-        sizes = recipe.parallelism
-        exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
-        context = None if groups.context is None else exchange(groups.context)
-        return cls(description, slices, Divisor.of(sizes, slices).number, context)
 
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
@@ -101,6 +95,23 @@ class Cutter:
                 carries=carries,
                 slice=index,
             )
+
+
+def cut_sequences(
+    description: Description, slices: int, recipe: Recipe, groups: Groups
+) -> tuple[Cutter | None, str | None]:
+    """Return the cutter of a recipe, None for whole sequences; and what context ranks exchange and why, for a status
+    line, None without any."""
+    sizes, context, said = recipe.parallelism, None, None
+    if groups.context is not None:
+        how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
+        said = f"{how.exchange}: {how.reason}"
+        if groups.everyone is not None and groups.everyone.position == 0:
+            logger.info("context ranks exchange %s", said)
+    elif slices == 1:
+        return None, None
+    return Cutter(description, slices, Divisor.of(sizes, slices).number, context), said
 
 
 def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:

@@ -90,7 +90,7 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     recipe = one.recipe
     parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
-        "processes": parallelism.dp * parallelism.pp * parallelism.tp,
+        "processes": parallelism.gpus,
         "replicas": parallelism.dp,
         "tensor_parallel": parallelism.tp,
         "data_parallel": parallelism.data_parallel,
@@ -100,6 +100,8 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatches": batch.microbatches,
         "microbatch_size": batch.microbatch_size,
     }
+    if parallelism.cp > 1:
+        values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage
     if not BARRIERS[recipe.vocabulary] or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)

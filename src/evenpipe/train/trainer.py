@@ -151,6 +151,8 @@ class _Run:
             tensorboard=config.output.tensorboard,
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
+        if self.pipeline.context_exchange is not None:
+            self.metrics.say(f"context ranks exchange {self.pipeline.context_exchange}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         for rejected in found.rejected:
