@@ -189,7 +189,7 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
 
 def work_of(program: Program, costs: Costs) -> list[float]:
     """Return the seconds in passes per microbatch, per device."""
-    order, times = program.order, PassTimes(costs, program.placement)
+    order, times = program.order, PassTimes(costs, program.placement, program.slices)
     whole = [math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)]
     return [seconds / order.microbatches for seconds in whole]
 
