@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from evenpipe.costs.analytic import LayerTime, Setting, layer_time
@@ -28,10 +29,12 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
+from evenpipe.model.flops import slice_ends
 from evenpipe.recipe.layout import ModelCosts
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
+from evenpipe.schedule.slice_costs import of_slices
 
 from .programs import Programs
 
@@ -39,6 +42,9 @@ EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
 Found = TypeVar("Found")
+
+Span = tuple[int, int]
+"""Of a slice: its first token, and the one behind its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,7 @@ class Problem:
         """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
-    def setting(self, recipe: Recipe, *, together: bool = False, span: tuple[int, int] | None = None) -> Setting:
+    def setting(self, recipe: Recipe, *, together: bool = False, span: Span | None = None) -> Setting:
         """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
         all devices of all of them compute; `span`: one slice of every sequence."""
         kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
@@ -110,7 +116,7 @@ class Problem:
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
 
-    def _axes(self, recipe: Recipe, span: tuple[int, int] | None) -> Axes:
+    def _axes(self, recipe: Recipe, span: Span | None) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
         pieces = Pieces(
@@ -239,32 +245,49 @@ def problem_of(
     )
 
 
-def layer_times(problem: Problem, recipe: Recipe) -> tuple[LayerTime, ...]:
-    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once."""
+def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
+    """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
+    mode; equal layers are computed once."""
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = problem.setting(recipe)
+        setting = problem.setting(recipe, span=span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
         return tuple(found[id(work)] for work in problem.works)
 
-    return problem.once((recipe.parallelism, recipe.batch, whole), times)
+    return problem.once((recipe.parallelism, recipe.batch, whole, span), times)
 
 
 def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
-    """Return the seconds of passes and transfers, without copies to the host."""
-    return costs_of_cut(
-        Cut(
-            placement=placement,
-            layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
-            checkpointing=recipe.checkpointing_of(problem.layers),
-            vocabulary=recipe.vocabulary,
-        ),
-        layer_times(problem, recipe),
-        problem.setting(recipe),
-        rows=problem.description.vocabulary_size,
-        hidden_size=problem.description.hidden_size,
-        contention=problem.contention(recipe),
+    """Return the seconds of passes and transfers, without copies to the host: of slices, if sequences are cut."""
+    cut = Cut(
+        placement=placement,
+        layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
+        checkpointing=recipe.checkpointing_of(problem.layers),
+        vocabulary=recipe.vocabulary,
     )
+    spans = spans_of(problem, recipe)
+    each = [
+        costs_of_cut(
+            cut,
+            layer_times(problem, recipe, span),
+            problem.setting(recipe, span=span),
+            rows=problem.description.vocabulary_size,
+            hidden_size=problem.description.hidden_size,
+            contention=problem.contention(recipe),
+        )
+        for span in spans
+    ]
+    return of_slices(each, [end - start for start, end in filter(None, spans)])
+
+
+def spans_of(problem: Problem, recipe: Recipe) -> tuple[Span | None, ...]:
+    """Return the first token of each slice and the one behind its last, as the runtime cuts; None for a whole
+    sequence."""
+    slices, multiple = recipe.batch.slices, divisor_of(recipe.parallelism.cp, recipe.parallelism.tp)
+    if slices == 1:
+        return (None,)
+    cut = partial(slice_ends, problem.description, problem.sequence, slices, multiple)
+    return tuple(pairwise((0, *problem.once((slice_ends, slices, multiple), cut))))

@@ -26,11 +26,20 @@ from evenpipe.schedule.registry import options_of
 from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem, layer_times
 from .programs import Options
-from .runnable import refusal_of_cut, refusal_of_pieces
+from .runnable import refusal_of_cut, refusal_of_pieces, refusal_of_slices
 
 TOKENS_ACROSS = 8192
 """Least tokens of a sequence on each GPU for context parallelism across nodes: as many as Llama 3 405B was trained with
 (arXiv 2407.21783, table 4: 131 072 over 16)."""
+
+SLICES = (4,)
+"""Numbers of slices of long sequences, besides 1."""
+
+LONG = 32768
+"""Least tokens of a sequence that is cut into slices, if nothing else is asked for."""
+
+TOKENS_OF_SLICE = 4096
+"""Least tokens of a slice on each GPU, on average, likewise: products of fewer are slower."""
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
 
@@ -46,6 +55,8 @@ class Space:
     zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
     """Levels for layouts with replicas; others have nothing to shard."""
     microbatch_sizes: tuple[int, ...] | None = None
+    slices: tuple[int, ...] | None = None
+    """Parts of every sequence, for pipelines. None: 1, and for long sequences `SLICES`."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
     stages_per_device: tuple[int, ...] = (2, 4)
     """For schedules that leave a choice."""
@@ -57,8 +68,8 @@ class Space:
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
     only_runnable: bool = False
-    """Leave out numbers of tensor ranks over which the runtime cannot cut the model, and pieces of sequences if it would
-    compute something else in them."""
+    """Leave out numbers of tensor ranks over which the runtime cannot cut the model, and pieces of sequences if it
+    would compute something else in them."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -76,7 +87,7 @@ class Space:
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
-        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "stages_per_device"):
+        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
@@ -155,7 +166,7 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
     seen: set[tuple[Any, ...]] = set()
-    head = round(head_layers, 2)
+    head, cuts = round(head_layers, 2), _slices(problem, space, layout)
     for schedule, options in _schedules(schedules, space, problem.layers, devices):
         shape = problem.programs.shape(schedule, options, devices)
         if shape is None or shape.placement.stages > problem.layers:
@@ -170,9 +181,11 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                     continue
                 seen.add(key)
                 copies = space.offload if devices > 1 else ("scheduled",)
-                for policy, offload, share in product(space.checkpointing, copies, space.host_shares):
+                choices = (cuts if shape.slices else (1,)), space.checkpointing, copies, space.host_shares
+                for slices, policy, offload, share in product(*choices):
                     recipe = replace(
                         layout,
+                        batch=replace(layout.batch, slices=slices),
                         schedule=schedule,
                         schedule_options=options,
                         vocabulary=mode,
@@ -180,9 +193,22 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                         checkpointing="none" if policy == LEAST else policy,
                         offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
                     )
-                    choices = {"checkpointing": policy, "offload": offload}
-                    still_open = tuple(name for name, choice in choices.items() if choice == LEAST)
+                    decided = {"checkpointing": policy, "offload": offload}
+                    still_open = tuple(name for name, choice in decided.items() if choice == LEAST)
                     yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
+
+
+def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
+    """Return the numbers of slices for a layout; at least 1, which is no cut."""
+    sizes = layout.parallelism
+    if layout.devices == 1 or (space.only_runnable and refusal_of_slices(problem)):
+        return (1,)
+    most = problem.sequence // divisor_of(sizes.cp, sizes.tp)
+    if space.slices is not None:
+        return tuple(count for count in space.slices if count <= most) or (1,)
+    if problem.sequence < LONG:
+        return (1,)
+    return (1, *(count for count in SLICES if problem.sequence // sizes.cp >= count * TOKENS_OF_SLICE))
 
 
 def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) -> Iterator[tuple[str, Options]]:

@@ -45,7 +45,7 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
-    reason = refusal(problem, plan.configuration.recipe.parallelism)
+    reason = refusal(problem, plan.configuration.recipe)
     if reason:
         raise InputError(
             f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it;"
@@ -100,6 +100,8 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatches": batch.microbatches,
         "microbatch_size": batch.microbatch_size,
     }
+    if batch.slices > 1:
+        values["slices"] = batch.slices
     if parallelism.cp > 1:
         values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage
