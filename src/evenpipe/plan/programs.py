@@ -37,6 +37,9 @@ SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
 copies to the host. The lists of the vocabulary transform become periodic from three on: with two, steps of V-shaped
 schedules were off by up to 2 %."""
 
+SLICED = 3
+"""Microbatches besides these, if sequences are cut: a step repeats itself only after some whole sequences."""
+
 Options = tuple[tuple[str, Any], ...]
 """Options of a generator, as in a `Recipe`."""
 
@@ -201,6 +204,8 @@ def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int =
     planned: the order has vocabulary passes or copies to the host. slices: of a microbatch, each as long as one."""
     period = devices // math.gcd(devices, slices)
     rest = microbatches % period
+    if slices > 1:
+        rest += period * math.ceil(SLICED / period)
     short, long = SHORT[planned] * period + rest, LONG[planned] * period + rest
     return (short, long) if microbatches > long else (microbatches,)
 
