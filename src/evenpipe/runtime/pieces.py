@@ -23,6 +23,7 @@ from evenpipe.model.context_exchange import choose
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
@@ -97,12 +98,13 @@ class Cutter:
             )
 
 
-def cut_sequences(
-    description: Description, slices: int, recipe: Recipe, groups: Groups
+def make_cutter(
+    description: Description, layout: Layout, recipe: Recipe, groups: Groups
 ) -> tuple[Cutter | None, str | None]:
     """Return the cutter of a recipe, None for whole sequences; and what context ranks exchange and why, for a status
     line, None without any."""
-    sizes, context, said = recipe.parallelism, None, None
+    sizes, slices = recipe.parallelism, layout.program.slices
+    context, said = None, None
     if groups.context is not None:
         how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
