@@ -39,6 +39,7 @@ def step(heads_of_keys: int, **options: Any) -> tuple[str | None, type, float, l
     logger.setLevel(logging.INFO)
     ids = torch.arange(2 * TOKENS).view(2, TOKENS)
     pipeline = Pipeline(describe(config(heads_of_keys)), microbatches=1, self_check=False, **options)
+    logger.removeHandler(handler)
     with contextlib.closing(pipeline):
         loss = pipeline.step(ids).loss
         exchange = None if pipeline._pieces is None else type(pipeline._pieces.context)

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("pp", "devices of a pipeline"),
         ("zero", "shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
         ("microbatch-size", "sequences per microbatch"),
-        ("slices", "slices of every sequence (default: 1, and more for long sequences)"),
+        ("slices", "slices of every sequence (default: 1, and 4 for long sequences in few microbatches)"),
         ("stages-per-device", "stages per device, for schedules that leave a choice"),
         ("schedule", "names of schedules"),
         ("vocabulary", "vocabulary modes"),

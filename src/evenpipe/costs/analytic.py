@@ -102,14 +102,24 @@ class Setting:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one device; of one slice, those of the slice."""
+        """Tokens of one microbatch, or of a slice of it, on one device."""
         start, end = self.span
         return self.microbatch_size * (end - start) // self.axes.context.size
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first token of a slice and the one behind its last; of the sequence, if that is not cut."""
+        """First token (inclusive) and last (exclusive) of a slice of the sequence, or of all of it."""
         return self.axes.pieces.span or (0, self.sequence)
+
+    def on(self, span: tuple[int, int] | None) -> Setting:
+        """Return the same for a slice; None: for whole sequences."""
+        return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
+
+    def keys(self, attention: Attention) -> float:
+        """Return the keys that a token of the slice attends to, on average."""
+        start, end = self.span
+        before = attention.pairs(start) * start if start else 0.0
+        return (attention.pairs(end) * end - before) / (end - start)
 
     @cached_property
     def element(self) -> int:
@@ -326,7 +336,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
     hardware = setting.hardware
     speed = hardware.peak(setting.dtype) * hardware.attention_fraction
     if setting.flash:
-        flops = setting.tokens * sizes.flops(sizes.pairs_of(*setting.span)) / setting.tensor
+        flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast

@@ -37,7 +37,7 @@ class Settings:
     traced: bool
 
     def __post_init__(self) -> None:
-        for name, size in (("ep", self.parallelism.ep), ("slices", self.recipe.batch.slices)):
+        for name, size in (("ep", self.parallelism.ep), ("slices", self.recipe.slices)):
             if size > 1:
                 raise InputError(f"{name}: {size}, expected 1: estimates know no more yet")
         if self.sequence % self.parallelism.cp:

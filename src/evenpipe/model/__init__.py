@@ -9,12 +9,13 @@ from __future__ import annotations
 from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, check_compute_dtype, describe
 from evenpipe.model.export import save_tensors, write_folder_metadata
-from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, slice_ends
+from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
 from evenpipe.model.router_loss import RouterLoss
+from evenpipe.model.row_work import RowWork, slice_ends
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import persistent_buffers
 
@@ -22,6 +23,7 @@ __all__ = [
     "Description",
     "ModuleStage",
     "RouterLoss",
+    "RowWork",
     "Stage",
     "arranging_flops",
     "as_stored",

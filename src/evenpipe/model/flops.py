@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from evenpipe.model.description import Description
 
@@ -38,11 +35,6 @@ class Attention:
         window = self.context(sequence)
         return window - window * (window - 1) / (2 * sequence)
 
-    def pairs_of(self, start: int, end: int) -> float:
-        """Return the same for the tokens from `start` up to `end`, which look back on all before them."""
-        whole, before = end * self.pairs(end), start * self.pairs(start) if start else 0.0
-        return (whole - before) / (end - start)
-
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of a token with so many keys."""
         return 2.0 * keys * self.heads * (self.query_size + self.value_size)
@@ -58,47 +50,13 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
     found = []
     for index in range(description.layers):
         attention = attention_of(description, index)
-        found.append(_matrices(description, index) + attention.flops(attention.context(sequence)))
+        found.append(matrix_flops(description, index) + attention.flops(attention.context(sequence)))
     return found
 
 
 def head_flops(description: Description) -> float:
     """Return the forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
     return 2.0 * description.vocabulary_size * description.hidden_size
-
-
-_TILE = 128
-"""Tokens that products and kernels take at a time; long slices are whole tiles."""
-
-
-def slice_ends(description: Description, length: int, slices: int, multiple: int) -> tuple[int, ...]:
-    """Return the number of tokens up to the end of each slice of a sequence, so that the layers' work on all slices is
-    about equal: later tokens have more keys to look at, so later slices are shorter.
-
-    Slices of equal length would make the first devices wait for long passes beside short ones; equal time of the layers
-    is better than of layers and output layer together.
-
-    Args:
-        multiple: of which every slice has some; a divisor of the length.
-    """
-    if slices == 1:
-        return (length,)
-    assert length % multiple == 0 and length >= slices * multiple
-    if length % _TILE == 0 and length >= 4 * slices * _TILE:
-        multiple = math.lcm(multiple, _TILE)
-    keys = torch.arange(1, length + 1, dtype=torch.float64)
-    work = torch.zeros_like(keys)
-    for index in range(description.layers):
-        attention = attention_of(description, index)
-        seen = keys if attention.window is None else keys.clamp(max=attention.window)
-        work += _matrices(description, index) + attention.flops(1.0) * seen
-    until = work.cumsum(0)
-    ends = [0]
-    for number in range(1, slices):
-        tokens = int(torch.searchsorted(until, until[-1] * number / slices)) + 1
-        nearest = round(tokens / multiple) * multiple
-        ends.append(min(max(nearest, ends[-1] + multiple), length - (slices - number) * multiple))
-    return (*ends[1:], length)
 
 
 ARRANGING_SEQUENCE = 2048
@@ -116,8 +74,9 @@ def usual_length(description: Description) -> int:
     return min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
 
 
-def _matrices(description: Description, index: int) -> float:
-    """Count the matrices. Experts are stored as [experts, ..., ...]; their biases [experts, ...] are not matrices."""
+def matrix_flops(description: Description, index: int) -> float:
+    """Return the FLOPs per token in the matrices of a layer. Experts are stored as [experts, ..., ...]; their biases
+    [experts, ...] are not matrices."""
     experts, share = experts_of(description.layer_config(index))
     total = 0.0
     for module in description.layer(index).modules():

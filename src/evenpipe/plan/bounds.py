@@ -83,7 +83,7 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
     is shorter."""
     shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
-    slices = configuration.recipe.batch.slices
+    slices = configuration.recipe.slices
     each = costs_of(problem, configuration).by_slice(slices)
     bound = best_bound(
         shape.placement,
@@ -98,7 +98,7 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
-    recipe, slices = configuration.recipe, configuration.recipe.batch.slices
+    recipe, slices = configuration.recipe, configuration.recipe.slices
     size = recipe.devices, configuration.steps[0] * slices
     return problem.programs.in_flight(
         configuration.schedule, recipe.schedule_options, size, configuration.layers_per_stage, slices
@@ -131,7 +131,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     always, gradients = state_floor(problem, recipe, 1.0 if share is None else share)
     flight = _in_flight(problem, configuration)
     logits = _logits(problem, configuration, setting)
-    slices = recipe.batch.slices
+    slices = recipe.slices
     saved = tuple(
         min(sizes) / slices for sizes in zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
     )
@@ -177,7 +177,7 @@ def _logits(problem: Problem, configuration: Configuration, setting: Setting) ->
     if setting.loss == "chunked":
         return [0.0] * devices
     whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
-    whole /= configuration.recipe.batch.slices
+    whole /= configuration.recipe.slices
     if BARRIERS[configuration.recipe.vocabulary]:
         return [whole / devices] * devices
     return [whole if device == placement.last_device else 0.0 for device in range(devices)]

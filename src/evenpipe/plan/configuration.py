@@ -105,8 +105,8 @@ class Configuration:
         if self.host_share:
             parts.append(f"host share {self.host_share:g}")
         parts.append(f"{batch.microbatch_size} x {batch.microbatches}")
-        if batch.slices > 1:
-            parts.append(f"slices {batch.slices}")
+        if self.recipe.slices > 1:
+            parts.append(f"slices {self.recipe.slices}")
         return " ".join(parts)
 
     @property
@@ -124,7 +124,7 @@ class Configuration:
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of microbatches to simulate, as `short_steps`."""
         planned = bool(BARRIERS[self.recipe.vocabulary]) or self.moves
-        slices = self.recipe.batch.slices
+        slices = self.recipe.slices
         return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned, slices=slices)
 
 

@@ -99,7 +99,7 @@ class Evaluation:
             **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
             "microbatch_size": recipe.batch.microbatch_size,
             "microbatches": recipe.microbatches,
-            "slices": recipe.batch.slices,
+            "slices": recipe.slices,
             "context_exchange": recipe.parallelism.context_exchange,
             "schedule": self.configuration.schedule,
             "options": recipe.options,
@@ -199,7 +199,7 @@ def work_of(program: Program, costs: Costs) -> list[float]:
 def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
     costs, placement = costs_of(problem, configuration), configuration.placement
-    work, slices = [0.0] * placement.devices, configuration.recipe.batch.slices
+    work, slices = [0.0] * placement.devices, configuration.recipe.slices
     by_kind = costs.stage_times(placement)
     forward, backward, inputs, weights = (by_kind[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     assert forward and backward and inputs and weights

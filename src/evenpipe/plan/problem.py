@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from evenpipe.costs.analytic import LayerTime, Setting, layer_time
@@ -21,7 +20,7 @@ from evenpipe.costs.measured_passes import (
     passes_of,
     whole_passes,
 )
-from evenpipe.costs.step import WHOLE, Cut, costs_of_cut
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, costs_of_slices
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
@@ -29,12 +28,11 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
-from evenpipe.model.flops import slice_ends
+from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
-from evenpipe.schedule.slice_costs import of_slices
 
 from .programs import Programs
 
@@ -95,16 +93,16 @@ class Problem:
         """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
-    def setting(self, recipe: Recipe, *, together: bool = False, span: Span | None = None) -> Setting:
+    def setting(self, recipe: Recipe, *, together: bool = False) -> Setting:
         """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
-        all devices of all of them compute; `span`: one slice of every sequence."""
+        all devices of all of them compute."""
         kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(size, parallelism.tp)
         return Setting(
             hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=self._axes(recipe, span),
+            axes=self._axes(recipe),
             dtype=self.dtype,
             microbatch_size=size,
             sequence=self.sequence,
@@ -116,13 +114,12 @@ class Problem:
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
 
-    def _axes(self, recipe: Recipe, span: Span | None) -> Axes:
+    def _axes(self, recipe: Recipe) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
         pieces = Pieces(
-            exchange=self.exchange_of(sizes, recipe.batch.slices),
-            span=span,
-            attends_again=(sizes.cp > 1 or recipe.batch.slices > 1)
+            exchange=self.exchange_of(sizes, recipe.slices),
+            attends_again=(sizes.cp > 1 or recipe.slices > 1)
             and FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
             and self.hardware.torch_device != "cpu",
         )
@@ -251,7 +248,7 @@ def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> t
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = problem.setting(recipe, span=span)
+        setting = problem.setting(recipe).on(span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
@@ -261,33 +258,31 @@ def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> t
 
 
 def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
-    """Return the seconds of passes and transfers, without copies to the host: of slices, if sequences are cut."""
+    """Return the seconds of passes and transfers, without copies to the host; for sequences in slices with factors."""
     cut = Cut(
         placement=placement,
         layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
         checkpointing=recipe.checkpointing_of(problem.layers),
         vocabulary=recipe.vocabulary,
     )
-    spans = spans_of(problem, recipe)
-    each = [
-        costs_of_cut(
+
+    def costs(setting: Setting) -> Costs:
+        return costs_of_cut(
             cut,
-            layer_times(problem, recipe, span),
-            problem.setting(recipe, span=span),
+            layer_times(problem, recipe, setting.axes.pieces.span),
+            setting,
             rows=problem.description.vocabulary_size,
             hidden_size=problem.description.hidden_size,
             contention=problem.contention(recipe),
         )
-        for span in spans
-    ]
-    return of_slices(each, [end - start for start, end in filter(None, spans)])
+
+    setting = problem.setting(recipe)
+    return costs(setting) if recipe.slices == 1 else costs_of_slices(setting, ends_of(problem, recipe), costs)
 
 
-def spans_of(problem: Problem, recipe: Recipe) -> tuple[Span | None, ...]:
-    """Return the first token of each slice and the one behind its last, as the runtime cuts; None for a whole
-    sequence."""
-    slices, multiple = recipe.batch.slices, divisor_of(recipe.parallelism.cp, recipe.parallelism.tp)
-    if slices == 1:
-        return (None,)
-    cut = partial(slice_ends, problem.description, problem.sequence, slices, multiple)
-    return tuple(pairwise((0, *problem.once((slice_ends, slices, multiple), cut))))
+def ends_of(problem: Problem, recipe: Recipe) -> tuple[int, ...]:
+    """Return the number of tokens up to the end of each slice of a sequence, as the runtime cuts it."""
+    sizes, slices = recipe.parallelism, recipe.slices
+    multiple, rows = divisor_of(sizes.cp, sizes.tp), problem.model_costs.rows_for(recipe)
+    cut = partial(slice_ends, rows, problem.sequence, slices, multiple)
+    return problem.once((slice_ends, slices, multiple), cut)

@@ -91,7 +91,7 @@ class Programs:
         return self._program(
             Recipe(  # everything that an order depends on
                 parallelism=Parallelism(pp=recipe.devices),
-                batch=BatchShape(microbatches=microbatches, slices=recipe.batch.slices),
+                batch=BatchShape(microbatches=microbatches, slices=recipe.slices),
                 schedule=recipe.schedule,
                 schedule_options=recipe.schedule_options,
                 vocabulary=recipe.vocabulary,
@@ -115,7 +115,7 @@ class Programs:
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
         else:  # modes with the same stage costs have the same order below their vocabulary passes
             copies = costs.O if shape.moves else None
-            slices, times = recipe.batch.slices, (costs.F, costs.B, copies)
+            slices, times = recipe.slices, (costs.F, costs.B, copies)
             size = recipe.devices, recipe.microbatches * slices
             order = self._base_order(recipe.schedule, recipe.schedule_options, size, times, slices)
         return arranged(recipe, costs, order)

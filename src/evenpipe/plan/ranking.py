@@ -328,7 +328,7 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
     return {
         **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
         "microbatch size": one.recipe.batch.microbatch_size,
-        "slices": one.recipe.batch.slices,
+        "slices": one.recipe.slices,
         "schedule": one.schedule_name,
         "vocabulary": one.recipe.vocabulary,
         "layers": one.layers_per_stage,

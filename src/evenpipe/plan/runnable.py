@@ -25,9 +25,7 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
     except InputError as error:
         return str(error)
     pieces = refusal_of_pieces(problem, sizes.cp)
-    return (
-        refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.batch.slices > 1 else "")
-    )
+    return refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.slices > 1 else "")
 
 
 def refusal_of_cut(problem: Problem, ranks: int) -> str:

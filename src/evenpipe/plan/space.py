@@ -38,6 +38,9 @@ SLICES = (4,)
 LONG = 32768
 """Least tokens of a sequence that is cut into slices, if nothing else is asked for."""
 
+BUBBLE = 0.2
+"""Least bubble of 1F1B, relative to its work, with which sequences are cut, likewise."""
+
 TOKENS_OF_SLICE = 4096
 """Least tokens of a slice on each GPU, on average, likewise: products of fewer are slower."""
 
@@ -56,7 +59,7 @@ class Space:
     """Levels for layouts with replicas; others have nothing to shard."""
     microbatch_sizes: tuple[int, ...] | None = None
     slices: tuple[int, ...] | None = None
-    """Parts of every sequence, for pipelines. None: 1, and for long sequences `SLICES`."""
+    """Parts of every sequence, for pipelines. None: 1, and for long sequences and few microbatches `SLICES`."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
     stages_per_device: tuple[int, ...] = (2, 4)
     """For schedules that leave a choice."""
@@ -206,7 +209,7 @@ def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
     most = problem.sequence // divisor_of(sizes.cp, sizes.tp)
     if space.slices is not None:
         return tuple(count for count in space.slices if count <= most) or (1,)
-    if problem.sequence < LONG:
+    if problem.sequence < LONG or layout.devices - 1 < BUBBLE * layout.microbatches:
         return (1,)
     return (1, *(count for count in SLICES if problem.sequence // sizes.cp >= count * TOKENS_OF_SLICE))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
@@ -19,8 +20,9 @@ class BatchShape:
     """Number of equal parts. None: those of the order, else 4 per device; never None in a `Recipe`."""
     microbatch_size: int = 1
     """Sequences of a microbatch, for estimates and plans; a pipeline takes what each step gets."""
-    slices: int = 1
-    """Parts of every sequence that a device takes one after the other."""
+    slices: int | Literal["auto"] = 1
+    """Parts of every sequence that a device takes one after the other. "auto": as many as make the predicted step
+    shortest (`slice_choice`)."""
     sequence_length: int | None = None
     """Tokens of a sequence, before context parallelism. Orders are arranged for it, since the share of attention
     depends on it; the steps of a pipeline may have others. None: 2048, or the maximum of the model."""
@@ -29,5 +31,8 @@ class BatchShape:
         for name in ("microbatches", "microbatch_size", "slices", "sequence_length"):
             size = getattr(self, name)
             optional = name in ("microbatches", "sequence_length")
-            if not (optional and size is None) and (not is_whole(size) or size < 1):
-                raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")
+            if (optional and size is None) or (name == "slices" and size == "auto"):
+                continue
+            if not is_whole(size) or size < 1:
+                or_auto = " or 'auto'" if name == "slices" else ""
+                raise InputError(f"{name}: {size!r}, expected a whole number of at least 1{or_auto}")

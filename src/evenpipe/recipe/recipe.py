@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
@@ -36,7 +36,7 @@ class RecipeOptions(TypedDict, total=False):
     tensor_overlap: TensorOverlap
     microbatches: int | None
     microbatch_size: int
-    slices: int
+    slices: int | Literal["auto"]
     sequence_length: int | None
     schedule: Path | Schedule | Any
     schedule_options: Mapping[str, Any] | None
@@ -151,6 +151,14 @@ class Recipe:
         count = self.batch.microbatches
         assert count is not None, "a recipe knows it"
         return count
+
+    @property
+    def slices(self) -> int:
+        """Slices of every sequence. Raises InputError while that is "auto", which `slice_choice` replaces."""
+        slices = self.batch.slices
+        if slices == "auto":
+            raise InputError("slices: 'auto', expected a number of at least 1: it is chosen only where a model runs")
+        return slices
 
     @property
     def options(self) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
-from evenpipe.model import Description, slice_ends
+from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import TensorRanks
-from evenpipe.recipe.layout import Layout
+from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
@@ -39,25 +39,27 @@ OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
 class Cutter:
     """Cuts batches for one process."""
 
-    def __init__(
-        self, description: Description, slices: int, divisor: int, context: ContextRanks | HeadRanks | None
-    ) -> None:
+    def __init__(self, rows: RowWork, slices: int, divisor: int, context: ContextRanks | HeadRanks | None) -> None:
         """
         Args:
+            rows: by whose work slices are cut.
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
         """
-        self._description, self._slices, self._divisor = description, slices, divisor
+        self._rows, self._slices, self._divisor = rows, slices, divisor
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
 
+    def ends_of(self, length: int) -> Sequence[int]:
+        """Return the number of tokens up to the end of each slice of a sequence."""
+        if length not in self.ends:
+            self.ends[length] = slice_ends(self._rows, length, self._slices, self._divisor)
+        return self.ends[length]
+
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
-        length = batch.sequence_length
-        if length not in self.ends:
-            self.ends[length] = slice_ends(self._description, length, self._slices, self._divisor)
-        ends = self.ends[length]
+        ends = self.ends_of(batch.sequence_length)
         pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
 
@@ -99,12 +101,11 @@ class Cutter:
 
 
 def make_cutter(
-    description: Description, layout: Layout, recipe: Recipe, groups: Groups
+    description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
 ) -> tuple[Cutter | None, str | None]:
     """Return the cutter of a recipe, None for whole sequences; and what context ranks exchange and why, for a status
     line, None without any."""
-    sizes, slices = recipe.parallelism, layout.program.slices
-    context, said = None, None
+    sizes, context, said = recipe.parallelism, None, None
     if groups.context is not None:
         how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
@@ -113,7 +114,7 @@ def make_cutter(
             logger.info("context ranks exchange %s", said)
     elif slices == 1:
         return None, None
-    return Cutter(description, slices, Divisor.of(sizes, slices).number, context), said
+    return Cutter(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context), said
 
 
 def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:

@@ -18,18 +18,12 @@ from evenpipe.errors import InputError
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.model import (
-    Description,
-    as_stored,
-    check_compute_dtype,
-    describe,
-    describe_modules,
-)
+from evenpipe.model import Description, as_stored, check_compute_dtype, describe, describe_modules
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.arguments import (
     PipelineOptions,
@@ -52,6 +46,7 @@ from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
+from evenpipe.runtime.slices import cut_sequences
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
@@ -184,7 +179,9 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            self._pieces, self.context_exchange = make_cutter(self.description, self.layout, self.recipe, self._groups)
+            slices, model_costs = self.layout.program.slices, self._model_costs
+            cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
+            self._pieces, self.context_exchange = cutter
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -224,7 +221,9 @@ class Pipeline(SpreadModel):
         layers, offload = self.description.layers, self.recipe.offload
         self._checkpointing = self.recipe.checkpointing_of(layers)
         check_choices(self._checkpointing)
-        self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+        self._model_costs, self.recipe, self.chosen_slices = cut_sequences(
+            self.description, self.recipe, self.torch_device.type, says=self._is_very_first
+        )
         self.layout = Layout.of(
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
         )

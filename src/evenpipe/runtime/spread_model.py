@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.device import HeldModel
+from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
@@ -72,6 +74,7 @@ class SpreadModel:
     _held: HeldModel
     _groups: Groups
     _walker: Walker
+    _pieces: Cutter | None
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -128,6 +131,15 @@ class SpreadModel:
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
         return ("pp", "tp", *COPIES) if self._sharded else ("pp", "tp")
+
+    def slice_lengths(self, tokens: int) -> tuple[int, ...]:
+        """Return the tokens of each slice of a sequence of `tokens` tokens; they are a multiple of what `step` needs.
+
+        Slices are cut so that the layers take equal time, by the costs of the recipe if these were measured on slices,
+        else by FLOPs.
+        """
+        ends = (tokens,) if self._pieces is None else self._pieces.ends_of(tokens)
+        return tuple(end - start for start, end in pairwise((0, *ends)))
 
     def count_bytes(self) -> ByteCounter:
         """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.

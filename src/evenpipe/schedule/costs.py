@@ -205,7 +205,8 @@ class Costs:
 
     def _of_slice(self, index: int) -> Costs:
         factor = {name: values[index] for name, values in self.slices.items()}
-        layers, tokens = factor.get("layers", 1.0), factor.get("tokens", 1.0)
+        layers: Cost = factor.get("layers", 1.0)
+        tokens = self.token_factors[index] if self.token_factors else 1.0
         own: dict[str, Any] = {name: getattr(self, name) for name in LAYERS}
         for name, others in (("B", ("I", "W")), ("R", ("F",))):
             if own[name] is None and name in factor:  # times that follow from others have factors of their own, too
@@ -219,7 +220,9 @@ class Costs:
             return None if values is None else multiplied("tokens", values, tokens)
 
         given = {name: time for name, time in own.items() if time is not None}
-        changed = {name: multiplied(name, time, factor.get(name, layers)) for name, time in given.items()}
+        changed: dict[str, Any] = {
+            name: multiplied(name, time, factor.get(name, layers)) for name, time in given.items()
+        }
         rest = ("O", "L", "bytes", *_PER_DEVICE, "p2p", "collectives", "links", "tensor_exchange", "memory")
         return replace(self, **changed, **{name: scaled(getattr(self, name)) for name in rest}, slices={})
 

@@ -41,7 +41,9 @@ def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
         elif values[0] is not None:
             changed[name] = _mean(values)
     links = {
-        name: link if link.bytes is None else replace(link, bytes=_mean([one.links[name].bytes or 0.0 for one in each]))
+        name: link
+        if link.bytes is None
+        else replace(link, bytes=fsum(one.links[name].bytes or 0 for one in each) / count)
         for name, link in first.links.items()
     }
     return replace(first, **changed, links=links, slices=factors)

@@ -224,8 +224,10 @@ def peak_activations(
         for part in parts_of(item):
             change = IN_FLIGHT.get(part.kind)
             if change is not None:
-                weighted = weights is not None and part.stage is not None
-                held += change * weights[part.stage] * factor_of(part, factors) if weighted else change
+                size = 1.0
+                if weights is not None and part.stage is not None:
+                    size = weights[part.stage] * factor_of(part, factors)
+                held += change * size
                 peak = held if held > peak else peak
                 trains = trains or change < 0
     return peak if trains else 0.0

@@ -71,7 +71,7 @@ def _check_chunks(config: Config) -> None:
             f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of {divisor},"
             f" {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}"
         )
-    if config.data.sequence_length < divisor * pipeline.slices:
+    if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
         raise InputError(
             f"data.sequence_length is {config.data.sequence_length}, but must be at least {divisor * pipeline.slices}"
             f" for {pipeline.slices} slices"

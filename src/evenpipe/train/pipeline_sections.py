@@ -70,9 +70,10 @@ class PipelineConfig(Section):
     vocab-2."""
     microbatches: int | None = None
     """Microbatches per step in each pipeline. Default: 4 per device, or the number in the CSV file."""
-    slices: int = 1
+    slices: int | Literal["auto"] = 1
     """Slices of every sequence, which follow one after the other: activations of fewer sequences are in flight, and
-    devices wait less."""
+    devices wait less. "auto": the fewest whose predicted step is at most 1 % longer than the shortest; a line at the
+    start says why."""
     microbatch_size: int = 1
     """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -119,7 +120,8 @@ class PipelineConfig(Section):
         )
 
     def check(self) -> None:
-        self.at_least(1, "processes", "replicas", "context_parallel", "tensor_parallel", "slices")
+        self.at_least(1, "processes", "replicas", "context_parallel", "tensor_parallel")
+        self.require("slices", self.slices == "auto" or self.slices >= 1, 'at least 1, or "auto"')
         self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")

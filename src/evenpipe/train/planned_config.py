@@ -100,8 +100,8 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatches": batch.microbatches,
         "microbatch_size": batch.microbatch_size,
     }
-    if batch.slices > 1:
-        values["slices"] = batch.slices
+    if recipe.slices > 1:
+        values["slices"] = recipe.slices
     if parallelism.cp > 1:
         values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage

@@ -155,6 +155,8 @@ class _Run:
             self.metrics.say(f"context ranks exchange {self.pipeline.context_exchange}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
+        if self.pipeline.chosen_slices is not None:
+            self.metrics.say(f"slices: {self.pipeline.chosen_slices}")
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
