@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
         *{"tensor", "attention"},
     },
-    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor"},
+    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},

@@ -181,6 +181,26 @@ def test_a_plan_with_tensor_ranks_runs(mode: str, capsys: pytest.CaptureFixture[
     assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+def test_a_plan_with_pieces_of_sequences_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two devices of two context ranks; the losses are those of whole sequences."""
+    Path("train.toml").write_text(CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2"))
+    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
+    write_hardware(hardware_from_dict(host), "host.toml")
+    found = {}
+    for ranks, name in ((2, "pieces"), (1, "whole")):
+        axes = ["--gpus", str(2 * ranks), "--pp", "2", "--cp", str(ranks), "--schedule", "1f1b"]
+        plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", *axes, "--vocabulary", mode, "--zero", "0"]
+        assert main([*plan, "--microbatch-size", "1", "--no-cache", "--workers", "1", "-o", f"{name}.toml"]) == 0
+        assert "estimate only" not in capsys.readouterr().out
+        planned = load_config(f"{name}.toml").pipeline
+        assert (planned.processes, planned.context_parallel) == (2 * ranks, ranks)
+        assert planned.devices == 2 and (planned.context_exchange == "auto") == (ranks == 1)
+        found[name] = losses(name, trained(f"{name}.toml"))
+    assert found["pieces"] == pytest.approx(found["whole"], rel=1e-4)
+
+
 def trained(config: str) -> dict[str, Any]:
     """The report of `evenpipe train`."""
     done = subprocess.run(

@@ -91,7 +91,7 @@ def test_layers_that_stay_on_the_device() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, "pp is 0, expected a whole number of at least 1"),
     ({"dp": 4, "ep": 3}, "ep is 3, expected a divisor of dp = 4"),
-    ({"context_exchange": "star"}, "context_exchange is 'star', expected keys or heads"),
+    ({"context_exchange": "star"}, "context_exchange is 'star', expected auto, keys or heads"),
     ({"data_parallel": "zero"}, "data_parallel: 'zero', expected 'replicate' or 'shard', or, for estimates and plans,"),
     ({"slices": 0}, "slices: 0, expected a whole number of at least 1 or 'auto'"),
     ({"slices": "all"}, "slices: 'all', expected a whole number of at least 1 or 'auto'"),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from evenpipe.costs.analytic import LayerTime, Setting, layer_time
-from evenpipe.costs.collectives import Axes
+from evenpipe.costs.collectives import Axes, Pieces
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
     NO_CORRECTION,
@@ -26,6 +26,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
 from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
@@ -39,6 +40,9 @@ EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
 Found = TypeVar("Found")
+
+Span = tuple[int, int]
+"""Of a slice: its first token, and the one behind its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class Problem:
         return Setting(
             hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
+            axes=self._axes(recipe),
             dtype=self.dtype,
             microbatch_size=size,
             sequence=self.sequence,
@@ -109,6 +113,24 @@ class Problem:
             loss=kernels.loss,
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
+
+    def _axes(self, recipe: Recipe) -> Axes:
+        """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
+        sizes = recipe.parallelism
+        pieces = Pieces(
+            exchange=self.exchange_of(sizes, recipe.slices),
+            attends_again=(sizes.cp > 1 or recipe.slices > 1)
+            and FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
+            and self.hardware.torch_device != "cpu",
+        )
+        return Axes.of(dp=sizes.dp, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, pieces=pieces)
+
+    def exchange_of(self, sizes: Parallelism, slices: int) -> str:
+        """Return "keys" or "heads", as the runtime chooses."""
+        if sizes.cp == 1:
+            return "keys"
+        choice = choose(self.description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        return choice.exchange
 
     def contention(self, recipe: Recipe) -> float:
         """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
@@ -220,13 +242,13 @@ def problem_of(
     )
 
 
-def layer_times(problem: Problem, recipe: Recipe, span: tuple[int, int] | None = None) -> tuple[LayerTime, ...]:
-    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once. span: first
-    and last token of a slice."""
+def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
+    """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
+    mode; equal layers are computed once."""
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = replace(problem.setting(recipe), span=span)
+        setting = problem.setting(recipe).on(span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
@@ -247,16 +269,20 @@ def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
     def costs(setting: Setting) -> Costs:
         return costs_of_cut(
             cut,
-            layer_times(problem, recipe, setting.span),
+            layer_times(problem, recipe, setting.axes.pieces.span),
             setting,
             rows=problem.description.vocabulary_size,
             hidden_size=problem.description.hidden_size,
             contention=problem.contention(recipe),
         )
 
-    setting, sizes = problem.setting(recipe), recipe.parallelism
-    if recipe.slices == 1:
-        return costs(setting)
-    rows = problem.model_costs.rows_for(recipe)
-    ends = slice_ends(rows, problem.sequence, recipe.slices, divisor_of(sizes.cp, sizes.tp))
-    return costs_of_slices(setting, ends, costs)
+    setting = problem.setting(recipe)
+    return costs(setting) if recipe.slices == 1 else costs_of_slices(setting, ends_of(problem, recipe), costs)
+
+
+def ends_of(problem: Problem, recipe: Recipe) -> tuple[int, ...]:
+    """Return the number of tokens up to the end of each slice of a sequence, as the runtime cuts it."""
+    sizes, slices = recipe.parallelism, recipe.slices
+    multiple, rows = divisor_of(sizes.cp, sizes.tp), problem.model_costs.rows_for(recipe)
+    cut = partial(slice_ends, rows, problem.sequence, slices, multiple)
+    return problem.once((slice_ends, slices, multiple), cut)

@@ -14,6 +14,8 @@ DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard
 
 TensorOverlap = Literal["auto", "none", "ring", "fused"]
 
+ContextExchange = Literal["auto", "keys", "heads"]
+
 DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
 """Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
 
@@ -46,9 +48,10 @@ class Parallelism:
     sequence_parallel: bool = True
     """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
     1."""
-    context_exchange: Literal["keys", "heads"] = "keys"
+    context_exchange: ContextExchange = "auto"
     """With context parallelism every layer gathers the keys and values of all tokens ("keys"), or exchanges heads for
-    tokens ("heads"), which moves less with many ranks."""
+    tokens ("heads"), which moves less with many ranks. "auto": "heads" if that moves less and the ranks can share the
+    heads, else "keys"."""
     tensor_overlap: TensorOverlap = "auto"
     """How tensor ranks exchange rows beside products in F and I: "ring" piece by piece around the ranks, "fused" by
     torch's operations on symmetric memory, "none" before and after. "auto": "fused" on GPUs that can, else "none"."""
@@ -67,8 +70,8 @@ class Parallelism:
         if (self.reshard or self.prefetch is not None) and self.data_parallel != "shard":
             name = "reshard" if self.reshard else "prefetch"
             raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
-        if self.context_exchange not in ("keys", "heads"):
-            raise InputError(f"context_exchange is {self.context_exchange!r}, expected keys or heads")
+        if self.context_exchange not in get_args(ContextExchange):
+            raise InputError(f"context_exchange is {self.context_exchange!r}, expected auto, keys or heads")
         if self.tensor_overlap not in get_args(TensorOverlap):
             raise InputError(
                 f"tensor_overlap: {self.tensor_overlap!r}, expected one of {', '.join(get_args(TensorOverlap))}"

@@ -9,6 +9,7 @@ processes   (context parallelism) equally many tokens of about equal work. Each 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from evenpipe.attention.places import places_of_ranks
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork, slice_ends
+from evenpipe.model.context_exchange import choose, heads_divide
 from evenpipe.model.flops import attention_of
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
@@ -32,6 +34,8 @@ from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
 from evenpipe.runtime.walker import Meeting
 from evenpipe.tensor.layers import ModelCut
+
+logger = logging.getLogger(__name__)
 
 
 class Cutter:
@@ -57,25 +61,6 @@ class Cutter:
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
-
-    @classmethod
-    def of(
-        cls, description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
-    ) -> Cutter | None:
-        """Return the cutter of a recipe; None for whole sequences, unless evenpipe's attention has to keep documents
-        apart. Collective.
-
-        Raises:
-            InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
-        """
-        apart = recipe.batch.separate
-        if slices == 1 and groups.context is None and not (apart and _looks_across_documents(description, groups)):
-            return None
-        _refuse_unfit(description, slices, recipe)
-        sizes = recipe.parallelism
-        exchange = HeadRanks if sizes.context_exchange == "heads" else ContextRanks
-        context = None if groups.context is None else exchange(groups.context)
-        return cls(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, apart=apart)
 
     def ends_of(self, length: int) -> Sequence[int]:
         """Return the number of tokens up to the end of each slice of a sequence."""
@@ -127,6 +112,29 @@ class Cutter:
             )
 
 
+def make_cutter(
+    description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
+) -> tuple[Cutter | None, str | None]:
+    """Return the cutter of a recipe, None for whole sequences, unless evenpipe's attention has to keep documents apart;
+    and what context ranks exchange and why, for a status line, None without any. Collective.
+
+    Raises:
+        InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
+    """
+    apart, sizes = recipe.batch.separate, recipe.parallelism
+    if slices == 1 and groups.context is None and not (apart and _looks_across_documents(description, groups)):
+        return None, None
+    _refuse_unfit(description, slices, recipe)
+    context, said = None, None
+    if groups.context is not None:
+        how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
+        said = f"{how.exchange}: {how.reason}"
+        if groups.everyone is not None and groups.everyone.position == 0:
+            logger.info("context ranks exchange %s", said)
+    return Cutter(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, apart=apart), said
+
+
 def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
     option = "slices" if slices > 1 else "context_parallel" if recipe.parallelism.cp > 1 else "documents"
     if description.config is None:
@@ -141,13 +149,14 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
             " compiled as one graph, and the attention of pieces stays outside of graphs"
         )
     sizes = recipe.parallelism
-    if sizes.context_exchange == "heads":
-        heads = {attention_of(description, index).heads // sizes.tp for index in range(description.layers)}
-        if uneven := sorted(count for count in heads if count % sizes.cp):
-            of_rank = f", {uneven[0]} on each tensor rank" if sizes.tp > 1 else ""
+    if sizes.context_exchange != "heads":
+        return
+    for attention in (attention_of(description, index) for index in range(description.layers)):
+        if not heads_divide(attention, ranks=sizes.cp, tensor_ranks=sizes.tp):
+            of_rank = f", {attention.heads // sizes.tp} on each tensor rank" if sizes.tp > 1 else ""
             raise InputError(
-                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share"
-                f" {uneven[0] * sizes.tp} heads{of_rank}; expected 'keys', or a divisor as context_parallel"
+                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share {attention.heads}"
+                f" heads{of_rank}; expected 'keys', or a divisor as context_parallel"
             )
 
 

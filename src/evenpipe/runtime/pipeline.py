@@ -40,7 +40,7 @@ from evenpipe.runtime.arguments import (
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, Weights
 from evenpipe.runtime.inputs import Divisor, Inputs
-from evenpipe.runtime.pieces import Cutter, meetings
+from evenpipe.runtime.pieces import make_cutter, meetings
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
@@ -179,8 +179,9 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            slices = self.layout.program.slices
-            self._pieces = Cutter.of(self.description, self._model_costs, slices, self.recipe, self._groups)
+            slices, model_costs = self.layout.program.slices, self._model_costs
+            cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
+            self._pieces, self.context_exchange = cutter
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process

@@ -77,7 +77,6 @@ class SpreadModel:
     _pieces: Cutter | None
     _sharded: bool
     """Whether replicas share the rows of parameters."""
-    _pieces: Cutter | None
 
     def __repr__(self) -> str:
         numbers = sum(math.prod(shape) for shape in self.description.shapes.values())

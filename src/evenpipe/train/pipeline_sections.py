@@ -32,9 +32,10 @@ class PipelineConfig(Section):
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
     context_parallel: int = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
-    context_exchange: Literal["keys", "heads"] = "keys"
+    context_exchange: Literal["auto", "keys", "heads"] = "auto"
     """With context_parallel: every attention layer gathers the keys and values of all tokens ("keys"), or exchanges
-    heads for tokens ("heads"), which moves less with many processes."""
+    heads for tokens ("heads"), which moves less with many processes. "auto": "heads" if that moves less and the
+    processes can share the heads, else "keys"."""
     tensor_parallel: int = 1
     """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
     exchange hidden states in every layer, so they should be GPUs of one machine."""

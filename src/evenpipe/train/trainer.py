@@ -154,6 +154,8 @@ class _Run:
         apart = self.pipeline.keeps_documents_apart
         said = "joined, one stream of text" if apart is None else f"separate, kept apart by {apart}"
         self.metrics.say(f"documents that share a row are {said}")
+        if self.pipeline.context_exchange is not None:
+            self.metrics.say(f"context ranks exchange {self.pipeline.context_exchange}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         if self.pipeline.chosen_slices is not None:
