@@ -42,6 +42,8 @@ def check_pieces(description: Description, option: str, *, slices: bool) -> None
     Raises:
         InputError: one sentence: the pieces would compute something else, or do not run.
     """
+    if description.config is None:
+        raise InputError(f"{option}: plain modules do not say where they attend to other tokens, expected 1 with them.")
     refuse = f"{description.architecture} cannot be trained with {option}:"
     with undisturbed(), one_thread():
         small, dtype, _ = small_model(description)
@@ -62,10 +64,7 @@ def check_pieces(description: Description, option: str, *, slices: bool) -> None
                 raise InputError(
                     f"{refuse} it computes attention in a way of its own, not transformers' one."
                 ) from error
-            raise InputError(
-                f"{refuse} a small copy of it does not run on pieces of sequences ({told}), so its layers need more of"
-                " other pieces than keys and values."
-            ) from error
+            raise InputError(f"{refuse} a small copy of it does not run on pieces of sequences ({told}).") from error
 
 
 @dataclass(frozen=True, slots=True)
