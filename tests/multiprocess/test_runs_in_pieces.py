@@ -85,8 +85,8 @@ def step_of_layout(folder: Path, case: Case, number: int, steps: int) -> float:
 @pytest.mark.sampled(1)
 def test_a_checkpoint_continues_in_any_layout(family: str, tied: bool, tmp_path: Path) -> None:
     cases = layouts(family, tied)
-    model = copy.deepcopy(described(family, tied).model)
     with cases[0].arithmetic():
+        model = copy.deepcopy(described(family, tied).model)
         wanted = reference.train(model, reference.batches(61, SEQUENCES, TOKENS, len(cases)))
     losses = [
         run_processes(step_of_layout, case.processes, tmp_path, case, number, len(cases))[0]
@@ -138,6 +138,25 @@ def steps_of_several_lengths(case: Case) -> tuple[float, str]:
 @pytest.mark.sampled(2)
 def test_gradients_of_several_lengths_add_up(case: Case) -> None:
     error, name = run_processes(steps_of_several_lengths, case.processes, case)[0]
+    assert error < 1e-10, name
+
+
+def step_on_a_mesh(exchange: str) -> tuple[float, str]:
+    """Context ranks are in another order on the second device."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("pp", "cp"))
+    case = Case("llama", 1, 2, 2, exchange=exchange, slices=2)
+    ((ids, labels),) = reference.batches(61, 2, TOKENS, 1)
+    with InFp64(), contextlib.closing(opened(case, 2, mesh=mesh)) as pipeline:
+        model = copy.deepcopy(described(*case.model).model)
+        pipeline.step(ids, labels)
+        reference.loss_of(model, ids, labels).backward()
+        found = pipeline.full_gradients()
+    return reference.worst(found, {name: one.grad for name, one in model.named_parameters()}) if found else (0.0, "")
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_processes_may_be_in_any_order(exchange: str) -> None:
+    error, name = run_processes(step_on_a_mesh, 4, exchange)[0]
     assert error < 1e-10, name
 
 

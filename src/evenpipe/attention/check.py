@@ -108,10 +108,7 @@ def _small_copy(
                 raise InputError(
                     f"{refuse} it computes attention in a way of its own, not transformers' one."
                 ) from error
-            raise InputError(
-                f"{refuse} a small copy of it does not run on {runs_on} ({told}), so its layers need more of other"
-                " tokens than keys and values."
-            ) from error
+            raise InputError(f"{refuse} a small copy of it does not run on {runs_on} ({told}).") from error
 
 
 def _adopt(small: Description, description: Description) -> None:

@@ -83,6 +83,9 @@ class Groups:
             for name, those in sorted(program.items()):
                 listed += [(name, [line[device] for device in those]) for line in grid.groups("pp")]
         listed += self._with_the_same_rows(tied, sharded=sharded)
+        pieces = grid.groups("cp")
+        if self._long(COPIES) == {"cp"} and any(list(one) != sorted(one) for one in pieces):
+            listed += [("context", members) for members in pieces]  # on all devices in the order of the pieces
         listed += [(name, members) for name, found in groups.values() for members in found]
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
@@ -94,7 +97,7 @@ class Groups:
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
         self.everyone = by_name[everyone]
         self.pipeline, self.replicas, self.data = self.over(*replica), self.over(*COPIES), self.over("dp")
-        self.context, self.tensor = self.over("cp"), self.over("tp")
+        self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
