@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,8 @@ from harness import run_processes
 from small_families import USUAL
 from test_training import StoppedError, curve, logged, train_config_until
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, LlamaConfig
 
-from evenpipe.errors import InputError
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.data import open_batches, open_data, prepare
@@ -33,7 +34,9 @@ MODELS = {
         experts_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "bloom": lambda: BloomConfig(vocab_size=300, hidden_size=16, n_head=2, n_layer=2),
 }
+APART_BY = {"llama": "the model's attention", "gpt-oss": "evenpipe's attention"}
 
 
 def texts() -> list[str]:
@@ -90,13 +93,10 @@ def first_loss(config: Config) -> float:
     return functional.cross_entropy(torch.cat(logits).double(), labels).item()
 
 
-APART_BY = {"llama": "the model's attention", "gpt-oss": "evenpipe's attention"}
-
-
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", APART_BY)
 @pytest.mark.parametrize("documents", [None, "joined"])
 def test_a_run_on_json_lines_has_the_loss_of_documents_and_resumes(
-    tmp_path: Path, family: str, documents: str | None, capfd
+    tmp_path: Path, family: str, documents: str | None
 ) -> None:
     given = {} if documents is None else {"documents": documents}
     whole, parts = (prepared(tmp_path / name, family, **given) for name in "ab")
@@ -114,35 +114,31 @@ def test_a_run_on_json_lines_has_the_loss_of_documents_and_resumes(
     assert (validation["validation_tokens"] == len(rows) * (TOKENS - 1)) == (documents == "joined")
 
 
-def run(config: dict) -> None:
-    from evenpipe import run_training
+def evenpipe_train(folder: Path, family: str, *changes: str) -> tuple[int, str]:
+    """The command on a configuration file; its exit status and what it says."""
+    path = folder / "config.toml"
+    lines = []
+    for name, table in tables(folder, family).items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
+    path.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "evenpipe", "train", str(path), *changes]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
+    return ended.returncode, ended.stderr
 
-    run_training(config)
 
-
-@pytest.mark.parametrize("family", MODELS)
-def test_a_run_says_what_it_does_with_documents(tmp_path: Path, family: str, capfd) -> None:
-    config = tables(tmp_path, family)
-    run(config)
-    said = f"documents that share a row are separate, kept apart by {APART_BY[family]}\n"
-    assert said in capfd.readouterr().err
-    config["data"]["documents"] = "joined"
-    config["training"]["steps"] = STEPS + 1
-    run(config)
-    said = capfd.readouterr().err
+@pytest.mark.parametrize("family", APART_BY)
+def test_a_run_says_what_it_does_with_documents(tmp_path: Path, family: str) -> None:
+    status, said = evenpipe_train(tmp_path, family)
+    assert f"documents that share a row are separate, kept apart by {APART_BY[family]}\n" in said
+    assert status == 0
+    status, said = evenpipe_train(tmp_path, family, "data.documents=joined", f"training.steps={STEPS + 1}")
     assert "documents that share a row are joined, one stream of text\n" in said
     assert "data.documents is now joined, was separate: losses do not compare with earlier ones\n" in said
+    assert status == 0
 
 
-def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path: Path, capfd) -> None:
-    from transformers import BloomConfig
-
-    MODELS["bloom"] = lambda: BloomConfig(vocab_size=300, hidden_size=16, n_head=2, n_layer=2)
-    try:
-        config = tables(tmp_path, "bloom")
-    finally:
-        del MODELS["bloom"]
-    with pytest.raises(InputError, match=r'^BloomForCausalLM cannot be trained with documents = "separate", only with'):
-        run(config)
-    config["data"]["documents"] = "joined"
-    run(config)
+def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    status, said = evenpipe_train(tmp_path, "bloom")
+    assert 'BloomForCausalLM cannot be trained with documents = "separate", only with "joined" (data.documents' in said
+    assert status != 0
+    assert evenpipe_train(tmp_path, "bloom", "data.documents=joined")[0] == 0

@@ -56,7 +56,8 @@ class Microbatch:
     """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
 
     sight: Sight | None = None
-    """What a piece of every sequence sees of the whole rows; None: these are whole rows. A piece has position ids."""
+    """What evenpipe's attention sees of the whole rows, of which these may be a piece, with position ids; None: these
+    are whole rows, and the model's own attention sees all of them."""
     carries: Carries | None = None
     """Of the slices of the same sequences; None: these are not cut into slices."""
     slice: int = 0

@@ -130,7 +130,7 @@ class Builder:
     tensor: tuple[ModelCut, TensorRanks] | None = None
     """How layers are cut over the tensor ranks of the device; None for one."""
     pieces: bool = False
-    """Stages get pieces of sequences, and attend with what others have."""
+    """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
     def build(self) -> HeldModel:
