@@ -342,7 +342,9 @@ WRONG = [
     ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
     ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
-    ({"cp": 2, "traced": True}, "traced: with cp = 2, expected 1"),
+    ({"cp": 2, "traced": True, "kernels": "megatron"}, "traced: with cp = 2 and kernels of Megatron-LM, expected 1"),
+    ({"slices": 2, "kernels": "megatron"}, "slices: 2, expected 1 with kernels of Megatron-LM"),
+    ({"slices": 80}, "sequence is 64, expected a multiple of 1 and at least 80"),
     (
         {"tp": 2, "traced": True, "kernels": "megatron"},
         "traced: with tp = 2 and layers cut as in Megatron-LM, expected",

@@ -216,7 +216,8 @@ def _parts(query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Iterator[
             block,
             shared,
             _joined(query[:, :, block.queries], shared),
-            *(_padded(one[:, :, block.keys], size) for one in (keys, values)),
+            _padded(keys[:, :, block.keys], size),
+            _padded(values[:, :, block.keys], size),
             None if block.sees_all else _bias(mask, block, query.dtype, shared),
         )
 

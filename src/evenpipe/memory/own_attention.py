@@ -102,15 +102,11 @@ class OwnAttention(Norms):
 
     def _gathered(self, piece: Piece, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
         """Tokens come first in what travels."""
-        tape, started = self._tape, []
+        tape, tables = self._tape, []
+        owns: list[Storage] = []  # until the wait
         for one, is_so in ((key, self._keys_lie_by_tokens), (value, self._values_lie_by_tokens)):
-            own = one.storage if is_so else tape.new(*one.size).storage
-            started.append([own, tape.new(one.elements * piece.ranks, one.element)])
-            del own
-        tables = []
-        for pair in started:
-            pair[0] = None
-            tables.append(pair[1])
+            owns.append(one.storage if is_so else tape.new(*one.size).storage)
+            tables.append(tape.new(one.elements * piece.ranks, one.element))
         return tables[0], tables[1]
 
     @property
@@ -138,14 +134,13 @@ class OwnAttention(Norms):
         if not piece.gathers:
             found = [one if one.element == element else tape.new(one.elements, element) for one in given]
             return found[0], found[1]
-        started = []
+        found, sent = [], []
         for one in given:
-            sent = one if one.element == element else tape.new(one.elements, element)
-            parts = sent if lie_by_tokens else tape.new(*sent.size)
-            del sent
-            started.append([parts, tape.new(parts.elements // piece.ranks, element)])
-            del parts
-        return started[0][1], started[1][1]
+            narrow = one if one.element == element else tape.new(one.elements, element)
+            sent.append(narrow if lie_by_tokens else tape.new(*narrow.size))
+            del narrow
+            found.append(tape.new(one.elements // piece.ranks, element))
+        return found[0], found[1]
 
     # --- heads for tokens -----------------------------------------------------------------------------------------
 

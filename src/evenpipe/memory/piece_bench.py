@@ -7,7 +7,7 @@ no meaning. What earlier and later slices leave in a carry is put there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,9 +59,10 @@ class PieceBench:
 
     def __init__(self, piece: Piece, sequences: int) -> None:
         self.piece = piece
-        self._communicator: Any = _FirstOf(piece.ranks)
-        self._exchange: Exchange = ContextRanks(self._communicator) if piece.gathers else Alone()
-        heads = HeadRanks(self._communicator) if piece.trades_heads else None
+        self._communicator = _FirstOf(piece.ranks)
+        communicator: Any = self._communicator
+        self._exchange: Exchange = ContextRanks(communicator) if piece.gathers else Alone()
+        heads = HeadRanks(communicator) if piece.trades_heads else None
         with _disable_current_modes():
             places, keys = piece.places
         self._sight = Sight(
@@ -119,8 +120,8 @@ class PieceBench:
         """Return the bytes of each layer's carry."""
         found = []
         for layer in layers:
-            indices = {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
-            tables = [one for index in indices for one in self._shapes.get(int(index), ())]  # type: ignore[call-overload]
+            indices = {index for module in layer.modules() if isinstance(index := vars(module).get("layer_idx"), int)}
+            tables = [one for index in indices if index in self._shapes for one in self._shapes[index]]
             wide = sum(one.numel() * _wide(one).itemsize for one in tables)
             found.append(CarriedBytes(sum(one.nbytes for one in tables), wide))
         return tuple(found)
@@ -172,6 +173,8 @@ def in_pieces(piece: Piece | None) -> Iterator[None]:
             yield block
 
     _cut = Mask._cut
-    kernel = nullcontext() if piece.kernel else mock.patch.object(function, "_OF_THE_KERNEL", frozenset())
+    kernel: AbstractContextManager[Any] = (
+        nullcontext() if piece.kernel else mock.patch.object(function, "_OF_THE_KERNEL", frozenset())
+    )
     with mock.patch.object(Mask, "_cut", cut), kernel:
         yield
