@@ -85,6 +85,11 @@ class Problem:
         return PRESETS[self.kernels_name]
 
     @property
+    def is_ours(self) -> bool:
+        """Whether evenpipe runs these kernels, not another framework."""
+        return FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
+
+    @property
     def layers(self) -> int:
         return len(self.works)
 
@@ -119,9 +124,7 @@ class Problem:
         sizes = recipe.parallelism
         pieces = Pieces(
             exchange=self.exchange_of(sizes, recipe.slices),
-            attends_again=(sizes.cp > 1 or recipe.slices > 1)
-            and FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
-            and self.hardware.torch_device != "cpu",
+            attends_again=(sizes.cp > 1 or recipe.slices > 1) and self.is_ours and self.hardware.torch_device != "cpu",
         )
         return Axes.of(dp=sizes.dp, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, pieces=pieces)
 

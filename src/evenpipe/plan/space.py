@@ -209,7 +209,7 @@ def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
     most = problem.sequence // divisor_of(sizes.cp, sizes.tp)
     if space.slices is not None:
         return tuple(count for count in space.slices if count <= most) or (1,)
-    if problem.sequence < LONG or layout.devices - 1 < BUBBLE * layout.microbatches:
+    if problem.sequence < LONG or layout.devices - 1 < BUBBLE * layout.microbatches or not problem.is_ours:
         return (1,)
     return (1, *(count for count in SLICES if problem.sequence // sizes.cp >= count * TOKENS_OF_SLICE))
 
