@@ -19,7 +19,7 @@ from run_families import part_of
 RESULTS = json.loads(families_page.RESULTS.read_text(encoding="utf-8"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_fork_server() -> Iterator[None]:
     """Stop a running fork server, which has not imported the modules that these configurations need."""
     multiprocessing.forkserver._forkserver._stop()

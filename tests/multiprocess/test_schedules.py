@@ -202,7 +202,7 @@ def case_of(row: tuple[int, str, str, str]) -> Case:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_schedule_gives_what_one_process_gives(processes: int, sample) -> None:
-    check(processes, [case_of(row) for row in sample(MATRIX) if row[0] == processes])
+    check(processes, [case_of(row) for row in sample(MATRIX, 32) if row[0] == processes])
 
 
 def random_cases(processes: int, number: int) -> list[Case]:

@@ -244,11 +244,11 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_trains_as_in_one_process(sample) -> None:
-    check(sample(of_families(), 7))
+    check(sample(of_families(), 5))
 
 
 def test_every_layout_trains_as_in_one_process(sample) -> None:
-    check(sample(of_layouts(), 6))
+    check(sample(of_layouts(), 4))
 
 
 # --- checkpoints and export ---------------------------------------------------------------------------------------
