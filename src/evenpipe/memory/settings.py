@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork, slice_ends
+from evenpipe.model.context_exchange import choose
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
@@ -80,8 +81,9 @@ class Settings:
             )
         ends = slice_ends(RowWork.of(description), self.sequence, slices, divisor)
         kernel = self.on_cpu and self.kernels.attention == "sdpa"
+        way = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         return tuple(
-            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=sizes.context_exchange, kernel=kernel)
+            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernel=kernel)
             for index in range(slices)
         )
 

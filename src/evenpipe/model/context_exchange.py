@@ -8,7 +8,7 @@ heads    F exchanges queries, keys and values for heads of all tokens, and the r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from evenpipe.model.description import Description
 from evenpipe.model.flops import Attention, attention_of
@@ -60,11 +60,13 @@ def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool
 class Choice(NamedTuple):
     """ "keys" or "heads", and why, for a status line."""
 
-    exchange: str
+    exchange: Literal["keys", "heads"]
     reason: str
 
 
-def choose(description: Description, wanted: str, *, ranks: int, tensor_ranks: int, slices: int) -> Choice:
+def choose(
+    description: Description, wanted: Literal["auto", "keys", "heads"], *, ranks: int, tensor_ranks: int, slices: int
+) -> Choice:
     """Return how context ranks exchange: as `wanted`, or with "auto" the way in which less travels."""
     if wanted != "auto":
         return Choice(wanted, "as given")
