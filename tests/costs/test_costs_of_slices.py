@@ -52,7 +52,7 @@ def test_spans_of_a_sequence_have_all_its_keys() -> None:
     given = setting(sequence=LENGTH)
     (work,) = {id(work): work for work in layers_of(description)}.values()
     spans = [(0, 5000), (5000, 11000), (11000, LENGTH)]
-    parts = [replace(given, span=span) for span in spans]
+    parts = [given.of_slice(span) for span in spans]
     assert sum(part.tokens for part in parts) == given.tokens
     seen = [part.tokens * part.keys(work.attention) for part in parts]
     assert math.fsum(seen) == pytest.approx(given.tokens * given.keys(work.attention))

@@ -76,8 +76,6 @@ class Setting:
     """Sequences per microbatch."""
     sequence: int
     """Tokens per sequence."""
-    span: tuple[int, int] | None = None
-    """First token (inclusive) and last (exclusive) of a slice of the sequence; None: all of it."""
     sequence_parallel: bool = True
     fused: bool = True
     """Norms, activation and rotary embedding are one kernel each."""
@@ -108,14 +106,23 @@ class Setting:
     @cached_property
     def tokens(self) -> int:
         """Tokens of one microbatch, or of a slice of it, on one device."""
-        start, end = self.span or (0, self.sequence)
+        start, end = self.part
         return self.microbatch_size * (end - start) // self.axes.context.size
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """First token (inclusive) and last (exclusive) of what a pass computes: the whole sequence."""
+        return 0, self.sequence
+
+    def of_slice(self, span: tuple[int, int]) -> Setting:
+        """Return the setting of a slice: its first token (inclusive) and last (exclusive)."""
+        return SliceSetting(**{one.name: getattr(self, one.name) for one in fields(Setting)}, span=span)
 
     def keys(self, attention: Attention) -> float:
         """Return the keys that a token of the slice attends to, on average."""
-        if self.span is None:
+        start, end = self.part
+        if self.part == (0, self.sequence):
             return attention.pairs(self.sequence)
-        start, end = self.span
         return (attention.pairs(end) * end - (attention.pairs(start) * start if start else 0.0)) / (end - start)
 
     @cached_property
@@ -162,6 +169,17 @@ class Setting:
         if self.adds_weight_gradients:
             return max(seconds, hardware.streaming_seconds(added))
         return seconds + hardware.streaming_seconds(added + size * 2 * self.element)  # and dW itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceSetting(Setting):
+    """For a slice of every sequence."""
+
+    span: tuple[int, int]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +326,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
-        pairs = setting.tokens * (setting.span or (0, setting.sequence))[1] * sizes.heads / setting.tensor
+        pairs = setting.tokens * setting.part[1] * sizes.heads / setting.tensor
         flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -105,7 +105,7 @@ def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Sett
     ends: tokens up to the end of each slice. costs: of a setting, with the times of its layers (`costs_of_cut`).
     """
     spans = list(pairwise((0, *ends)))
-    each = [costs(replace(setting, span=span)) for span in spans]
+    each = [costs(setting.of_slice(span)) for span in spans]
     return of_slices(each, [float(end - start) for start, end in spans])
 
 

@@ -226,7 +226,8 @@ def layer_times(problem: Problem, recipe: Recipe, span: tuple[int, int] | None =
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = replace(problem.setting(recipe), span=span)
+        setting = problem.setting(recipe)
+        setting = setting if span is None else setting.of_slice(span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
@@ -247,7 +248,7 @@ def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
     def costs(setting: Setting) -> Costs:
         return costs_of_cut(
             cut,
-            layer_times(problem, recipe, setting.span),
+            layer_times(problem, recipe, None if recipe.slices == 1 else setting.part),
             setting,
             rows=problem.description.vocabulary_size,
             hidden_size=problem.description.hidden_size,
