@@ -112,9 +112,12 @@ def test_a_family_without_closed_form_is_traced() -> None:
     assert min(peaks(found)) > 0
     shared = estimated(describe(tiny_config("bloom")), pp=2, tp=2, sequence=32, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
-    for layout in ({"cp": 2}, {"tp": 2, "kernels": "megatron"}):
-        with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
-            estimated(describe(tiny_config("bloom")), sequence=32, **layout)
+    for layout, said in {
+        ("cp", "transformers"): "cp: 2, expected 1: BloomForCausalLM takes no position ids",
+        ("tp", "megatron"): "'bloom' has layers that are not known in closed form",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            estimated(describe(tiny_config("bloom")), sequence=32, **{layout[0]: 2}, kernels=layout[1])
 
 
 # --- what a peak consists of -----------------------------------------------------------------------------------------

@@ -647,7 +647,7 @@ def bad_input() -> None:
         "tensor_parallel: 3, expected a divisor of 2": {"tensor_parallel": 3, "replicas": 2},
         "tensor_parallel: 0, expected a whole number": {"tensor_parallel": 0},
         "tensor_parallel: 4, expected 2": {"mesh": mesh((2, 2), "tp", "pp"), "tensor_parallel": 4, "replicas": None},
-        'axis "cp" has length 2, expected 1': {"mesh": mesh((2, 1, 2), "cp", "dp", "pp"), "replicas": None},
+        "context_parallel: 4, expected 2": {"mesh": mesh((2, 2), "cp", "pp"), "context_parallel": 4, "replicas": None},
         'axis "ep" has length 4, expected 1': {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
         "1 x 2 processes (dp x pp, ranks": {"mesh": mesh((2, 2), "dp", "pp")["pp"], "replicas": None},
         "replicas: 3, expected a divisor of 4": {"replicas": 3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -99,11 +100,12 @@ class DeviceBytes:
 
     def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
         """Return the peak of the device over a step. curve: as for `Replay.memory`."""
+        unit = math.gcd(*(one.tokens for one in self.slices))  # so other sizes of microbatches use the same replay
         replay = plan.replay(
             device,
             settings.framework,
             places_rows=settings.gathers_blocks,
-            slice_tokens=tuple(one.tokens for one in self.slices),
+            slice_tokens=tuple(one.tokens // unit for one in self.slices),
         )
         first, *later = ((one.stages, one.vocabulary) for one in self.slices)
         return replay.memory(*first, self.state, later=later, batch=self.fixed, curve=curve)

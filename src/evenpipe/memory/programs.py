@@ -45,7 +45,7 @@ class Planned:
         return self.program.communicators
 
     def replay(
-        self, device: int, framework: Framework, *, places_rows: bool = False, slice_tokens: tuple[int, ...] = (1,)
+        self, device: int, framework: Framework, *, places_rows: bool = False, slice_tokens: tuple[int, ...] = ()
     ) -> Replay:
         """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
         key = device, framework.gradients_exist, places_rows, slice_tokens

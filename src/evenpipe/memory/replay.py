@@ -40,7 +40,7 @@ class Replay:
         gradients_exist: bool = True,
         buffers_exist: bool = True,
         places_rows: bool = False,
-        slice_tokens: Sequence[int] = (1,),
+        slice_tokens: Sequence[int] = (),
     ) -> None:
         self._walk = walked = walk(
             program,

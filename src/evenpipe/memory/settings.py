@@ -68,11 +68,17 @@ class Settings:
         """Return what the first context rank of our own runtime has of each slice; None for whole sequences, and where
         another framework's attention shares them.
 
-        Raises InputError for a sequence that cannot be cut so.
+        Raises InputError for a sequence, or a model, that cannot be cut so.
         """
         sizes, slices = self.parallelism, self.slices
         if self.framework.gathers != "blocks" or (sizes.cp == 1 and slices == 1):
             return (None,)
+        if not description.takes("position_ids"):
+            name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
+            raise InputError(
+                f"{name}: {size}, expected 1: {description.architecture} takes no position ids, so its sequences cannot"
+                " be cut"
+            )
         divisor = divisor_of(sizes.cp, sizes.tp)
         if self.sequence % divisor or self.sequence < divisor * slices:
             raise InputError(

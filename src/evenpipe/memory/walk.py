@@ -51,7 +51,7 @@ def walk(
     gradients_exist: bool,
     buffers_exist: bool,
     places_rows: bool = False,
-    slice_tokens: Sequence[int] = (1,),
+    slice_tokens: Sequence[int] = (),
 ) -> Walk:
     """Walk a device's row of a sound training program.
 
@@ -60,9 +60,10 @@ def walk(
         buffers_exist: as after the first steps.
         places_rows: also on a single device, the first stage's input is another tensor than the rows of E, and its
             gradient another than those of G: tensor ranks share the rows.
-        slice_tokens: tokens of each slice of a sequence, for the sizes of buffers.
+        slice_tokens: tokens of each slice of a sequence, for the sizes of buffers; by default equally many.
     """
     assert not program.forward_only, "a program that evaluates keeps nothing between passes"
+    slice_tokens = slice_tokens or (1,) * program.slices
     assert len(slice_tokens) == program.slices, f"{slice_tokens} for {program.slices} slices"
     pool = Pool(slice_tokens)
     for _ in range(EARLIER_STEPS if buffers_exist else 0):
