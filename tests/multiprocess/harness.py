@@ -73,6 +73,13 @@ def run_processes(function: Callable[..., Any], processes: int, *arguments: Any,
     return [outcome.value for outcome in outcomes]
 
 
+def check_cases(run_cases: Callable[[list[Any]], list[str]], cases: list[Any]) -> None:
+    """Run cases, each on its number of `processes`, and assert that no process returns faults."""
+    for processes in sorted({case.processes for case in cases}):
+        faults = run_processes(run_cases, processes, [case for case in cases if case.processes == processes])
+        assert not any(faults), "\n".join(dict.fromkeys(fault for one in faults for fault in one))
+
+
 def run_outcomes(function: Callable[..., Any], processes: int, *arguments: Any, group: bool = True) -> list[Outcome]:
     """As run_processes, for tests in which processes fail: raises nothing, tells how each of them ended.
 

@@ -16,7 +16,7 @@ from functools import cache
 import pytest
 import reference
 import torch
-from harness import run_processes
+from harness import check_cases, run_processes
 from small_families import CONFIGS, USUAL
 from torch import Tensor
 from torch.nn import functional
@@ -218,12 +218,6 @@ def run_cases(cases: list[Case]) -> list[str]:
     return [fault for case in cases if (fault := run_case(case))]
 
 
-def check(cases: list[Case]) -> None:
-    for processes in sorted({case.processes for case in cases}):
-        faults = run_processes(run_cases, processes, [case for case in cases if case.processes == processes])
-        assert not any(faults), "\n".join(dict.fromkeys(fault for one in faults for fault in one))
-
-
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")
 CHECKPOINTING = ("none", "full", "selective")
@@ -270,21 +264,22 @@ def on_all_axes() -> list[Case]:
 
 
 def test_every_family_has_the_gradients_of_documents_alone(sample) -> None:
-    check(sample(whole_rows(), 10))
+    check_cases(run_cases, sample(whole_rows(), 10))
 
 
 def test_every_family_in_pieces_has_the_gradients_of_documents_alone(sample) -> None:
-    check(sample(in_pieces(), 10))
+    check_cases(run_cases, sample(in_pieces(), 10))
 
 
 def test_every_grid_has_the_gradients_of_documents_alone(sample) -> None:
-    check(sample(on_all_axes(), 10))
+    check_cases(run_cases, sample(on_all_axes(), 10))
 
 
 @pytest.mark.slow
 def test_compiled_layers_have_the_gradients_of_documents_alone() -> None:
-    cases = itertools.product(("llama", "opt"), CHECKPOINTING)
-    check([Case(family, checkpointing=checkpointing, compiled=True) for family, checkpointing in cases])
+    """By the model's own attention, and by ours. Compiled norms of fp32 sum in another order, so these compute none."""
+    kinds = itertools.product(("gpt-neox", "opt"), CHECKPOINTING)
+    check_cases(run_cases, [Case(family, checkpointing=kept, compiled=True) for family, kept in kinds])
 
 
 def other_labels_and_refusals() -> None:

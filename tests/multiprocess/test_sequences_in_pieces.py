@@ -21,7 +21,7 @@ from unittest import mock
 import reference
 import torch
 import torch.distributed as dist
-from harness import run_processes
+from harness import check_cases
 from small_families import CONFIGS, USUAL
 from torch import Tensor
 from torch.nn import functional
@@ -310,12 +310,6 @@ def faults_of(cases: list[Case]) -> Iterator[str]:
             yield fault
 
 
-def check(cases: list[Case]) -> None:
-    for processes in sorted({case.processes for case in cases}):
-        faults = run_processes(run_cases, processes, [case for case in cases if case.processes == processes])
-        assert not faults[0], "\n".join(faults[0])
-
-
 GRIDS = (
     *((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (1, 2, 1, 2)),  # slices only
     *((1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 1, 2, 2)),
@@ -376,8 +370,8 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_in_pieces_trains_as_in_one_process(sample) -> None:
-    check(sample(of_families(), 8))
+    check_cases(run_cases, sample(of_families(), 8))
 
 
 def test_every_layout_in_pieces_trains_as_in_one_process(sample) -> None:
-    check(sample(of_layouts(), 8))
+    check_cases(run_cases, sample(of_layouts(), 8))

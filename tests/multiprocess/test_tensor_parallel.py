@@ -21,7 +21,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from harness import run_processes
+from harness import check_cases, run_processes
 from small_families import CONFIGS, WHOLE
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -201,12 +201,6 @@ def faults_of(cases: list[Case]) -> Iterator[str]:
             yield fault
 
 
-def check(cases: list[Case]) -> None:
-    for processes in sorted({case.processes for case in cases}):
-        faults = run_processes(run_cases, processes, [case for case in cases if case.processes == processes])
-        assert not faults[0], "\n".join(faults[0])
-
-
 GRIDS = ((1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2), (2, 1, 2, "shard"))
 """Replicas, devices, tensor ranks, and how data parallelism holds parameters."""
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
@@ -244,11 +238,11 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_trains_as_in_one_process(sample) -> None:
-    check(sample(of_families(), 5))
+    check_cases(run_cases, sample(of_families(), 5))
 
 
 def test_every_layout_trains_as_in_one_process(sample) -> None:
-    check(sample(of_layouts(), 4))
+    check_cases(run_cases, sample(of_layouts(), 4))
 
 
 # --- checkpoints and export ---------------------------------------------------------------------------------------

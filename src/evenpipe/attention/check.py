@@ -48,7 +48,7 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
         InputError: one sentence: the pieces would compute something else, or do not run.
     """
     refuse = f"{description.architecture} cannot be trained with {option}:"
-    with _small_copy(description, refuse, f"{option}: {_PLAIN} 1", "pieces of sequences") as (small, dtype):
+    with _small_copy(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as (small, dtype):
         rows = list(_rows(small))
         expected = [_alone(small, row) if apart else _logits(small, row) for row in rows]
         tolerance = _tolerance(dtype, expected[0])
@@ -66,7 +66,7 @@ def looks_across_documents(description: Description) -> bool:
     """
     what = 'documents = "separate", only with "joined" (data.documents of a configuration)'
     refuse = f"{description.architecture} cannot be trained with {what}:"
-    plain = f'documents: {_PLAIN} "joined"'
+    plain = f'documents: {PLAIN} "joined"'
     with _small_copy(description, refuse, plain, "rows of several documents") as (small, dtype):
         row = next(row for row in _rows(small) if documents_of(row.positions) is not None)
         alone = _alone(small, row)
@@ -78,7 +78,8 @@ def looks_across_documents(description: Description) -> bool:
         return True
 
 
-_PLAIN = "plain modules do not say where they attend to other tokens, expected"
+PLAIN = "plain modules do not say where they attend to other tokens, expected"
+"""Begins the sentence that refuses them; what is accepted follows."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
-from evenpipe.attention.check import attention_dropout, looks_across_documents
+from evenpipe.attention.check import PLAIN, attention_dropout, looks_across_documents
 from evenpipe.attention.places import places_of_ranks
 from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
 from evenpipe.errors import InputError
@@ -122,9 +122,10 @@ def make_cutter(
         InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
     """
     apart, sizes = recipe.batch.separate, recipe.parallelism
-    if slices == 1 and groups.context is None and not (apart and _looks_across_documents(description, groups)):
+    if slices > 1 or groups.context is not None:
+        _refuse_unfit(description, slices, recipe)
+    elif not (apart and _looks_across_documents(description, groups)):
         return None, None
-    _refuse_unfit(description, slices, recipe)
     context, said = None, None
     if groups.context is not None:
         how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
@@ -136,9 +137,9 @@ def make_cutter(
 
 
 def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
-    option = "slices" if slices > 1 else "context_parallel" if recipe.parallelism.cp > 1 else "documents"
+    option = "slices" if slices > 1 else "context_parallel"
     if description.config is None:
-        raise InputError(f"{option}: plain modules do not say where they attend to other tokens, expected 1 with them")
+        raise InputError(f"{option}: {PLAIN} 1 with them")
     for name, share in attention_dropout(description):
         raise InputError(
             f"{option}: {name} is {share:g} in the model's config, expected 0: evenpipe's attention drops no weights"
