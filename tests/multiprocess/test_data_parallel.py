@@ -10,6 +10,7 @@ import copy
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,13 +102,13 @@ def expected(tied: bool, sequences: int) -> tuple[list[Batch], reference.Referen
 def run_case(case: Case, number: int) -> list[str]:
     """What is wrong with a case, on the first process; every process checks that loss and norm are the same for all."""
     data, wanted = expected(case.tied, 4 * case.microbatches)
-    ways: list[dict[str, Any]] = [
-        {"replicas": 2},
-        {"replicas": None, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))},
-        {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))},
-        {"mesh": DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "pp"))},
+    ways: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"replicas": 2},
+        lambda: {"replicas": None, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))},
+        lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))},
+        lambda: {"mesh": DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "pp"))},
     ]
-    pipeline = make(case, **ways[number % len(ways)])
+    pipeline = make(case, **ways[number % len(ways)]())
     optimizer = reference.adamw(list(pipeline.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
