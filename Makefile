@@ -8,9 +8,14 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# Tests of silent and dying processes run alone, after all others.
-TESTS := $(sort $(shell find tests -name 'test_*.py'))
-ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures own_process) $(filter tests/faults/% tests/gpu/%,$(TESTS))
+# Two workers take file after file. Files that take long come first, so that no worker is left alone with them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+FILES := $(sort $(shell find tests -name 'test_*.py'))
+LONG := $(filter tests/multiprocess/% tests/families/% tests/fuzz/% tests/plan/% tests/memory/%,$(FILES))
+TESTS := $(LONG) $(filter-out $(LONG),$(FILES))
+# Tests of silent and dying processes run after all others, beside which a second of silence says nothing; two files of
+# them at a time, since most of their time they wait.
+APART := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures own_process) $(filter tests/faults/% tests/gpu/%,$(TESTS))
 
 # Of make fault-test and make fuzz; MINUTES=60 sets a duration. SEED=123 repeats a random choice, of make test too.
 RUNS ?= 100
@@ -51,8 +56,8 @@ train: $(STAMP)
 
 test: CHOICE := --quick $(if $(SEED),--seed $(SEED))
 test test-all: $(STAMP)
-	$(BIN)/python -m pytest $(CHOICE) -n 2 --dist loadfile $(call part,$(filter-out $(ALONE),$(TESTS)))
-	$(if $(call part,$(ALONE)),$(BIN)/python -m pytest $(CHOICE) $(call part,$(ALONE)))
+	$(PYTEST) $(CHOICE) $(call part,$(filter-out $(APART),$(TESTS)))
+	$(if $(call part,$(APART)),$(PYTEST) $(CHOICE) $(call part,$(APART)))
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) $(if $(SEED),--seed $(SEED))

@@ -34,7 +34,6 @@ from evenpipe.memory.device import DeviceBytes
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.programs import planned
-from evenpipe.memory.replay import Replay
 from evenpipe.model import describe
 from evenpipe.schedule import Order
 
@@ -117,8 +116,8 @@ def predicted(settings: Settings, order: Order) -> list[int]:
     grown = []
     for device in range(settings.processes):
         held = DeviceBytes.of(ModelBytes(description), plan, found.settings, device)
-        state = replace(held.state, optimizer=0, step_peak=0)
-        memory = Replay(plan.program, device).memory(held.stages, held.vocabulary, state, batch=held.fixed, curve=True)
+        held = replace(held, state=replace(held.state, optimizer=0, step_peak=0))
+        memory = held.memory(plan, found.settings, device, curve=True)
         grown.append(memory.peak - memory.curve[-1])
     return grown
 

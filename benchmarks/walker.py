@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe import Pipeline
-from evenpipe.runtime.batch import Batch, Inputs, cut
+from evenpipe.runtime.batch import Batch, cut
+from evenpipe.runtime.inputs import Inputs
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Pass, add_recompute, generate, parts_of, plan_program

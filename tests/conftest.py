@@ -4,6 +4,7 @@ example of hypothesis may take its time, since a busy machine is no fault of the
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -16,3 +17,13 @@ settings.load_profile("evenpipe")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules stay to the end: no garbage collection has to look through them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton calls all of it leaked when Python ends

@@ -6,6 +6,7 @@ python tools/families_page.py
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ HEAD = """# Model families
 
 Every model type for which transformers {transformers} has a causal language model, in {count} small random
 configurations: **{equal} train as in one process, {refused} are refused with a sentence, {wrong} are wrong.** With
-tensor parallelism **{tensor_equal} train as in one process, {tensor_refused} are refused, {tensor_wrong} are wrong.**
+tensor parallelism **{tensor_equal} train as in one process, {tensor_refused} are refused, {tensor_wrong} are wrong**,
+and with [sequences in pieces](long_sequences.md) **{pieces_equal}, {pieces_refused} and {pieces_wrong}.**
 
 Each configuration has 4 layers of width 64, every multiplier away from its default, and noise on every parameter. A
 pipeline of two processes makes one step under `zbv` and one under `1f1b`, self-check included, and every gradient is
@@ -34,8 +36,10 @@ and runs in bf16 (`tests/families`); there Mamba, Mamba-2 and Falcon-Mamba need 
 fp32 on the way is in fp64 too, so that the order of sums hides nothing, and 1e-10 is the limit (1e-5 for XGLM, which
 runs in fp32 only). Parts of layers that cannot be cut, which every process then computes for all tokens, are listed.
 
-| model type | configuration | result | largest error, or why not | tensor ranks |
-|---|---|---|---|---|
+"Pieces" does so with two processes that share every sequence, and with two devices on sequences in two slices.
+
+| model type | configuration | result | largest error, or why not | tensor ranks | pieces |
+|---|---|---|---|---|---|
 """
 
 
@@ -44,14 +48,14 @@ def draw() -> str:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = results["configurations"]
     words = Counter(row["word"] for row in rows)
-    ranks = Counter(row.get("tensor", "") for row in rows)
+    others = {one: Counter(row.get(one, "") for row in rows) for one in ("tensor", "pieces")}
     head = HEAD.format(
         transformers=results["transformers"],
         count=len(rows),
         equal=words["equal"],
         refused=words["refused"] + words["cannot run"],
         wrong=words["wrong"] + words["traceback"],
-        **{f"tensor_{word}": ranks[word] for word in ("equal", "refused", "wrong")},
+        **{f"{one}_{word}": found[word] for one, found in others.items() for word in ("equal", "refused", "wrong")},
     )
     return head + "".join(map(_line, sorted(rows, key=_place)))
 
@@ -66,7 +70,8 @@ def _line(row: dict[str, Any]) -> str:
         said = f"{row['error']:.0e}, {dtype}"
     else:
         said = row["sentence"].splitlines()[0] if row["sentence"] else ""
-    return f"| `{row['model_type']}` | {row['variant']} | {row['word']} | {_plain(said)} | {_plain(_ranks(row))} |\n"
+    others = f"{_plain(said)} | {_plain(_ranks(row))} | {_plain(_pieces(row))}"
+    return f"| `{row['model_type']}` | {row['variant']} | {row['word']} | {others} |\n"
 
 
 def _ranks(row: dict[str, Any]) -> str:
@@ -74,6 +79,17 @@ def _ranks(row: dict[str, Any]) -> str:
         whole = f"; whole: {row['tensor_sentence']}" if row["tensor_sentence"] else ""
         return f"equal, {row['tensor_error']:.0e}{whole}"
     return f"{row['tensor']}: {row['tensor_sentence'].splitlines()[0]}" if row.get("tensor") else ""
+
+
+def _pieces(row: dict[str, Any]) -> str:
+    if row.get("pieces") == "equal":
+        return f"equal, {row['pieces_error']:.0e}"
+    return f"{row['pieces']}: {_without_name(row['pieces_sentence'])}" if row.get("pieces") else ""
+
+
+def _without_name(sentences: str) -> str:
+    """Return what follows the name and the option in refusals: it is the same of both options, or of one."""
+    return re.split(r"\w+ cannot be trained with \w+: ", sentences.splitlines()[0])[-1]
 
 
 def _plain(text: str) -> str:

@@ -166,7 +166,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
         hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=3
     )
     model.save_pretrained("three")
-    plan = ["--model", "three", "--gpus", "6", "--sequence", "768", "--batch", "12", "--schedule", "1f1b"]
+    plan = ["--model", "three", "--gpus", "6", "--sequence", "768", "--batch", "12", "--schedule", "1f1b", "--cp", "1"]
     found = json.loads(printed(capsys, *plan, "--runnable", "--best", "40", "--json"))
     assert {one["tp"] for one in found["plans"]} == {1, 3}
     assert all(one["runnable"] for one in found["plans"])

@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, layer_time
-from evenpipe.costs.collectives import Axes
+from evenpipe.costs.collectives import Axes, Pieces
 from evenpipe.costs.hardware import KNOWN, Wire
 from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import layers_of
@@ -197,6 +198,76 @@ def test_exchange_of_the_vocabulary_layers(mode: str) -> None:
     if sharded:
         assert costs["S"] == pytest.approx(once, rel=0.1)
         assert costs["C" if mode == "vocab-2" else "T"] == pytest.approx(once)
+
+
+# --- pieces of sequences -------------------------------------------------------------------------------------
+
+REFERENCE = {(400e9, "keys"): 3.5e-3, (50e9, "keys"): 28e-3, (50e9, "heads"): 12e-3}
+"""A layer of 8B with sequences of 128k tokens over 8 ranks: seconds beside 154 ms of attention, at 400 TFLOP/s."""
+
+
+def pieces_setting(bandwidth: float, **pieces: object) -> Setting:
+    hardware = replace(
+        KNOWN["H100-80G"],
+        inside=Wire(latency_seconds=0.0, bandwidth=bandwidth),
+        attention_fraction=400e12 / KNOWN["H100-80G"].peak("bf16"),
+        memory_bandwidth=1e18,
+        operation_seconds=1e-12,
+    )
+    axes = Axes.of(dp=1, tp=1, cp=8, pp=1, pieces=Pieces(**pieces))
+    return setting(hardware=hardware, axes=axes, sequence=131072)
+
+
+@pytest.mark.parametrize(("bandwidth", "exchange"), REFERENCE)
+def test_exchange_of_context_ranks_stands_beside_nothing(bandwidth: float, exchange: str) -> None:
+    (work, *_) = layers_of(describe(llama_8b()))
+    found = layer_time(work, pieces_setting(bandwidth, exchange=exchange))
+    free = layer_time(work, pieces_setting(1e18, exchange=exchange))
+    parts = {name: getattr(found, name) - getattr(free, name) for name in ("forward", "inputs", "whole", "weights")}
+    assert parts["forward"] + parts["inputs"] == pytest.approx(REFERENCE[bandwidth, exchange], rel=0.03)
+    assert parts["whole"] == pytest.approx(parts["inputs"]) and parts["weights"] == 0
+    share = 0.5 if exchange == "heads" else 1 / 3
+    assert parts["forward"] == pytest.approx(share * (parts["forward"] + parts["inputs"]))
+    for again in ("again_full", "again_selective"):
+        assert getattr(found, again) - getattr(free, again) == pytest.approx(parts["forward"])
+    flops = 4 * 131072 / 2 * 32 * 128 * 131072 / 8
+    assert 3.5 * flops / 400e12 == pytest.approx(0.154, rel=0.005)
+    without = replace(work, attention=replace(work.attention, heads=0))
+    attending = (
+        free.forward
+        + free.inputs
+        - sum(getattr(layer_time(without, pieces_setting(1e18)), name) for name in ("forward", "inputs"))
+    )
+    assert attending == pytest.approx(0.154, rel=0.005)
+
+
+def test_gathered_keys_of_slices_are_kept() -> None:
+    (work, *_) = layers_of(describe(llama_8b()))
+    ends = (0, 65536, 98304, 131072)
+    moving = attending = 0.0
+    for span in pairwise(ends):
+        one, free = (layer_time(work, pieces_setting(bandwidth, span=span)) for bandwidth in (50e9, 1e18))
+        moving += one.forward + one.inputs - free.forward - free.inputs
+        attending += free.forward
+    whole, free = (layer_time(work, pieces_setting(bandwidth)) for bandwidth in (50e9, 1e18))
+    assert moving == pytest.approx(2 / 3 * (whole.forward + whole.inputs - free.forward - free.inputs))
+    assert attending == pytest.approx(free.forward, rel=0.01), "all pairs are in one of the slices"
+
+
+def test_attention_that_runs_again_in_its_backward() -> None:
+    (work, *_) = layers_of(describe(llama_8b()))
+    once, again = (layer_time(work, pieces_setting(50e9, attends_again=again)) for again in (False, True))
+    assert again.forward == once.forward
+    assert again.inputs - once.inputs == pytest.approx(0.154 / 3.5, rel=0.01)
+
+
+def test_windows_shorten_attention_but_not_what_is_gathered() -> None:
+    (work, *_) = layers_of(describe(llama_8b()))
+    windowed = replace(work, attention=replace(work.attention, window=4096))
+    slow, fast = (pieces_setting(bandwidth) for bandwidth in (50e9, 1e18))
+    moved = [layer_time(one, slow).forward - layer_time(one, fast).forward for one in (work, windowed)]
+    assert moved[0] == pytest.approx(moved[1])
+    assert layer_time(windowed, fast).forward < 0.6 * layer_time(work, fast).forward
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -74,6 +74,33 @@ def test_shades_keep_their_order_on_dark_pages(kind: Kind) -> None:
     assert shades == sorted(shades, key=luminance, reverse=True)
 
 
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T])
+@pytest.mark.parametrize("page", [str, for_dark], ids=["light", "dark"])
+@pytest.mark.parametrize(("held", "slices"), [(1, 2), (1, 4), (1, 16), (2, 4)])
+def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark(
+    kind: Kind, page: Callable[[str], str], held: int, slices: int
+) -> None:
+    stages = (0, 7)[:held] if kind in {Kind.F, Kind.B, Kind.I, Kind.W} else (None,)
+    shades = [
+        page(colours_of(Pass(kind, stage, 3, part), (0, 7)[:held], slices)[0])
+        for stage in stages
+        for part in range(slices)
+    ]
+    assert len(set(shades)) == len(shades)
+    assert shades == sorted(shades, key=luminance, reverse=True)
+    assert math.dist(seen(shades[0], "trichromacy"), seen(shades[slices - 1], "trichromacy")) > 0.04
+    assert all(contrast(shade, ink_on(shade)) >= 4.5 for shade in shades)
+
+
+def test_many_slices_share_shades() -> None:
+    shades = [colours_of(Pass(Kind.F, 0, 0, part), (0, 1), 64)[0] for part in range(64)]
+    assert len(set(shades)) == 8
+
+
+def test_collectives_over_replicas_have_no_slices() -> None:
+    assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,)
+
+
 def contrast(a: str, b: str) -> float:
     """WCAG 2.2: 4.5 and more is readable for small text."""
     lighter, darker = sorted((luminance(a), luminance(b)), reverse=True)

@@ -13,7 +13,7 @@ from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
 from headless_browser import Browser, find_browser
 
 from evenpipe.draw import draw
-from evenpipe.schedule import EQUAL_COSTS, Timeline, plan_order, time_order
+from evenpipe.schedule import EQUAL_COSTS, Costs, Timeline, plan_order, time_order
 from evenpipe.simulate import simulate
 
 PROGRAM = find_browser()
@@ -281,6 +281,23 @@ def test_search_finds_passes_microbatches_and_devices(shown: Shown) -> None:
     for number, where in ((2, "device 1, first"), (3, "device 2, first"), (4, "device 0, second")):
         shown.browser.key("Enter")
         assert shown.text("found") == f"{number} of 6: {where}"
+
+
+def test_slices_of_a_sequence_are_found_and_shaded(shown: Shown) -> None:
+    costs = Costs(F=1, B=2, slices={"layers": [1.2, 1.0, 0.8], "tokens": [1.5, 1.0, 0.5]})
+    shown.open(time_order(plan_order("1f1b", 3, 2, "first-last", costs, slices=3), costs))
+    brightness = [sum(shown.colour(x + 14, y)) for x, y in map(shown.place, ("0F0", "0F0.1", "0F0.2"))]
+    assert brightness == sorted(brightness, reverse=True) and brightness[0] > brightness[2] + 60
+    shown.browser.evaluate("document.getElementById('stage').focus()")
+    shown.browser.key("/")
+    for typed, report in (("2F0.1", "1 of 1: device 2"), ("2b1.2", "1 of 1: device 2"), ("2F0.3", "no 2F0.3")):
+        shown.browser.evaluate("document.getElementById('query').select()")
+        shown.browser.evaluate("document.execCommand('delete')")
+        shown.browser.type(typed)
+        shown.browser.key("Enter")
+        assert shown.text("found") == report
+    shown.browser.key("Escape")
+    assert "slice 1" in shown.point("0F0.1")
 
 
 def test_two_schedules_share_one_zoom_above_and_beside_each_other(shown: Shown) -> None:

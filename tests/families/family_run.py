@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from family_configs import Configuration
 from torch.nn import functional
 
 from evenpipe import Pipeline, launch
+from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe
 from evenpipe.model.comparison import contains_cast, gradient_errors
@@ -51,7 +52,7 @@ ROUNDED = 1e-6
 BLOCK = 32
 """Number of configurations per launch."""
 
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 120.0
 """Time limit of one configuration."""
 
 UNSUPPORTED = (RuntimeError, TypeError, ValueError, NotImplementedError)
@@ -77,6 +78,12 @@ class Outcome:
     tensor_sentence: str = ""
     """Why it is refused or wrong; if it is equal, the parts of layers that every rank computes whole."""
     tensor_error: float = 0.0
+    pieces: str = ""
+    """The outcome of sequences in pieces, over two context ranks and then in two slices: "equal", "refused" or
+    "wrong"."""
+    pieces_sentence: str = ""
+    """Why they are refused or wrong."""
+    pieces_error: float = 0.0
 
 
 def run(configurations: Sequence[Configuration]) -> Iterator[Outcome]:
@@ -181,20 +188,28 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
         return {"word": "refused", "sentence": f"with fresh weights: {refusal}", "dtype": dtype}
     except DifferentError as different:
         return {"word": "wrong", "sentence": str(different), "dtype": dtype}
-    return {"word": "equal", "error": error, "dtype": dtype, **_over_tensor_ranks(config, reference)}
+    around, exact = _in_fp64_throughout(config, reference)
+    others = _over_tensor_ranks(exact, around) | _in_pieces(exact, around)
+    return {"word": "equal", "error": error, "dtype": dtype, **others}
 
 
-def _over_tensor_ranks(config: transformers.PreTrainedConfig, reference: Reference) -> dict[str, Any]:
-    """Compare a step of two tensor ranks on one device: in fp64 throughout, if the family can run so, since ranks add
-    in another order than one process, and what fp32 inside makes of that would hide small differences."""
-    around: contextlib.AbstractContextManager[Any] = InFp64()
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _in_fp64_throughout(config: transformers.PreTrainedConfig, reference: Reference) -> tuple[Around, Reference]:
+    """Return the arithmetic in which sums in another order are compared, and the reference in it: in fp64 throughout,
+    if the family can run so, since what fp32 inside makes of another order would hide small differences."""
     try:
-        with around:
-            reference = replace(_computed(config, torch.float64), tolerance=TOLERANCE[torch.float64])
+        with InFp64():
+            return InFp64, replace(_computed(config, torch.float64), tolerance=TOLERANCE[torch.float64])
     except UNSUPPORTED:
-        around = contextlib.nullcontext()
+        return contextlib.nullcontext, reference
+
+
+def _over_tensor_ranks(reference: Reference, around: Around) -> dict[str, Any]:
+    """Compare a step of two tensor ranks on one device."""
     try:
-        with around:
+        with around():
             error = _compare(reference, "1f1b", self_check=True, tensor_parallel=PROCESSES)
     except RefusedError as refusal:
         return {"tensor": "refused", "tensor_sentence": str(refusal)}
@@ -202,6 +217,32 @@ def _over_tensor_ranks(config: transformers.PreTrainedConfig, reference: Referen
         return {"tensor": "wrong", "tensor_sentence": str(different)}
     whole = whole_parts(cut_of_model(describe(reference.model), PROCESSES, check=False))
     return {"tensor": "equal", "tensor_error": error, "tensor_sentence": ", ".join(whole)}
+
+
+def _in_pieces(reference: Reference, around: Around) -> dict[str, Any]:
+    """Compare a step of two context ranks on one device, and one of two devices on sequences in two slices, after the
+    check that a pipeline makes."""
+    description, refusals, errors = describe(reference.model), [], []
+    for option in ("context_parallel", "slices"):
+        refusal = [""]
+        if dist.get_rank() == 0:
+            try:
+                check_pieces(description, option, slices=option == "slices")
+            except InputError as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal)
+        if refusal[0]:
+            refusals.append(refusal[0])
+            continue
+        try:
+            with around():
+                errors.append(_compare(reference, "1f1b", self_check=False, **{option: 2}))
+        except RefusedError as refused:
+            refusals.append(str(refused))
+        except DifferentError as different:
+            return {"pieces": "wrong", "pieces_sentence": f"{option}: {different}"}
+    word = "refused" if refusals else "equal"
+    return {"pieces": word, "pieces_error": max(errors, default=0.0), "pieces_sentence": " ".join(refusals)}
 
 
 def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
     python tests/families/run_families.py llama gemma2 --verbose
     python tests/families/run_families.py --part 1/8 --record
 
-Each configuration is small and random, in fp64 if the family can run in it. Its gradients under 1f1b and zbv, and those
-of two tensor ranks, are compared with the gradients of transformers in one process. They are equal, or the
+Each configuration is small and random, in fp64 if the family can run in it. Its gradients under 1f1b and zbv, those of
+two tensor ranks, of two context ranks and of two slices are compared with transformers' in one process. They are equal,
+or the
 configuration is refused with a sentence; any other outcome is an error, and the exit code is 1. `--record` adds the
 outcomes to benchmarks/results/families.json, which keeps other outcomes of the same version of transformers, and writes
 docs/families.md.
@@ -49,7 +50,8 @@ def main() -> int:
         if arguments.record:
             record(outcomes)
     print(head(outcomes, time.monotonic() - started))
-    return 1 if any({outcome.word, outcome.tensor} & {"wrong", "traceback"} for outcome in outcomes) else 0
+    wrong = {"wrong", "traceback"}
+    return 1 if any({outcome.word, outcome.tensor, outcome.pieces} & wrong for outcome in outcomes) else 0
 
 
 def part_of(chosen: list[Configuration], part: str) -> list[Configuration]:
@@ -80,15 +82,22 @@ def line(outcome: Outcome, verbose: bool) -> str:
     if outcome.tensor:
         ranks = f"{outcome.tensor_error:.1e} {outcome.tensor_sentence}" if outcome.tensor == "equal" else ""
         said += f"; tensor ranks: {outcome.tensor} {ranks or outcome.tensor_sentence}".rstrip()
+    if outcome.pieces:
+        pieces = f"{outcome.pieces_error:.1e}" if outcome.pieces == "equal" else outcome.pieces_sentence
+        said += f"; pieces: {outcome.pieces} {pieces}"
     return f"{name:<32} {outcome.word:<10} {outcome.dtype:<8} {outcome.seconds:>5.1f} s  {said}"
 
 
 def head(outcomes: list[Outcome], seconds: float) -> str:
     words = Counter(outcome.word for outcome in outcomes)
     counts = ", ".join(f"{count} {word}" for word, count in words.most_common())
-    ranks = Counter(outcome.tensor for outcome in outcomes if outcome.tensor)
-    over_ranks = ", ".join(f"{count} {word}" for word, count in ranks.most_common())
-    return f"{len(outcomes)} configurations: {counts}; over tensor ranks: {over_ranks} ({seconds:.0f} s)"
+    others = {
+        "over tensor ranks": Counter(outcome.tensor for outcome in outcomes if outcome.tensor),
+        "in pieces": Counter(outcome.pieces for outcome in outcomes if outcome.pieces),
+    }
+    for what, found in others.items():
+        counts += f"; {what}: {', '.join(f'{count} {word}' for word, count in found.most_common())}"
+    return f"{len(outcomes)} configurations: {counts} ({seconds:.0f} s)"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from run_families import part_of
 RESULTS = json.loads(families_page.RESULTS.read_text(encoding="utf-8"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_fork_server() -> Iterator[None]:
     """Stop a running fork server, which has not imported the modules that these configurations need."""
     multiprocessing.forkserver._forkserver._stop()
@@ -105,5 +105,5 @@ def test_the_page_is_of_the_version_that_is_installed_for_development() -> None:
 
 
 def test_nothing_that_is_listed_is_wrong() -> None:
-    words = {row[key] for row in RESULTS["configurations"] for key in ("word", "tensor")}
+    words = {row[key] for row in RESULTS["configurations"] for key in ("word", "tensor", "pieces")}
     assert words <= {"equal", "refused", ""}

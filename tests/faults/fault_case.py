@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import runnable_order
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import SCHEDULES
+from evenpipe.schedule import SCHEDULES, add_slices, without_offload
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 
@@ -17,6 +18,8 @@ LAYERS = 8
 
 FIRST_WITH_TENSOR_RANKS = 10_000
 """Cases of this seed and later ones have two tensor ranks on each device."""
+FIRST_WITH_CONTEXT_RANKS = 50_000
+"""Cases of this seed and later ones have two context ranks on each device instead, and some of them slices."""
 
 FAULTS = {
     # how: (the victim's end as the others see it, as the one who started them may see it too)
@@ -80,21 +83,29 @@ class Case:
     also_stopped: int | None
     """Another process that is stopped (SIGSTOP) just before, and must not outlive the run or hold up its end."""
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    context_exchange: str = "keys"
+    slices: int = 1
 
     @property
     def place(self) -> str:
         """What messages say of the victim beside its number, once there is a pipeline."""
-        if self.tensor_parallel == 1:
+        ranks = self.tensor_parallel * self.context_parallel
+        if ranks == 1:
             return ""
-        return f"device {self.victim // self.tensor_parallel}, tensor rank {self.victim % self.tensor_parallel}"
+        kind = "tensor rank" if self.tensor_parallel > 1 else "context rank"
+        return f"device {self.victim // ranks}, {kind} {self.victim % ranks}"
 
     def __str__(self) -> str:
         also = "" if self.also_stopped is None else f", process {self.also_stopped} stopped before"
         fault = f"{self.how} in {self.where} ({self.share:.2f})"
         ranks = f" ({self.tensor_parallel} per device)" if self.tensor_parallel > 1 else ""
+        if self.context_parallel > 1:
+            ranks = f" ({self.context_parallel} for a sequence, {self.context_exchange})"
+        slices = f" of {self.slices} slices" if self.slices > 1 else ""
         return (
             f"{self.started_by}, {self.processes} processes{ranks}, {self.schedule}, {self.vocabulary}, "
-            f"{self.microbatches} microbatches: process {self.victim}, {fault}{also}"
+            f"{self.microbatches} microbatches{slices}: process {self.victim}, {fault}{also}"
         )
 
     def dump(self) -> str:
@@ -119,6 +130,10 @@ def draw(seed: int, started_by: str | None = None) -> Case:
         impossible = CHANGES_NOTHING | (NOBODY_LEFT if starter == "torchrun" else set())
         if (where, how) not in impossible and _runs(schedule, devices, microbatches):
             break
+    pieces: dict[str, Any] = {}
+    if seed >= FIRST_WITH_CONTEXT_RANKS:
+        pieces = {"context_parallel": ranks, "context_exchange": dice.choice(("keys", "heads"))}
+        pieces["slices"] = dice.choice((1, 2)) if _runs(schedule, devices, microbatches, 2) else 1
     processes = devices * ranks
     victim, share = dice.randrange(processes), dice.random()
     others = [rank for rank in range(processes) if rank != victim]
@@ -136,13 +151,13 @@ def draw(seed: int, started_by: str | None = None) -> Case:
         where,
         share if also is None else 0.0,
         also,
-        ranks,
+        **pieces or {"tensor_parallel": ranks},
     )
 
 
-def _runs(schedule: str, devices: int, microbatches: int) -> bool:
+def _runs(schedule: str, devices: int, microbatches: int, slices: int = 1) -> bool:
     try:
-        order = runnable_order(Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule))
-        return order.placement.stages <= LAYERS
+        order = runnable_order(Recipe.of(pp=devices, microbatches=microbatches * slices, schedule=schedule))
+        return add_slices(without_offload(order), slices).placement.stages <= LAYERS
     except InputError:
         return False

@@ -35,7 +35,7 @@ HANG_SECONDS = 6.0
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
 
 ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
-ISSUING |= {"all_gather_single", "reduce_scatter_single"}
+ISSUING |= {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
 ISSUING |= {"all_gather_into_tensor", "reduce_scatter_tensor"}  # the same before torch 2.13
 
 
@@ -67,6 +67,9 @@ def train(case: Case, folder: Path) -> int:
             vocabulary=case.vocabulary,
             microbatches=case.microbatches,
             tensor_parallel=case.tensor_parallel,
+            context_parallel=case.context_parallel,
+            context_exchange=case.context_exchange,
+            slices=case.slices,
             self_check=False,
             timeout_seconds=timeout_seconds(case),
         )
@@ -75,7 +78,8 @@ def train(case: Case, folder: Path) -> int:
         checkpoints = folder / f"checkpoints-{number}"
         with trap.armed("build"):
             trained = pipeline()
-        ids = torch.randint(0, 67, (2 * case.microbatches, 6), generator=torch.Generator().manual_seed(rank))
+        tokens = 6 if case.context_parallel == 1 else 8  # a multiple of two chunks for each rank and slice
+        ids = torch.randint(0, 67, (2 * case.microbatches, tokens), generator=torch.Generator().manual_seed(rank))
         optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
         prepare_folder(checkpoints, trained.process_group)
         for step in range(1, 3):

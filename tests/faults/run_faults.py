@@ -4,7 +4,8 @@ and what they awaited, and that nothing is left behind.
     python tests/faults/run_faults.py --runs 100 --seed 0
 
 A case is drawn from its seed alone (the first from --seed, the next from --seed + 1, ...): one that fails is run again
-by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 10,000 on).
+by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 10,000 on), and two in ten context
+ranks (from 50,000 on).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from fault_case import FIRST_WITH_TENSOR_RANKS, draw  # noqa: E402
+from fault_case import FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_TENSOR_RANKS, draw  # noqa: E402
 from fault_run import Verdict, mark, run  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random faults in random runs.")
     parser.add_argument("--runs", type=int, default=100, help="how many (default 100)")
-    parser.add_argument("--seed", type=int, help="of the first run (default 0, and 10000 for those with tensor ranks)")
+    parser.add_argument("--seed", type=int, help="of the first run (default 0, 10000 and 50000)")
     parser.add_argument("--started-by", choices=("launch", "torchrun"), help="default: three in four by launch")
     parser.add_argument("--verbose", action="store_true", help="show every run")
     arguments = parser.parse_args()
@@ -53,8 +54,12 @@ def seeds(runs: int, first: int | None) -> list[int]:
     """The seeds of so many runs."""
     if first is not None:
         return list(range(first, first + runs))
-    others = 3 * runs // 10
-    return [*range(runs - others), *range(FIRST_WITH_TENSOR_RANKS, FIRST_WITH_TENSOR_RANKS + others)]
+    tensor, context = 3 * runs // 10, 2 * runs // 10
+    return [
+        *range(runs - tensor - context),
+        *range(FIRST_WITH_TENSOR_RANKS, FIRST_WITH_TENSOR_RANKS + tensor),
+        *range(FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_CONTEXT_RANKS + context),
+    ]
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -67,6 +72,8 @@ def table(verdicts: list[Verdict]) -> str:
         by_how[f"(started by {verdict.case.started_by})"].append(verdict)
         if verdict.case.tensor_parallel > 1:
             by_how["(with tensor ranks)"].append(verdict)
+        if verdict.case.context_parallel > 1:
+            by_how["(with context ranks)"].append(verdict)
     lines = [f"{'how a process failed':<30}{'runs':>6}{'as they should':>16}{'longest until all had ended':>30}"]
     for how in sorted(by_how, key=lambda how: (how.startswith("("), how)):
         group = by_how[how]

@@ -10,7 +10,7 @@ import attack_case
 import network_case
 import pytest
 import run_network
-from fault_case import FAULTS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
+from fault_case import FAULTS, FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
 from fault_run import mark, run
 
 SEEDS = {"launch": (4, 11, 126, 133, 10_001), "torchrun": (47, 402)}
@@ -67,6 +67,17 @@ def test_cases_with_tensor_ranks() -> None:
     assert {case.where for case in cases} == set(PLACES)
     assert {case.how for case in cases} == set(FAULTS)
     assert {case.victim for case in cases} == set(range(4))
+
+
+def test_cases_with_context_ranks() -> None:
+    cases = [draw(seed) for seed in range(FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_CONTEXT_RANKS + 100)]
+    assert {(case.processes, case.tensor_parallel, case.context_parallel) for case in cases} == {(2, 1, 2), (4, 1, 2)}
+    assert {(case.context_exchange, case.slices) for case in cases} == {
+        (a, b) for a in ("keys", "heads") for b in (1, 2)
+    }
+    assert {case.where for case in cases} == set(PLACES)
+    assert {case.how for case in cases} == set(FAULTS)
+    assert {case.place for case in cases} == {f"device {a}, context rank {b}" for a in range(2) for b in range(2)}
 
 
 def test_what_is_expected_of_a_message() -> None:

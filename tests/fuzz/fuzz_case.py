@@ -12,7 +12,8 @@ from families import EXPERTS, FAMILIES, PROMISED_EXPERTS
 from random_orders import random_order
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Order, generate
+from evenpipe.recipe.parallelism import divisor_of
+from evenpipe.schedule import Order, add_slices, generate
 from evenpipe.schedule.generators import SCHEDULES
 from evenpipe.schedule.planning import MODES
 from evenpipe.schedule.registry import options_of
@@ -118,6 +119,9 @@ class Case(Shown):
     processes: int
     replicas: int = 1
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    context_exchange: str = "keys"
+    slices: int = 1
     mesh: str = "none"
     model: Model
     schedule: Given
@@ -143,16 +147,17 @@ class Case(Shown):
 
     @property
     def devices(self) -> int:
-        return self.processes // (self.replicas * self.tensor_parallel)
+        return self.processes // (self.replicas * self.context_parallel * self.tensor_parallel)
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """Ranks by [replica][device and tensor rank]."""
+        """Ranks by [replica][device, context rank and tensor rank]."""
         ranks = list(range(self.processes))
         if self.mesh == "any":
             self.random("mesh").shuffle(ranks)
         if self.mesh == "none":  # pipelines are numbered outermost
-            rows, each = self.replicas * self.tensor_parallel, self.tensor_parallel
+            each = self.context_parallel * self.tensor_parallel
+            rows = self.replicas * each
             return [
                 [row + rank for row in range(replica * each, self.processes, rows) for rank in range(each)]
                 for replica in range(self.replicas)
@@ -166,27 +171,69 @@ class Case(Shown):
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of a seed and a number. Some have tensor ranks, from `FIRST_WITH_TENSOR_RANKS` on: the bits of earlier
-    ones are kept."""
-    case = _draw_without_tensor_ranks(seed, number)
+    """The case of a seed and a number. Some have tensor ranks or sequences in pieces, from `FIRST_WITH_RANKS` on: the
+    bits of earlier ones are kept."""
+    case = _draw_whole(seed, number)
+    return case if number < FIRST_WITH_RANKS else _in_pieces(_with_tensor_ranks(case))
+
+
+FIRST_WITH_RANKS = 1000
+
+
+def _with_tensor_ranks(case: Case) -> Case:
     dice = case.random("tensor ranks")
-    if number < FIRST_WITH_TENSOR_RANKS or case.processes > 2 or case.model.family == MODULES or dice.random() < 0.3:
+    if case.processes > 2 or case.model.family == MODULES or dice.random() < 0.3:
         return case
 
     def even(batch: Batch) -> Batch:
         return replace_field(batch, tokens=batch.tokens + batch.tokens % 2 * (dice.random() > RULES_BROKEN))
 
-    steps = tuple(
-        replace_field(step, batches=tuple(tuple(map(even, replicas)) for replicas in step.batches))
+    return replace_field(case, processes=2 * case.processes, tensor_parallel=2, steps=_steps_of(case, even))
+
+
+def _in_pieces(case: Case) -> Case:
+    dice, given, family = case.random("pieces"), case.schedule, case.model.family
+    unfit = family in NOT_IN_PIECES
+    if dice.random() < 0.4 or (unfit and dice.random() > RULES_BROKEN):
+        return case
+    changes: dict[str, Any] = {"self_check": case.self_check or (unfit and family != MODULES)}
+    from_replicas = case.processes > 2  # in place of more processes
+    ranks = dice.choice((1, 2, 2)) if not from_replicas or case.replicas % 2 == 0 else 1
+    if ranks > 1:
+        changes |= {"replicas": case.replicas // 2} if from_replicas else {"processes": 2 * case.processes}
+        changes["context_parallel"] = 2
+        one_head = case.tensor_parallel > 1 and dice.random() > RULES_BROKEN  # which cannot be shared
+        changes["context_exchange"] = "keys" if one_head else dice.choice(("keys", "heads"))
+    slices = dice.choice((1, 2, 2, 3)) if ranks > 1 else dice.choice((2, 2, 3))
+    joint = given.name in ("dualpipe-v", *TORCH_CLASSES) or (given.name == "random" and given.given_as == "function")
+    if joint and dice.random() > RULES_BROKEN:
+        slices = 1
+    if ranks == slices == 1:
+        return case
+    if given.given_as == "function" and slices > 1:  # it is given units, which become slices before R
+        changes["schedule"] = replace_field(given, recomputed=())
+    number = divisor_of(ranks, case.tensor_parallel)
+
+    def divided(batch: Batch) -> Batch:
+        if batch.tokens > 128 or dice.random() < RULES_BROKEN:
+            return batch
+        return replace_field(batch, tokens=max(-(-batch.tokens // number), slices) * number)
+
+    case = replace_field(case, **changes, slices=slices)
+    return replace_field(case, steps=_steps_of(case, divided))
+
+
+NOT_IN_PIECES = {"bloom", MODULES}
+
+
+def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:
+    return tuple(
+        replace_field(step, batches=tuple(tuple(map(change, replicas[: case.replicas])) for replicas in step.batches))
         for step in case.steps
     )
-    return replace_field(case, processes=2 * case.processes, tensor_parallel=2, steps=steps)
 
 
-FIRST_WITH_TENSOR_RANKS = 1000
-
-
-def _draw_without_tensor_ranks(seed: int, number: int) -> Case:
+def _draw_whole(seed: int, number: int) -> Case:
     dice = random.Random(f"{seed} {number}")
     processes = dice.choices((1, 2, 3, 4), (1, 3, 3, 4))[0]
     replicas = dice.choice([count for count in (1, 1, 1, 2, 3, 4) if processes % count == 0])
@@ -245,10 +292,12 @@ def replace_field(given: Any, **changes: Any) -> Any:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def base_order(given: Given, devices: int, microbatches: int) -> Order:
+def base_order(given: Given, devices: int, microbatches: int, slices: int = 1) -> Order:
     """The order before R and empty slots are put into it. Raises InputError where there is none of this size."""
     if given.name == "random":
-        return random_order(given.seed, devices, microbatches, devices + given.seed % 4)
+        return random_order(given.seed, devices, microbatches, devices + given.seed % 4, slices)
+    if slices > 1:
+        return add_slices(base_order(given, devices, microbatches * slices), slices)
     if given.name in TORCH_CLASSES:
         from evenpipe.interop import from_torch_schedule
 

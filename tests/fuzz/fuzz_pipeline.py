@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def open_pipeline(case: Case, folder: Path) -> Pipeline:
         "mesh": mesh,
         "replicas": case.replicas if mesh is None else None,
         "tensor_parallel": case.tensor_parallel if mesh is None else None,
+        "context_parallel": case.context_parallel if mesh is None else None,
+        "context_exchange": case.context_exchange,
+        "slices": case.slices,
         "data_parallel": case.data_parallel,
         "loss": LossOptions(**case.loss),
         "parameter_dtype": FP64,
@@ -107,15 +111,15 @@ def schedule_of(case: Case, costs: Costs | None, folder: Path) -> Any:
     if given.given_as == "name":
         return given.name
 
-    def order_of(devices: int, microbatches: int) -> Order:
-        order = base_order(given, devices, microbatches)
+    def order_of(devices: int, microbatches: int, slices: int = 1) -> Order:
+        order = base_order(given, devices, microbatches, slices)
         if given.recomputed:
             order = add_recompute(order, given.recomputed)
         return with_empty_slots(order, case) if given.idle else order
 
     if given.given_as == "function":
         return order_of
-    found: Any = order_of(devices, microbatches)
+    found: Any = order_of(devices, microbatches, case.slices)
     if given.given_as == "planned":
         found = plan_order(found, devices, microbatches, case.vocabulary, costs)
     if given.given_as.startswith("program"):
@@ -131,16 +135,17 @@ def with_empty_slots(order: Order, case: Case) -> Order:
     dice, rows = case.random("idle"), []
     for row in order.rows:
         rows.append(tuple(slot for item in row for slot in ((None, item) if dice.random() < 0.2 else (item,))))
-    return Order(order.placement, order.microbatches, tuple(rows))
+    return replace(order, rows=tuple(rows))
 
 
 def mesh_of(case: Case) -> DeviceMesh | None:
     if case.mesh == "none" or case.processes == 1:
         return None
-    table = torch.tensor(case.pipelines).view(case.replicas, case.devices, case.tensor_parallel)
+    sizes = (case.replicas, case.devices, case.context_parallel, case.tensor_parallel)
+    table = torch.tensor(case.pipelines).view(sizes)
     if case.mesh == "pp dp":
-        return DeviceMesh("cpu", table.transpose(0, 1), mesh_dim_names=("pp", "dp", "tp"))
-    return DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp", "tp"))
+        return DeviceMesh("cpu", table.transpose(0, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp", "cp", "tp"))
 
 
 def offload_of(case: Case, folder: Path) -> OffloadOptions | None:

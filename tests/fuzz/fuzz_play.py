@@ -22,16 +22,16 @@ NORMS_IN_FP32 = {"gemma2", "gemma3_text", "cohere2"}
 """These compute their norms in fp32 whatever their dtype, and the gradients of their weights with them."""
 
 SMALL_DIFFERENCES = (1e-5, 1e-4)
-"""The same where tensor ranks add partial sums before routers of experts, or in norms over all heads: gradients there
-are small differences of numbers in fp32, so the order of sums decides the sixth digit."""
+"""The same where tensor ranks or pieces of sequences add in another order before routers of experts, or in norms over
+all heads: gradients there are small differences of numbers in fp32, so the order of sums decides the sixth digit."""
 
 NORMS_OVER_HEADS = {"olmo2", "olmo3"}
 
 LIMITS = {False: (1e-10, 1e-8), True: (1e-6, 1e-5)}
 """Relative errors, of one step and of weights after several; by whether fp32 decides. It does where layers of
 transformers are compiled, too: fused, the fp32 numbers of their norms and of softmax are rounded at other places, and
-logits in one process differ by 5e-8 with and without it. With tensor ranks the fp32 sums of most families' norms run
-over other rows at a time, which torch adds in another order. Plain modules are fp64 throughout."""
+logits in one process differ by 5e-8 with and without it. With tensor ranks and pieces the fp32 sums of most families'
+norms run over other rows at a time, which torch adds in another order. Plain modules are fp64 throughout."""
 
 VANISHING = 1e-4
 """Of the norm of all tensors: the norm of one tensor below which its error is measured against this. The gradients of
@@ -106,7 +106,7 @@ def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
 
 def has_whole_tensors(pipeline: Pipeline) -> bool:
     """The first process of the first replica, whatever its rank."""
-    return pipeline.device == pipeline.replica == pipeline.tensor_rank == 0
+    return pipeline.device == pipeline.replica == pipeline.context_rank == pipeline.tensor_rank == 0
 
 
 def hash_of_programs(pipeline: Pipeline) -> str:
@@ -144,9 +144,9 @@ def _differences_between_processes(seen: list[Observed]) -> list[str]:
 def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
     """What differs by more than it may, in a line each."""
     compiled = case.compile_layers and case.model.family != MODULES
-    ranks = case.tensor_parallel > 1
-    one_step, several = LIMITS[compiled or ranks or case.model.family in NORMS_IN_FP32]
-    if ranks and case.model.family in {*EXPERTS, *NORMS_OVER_HEADS}:
+    otherwise = case.tensor_parallel * case.context_parallel * case.slices > 1
+    one_step, several = LIMITS[compiled or otherwise or case.model.family in NORMS_IN_FP32]
+    if otherwise and case.model.family in {*EXPERTS, *NORMS_OVER_HEADS}:
         one_step, several = SMALL_DIFFERENCES
     complaints = []
     for (what, value), (expected_what, expected) in zip(found, wanted, strict=True):

@@ -189,7 +189,11 @@ class InProcesses:
 
     def _given(self, data: list[Data]) -> tuple[Any, dict[str, Any]]:
         own = data[self.pipeline.replica]
-        if self.pipeline.device == 0 or self._case.others_give == "the same":
+        pipeline = self.pipeline
+        if (
+            pipeline.device == pipeline.context_rank == pipeline.tensor_rank == 0
+            or self._case.others_give == "the same"
+        ):
             return own.input_ids, own.named
         nonsense = self._case.others_give == "nonsense"
         return (torch.full((7,), -1), {"labels": torch.zeros(3)}) if nonsense else (None, {})

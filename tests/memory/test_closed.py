@@ -40,7 +40,7 @@ LOOSE = {
 
 
 @pytest.mark.parametrize(("family", "kernels", "case"), CASES, ids=str)
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 def test_agrees_with_the_trace(family, kernels, case):
     """To the byte: what F leaves, what lies between I and W, and the most that lives within every pass."""
     recompute = kernels == "transformers"

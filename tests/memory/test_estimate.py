@@ -112,9 +112,12 @@ def test_a_family_without_closed_form_is_traced() -> None:
     assert min(peaks(found)) > 0
     shared = estimated(describe(tiny_config("bloom")), pp=2, tp=2, sequence=32, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
-    for layout in ({"cp": 2}, {"tp": 2, "kernels": "megatron"}):
-        with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
-            estimated(describe(tiny_config("bloom")), sequence=32, **layout)
+    for layout, said in {
+        ("cp", "transformers"): "cp: 2, expected 1: BloomForCausalLM takes no position ids",
+        ("tp", "megatron"): "'bloom' has layers that are not known in closed form",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            estimated(describe(tiny_config("bloom")), sequence=32, **{layout[0]: 2}, kernels=layout[1])
 
 
 # --- what a peak consists of -----------------------------------------------------------------------------------------
@@ -342,7 +345,9 @@ WRONG = [
     ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
     ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
-    ({"cp": 2, "traced": True}, "traced: with cp = 2, expected 1"),
+    ({"cp": 2, "traced": True, "kernels": "megatron"}, "traced: with cp = 2 and kernels of Megatron-LM, expected 1"),
+    ({"slices": 2, "kernels": "megatron"}, "slices: 2, expected 1 with kernels of Megatron-LM"),
+    ({"slices": 80}, "sequence is 64, expected a multiple of 1 and at least 80"),
     (
         {"tp": 2, "traced": True, "kernels": "megatron"},
         "traced: with tp = 2 and layers cut as in Megatron-LM, expected",

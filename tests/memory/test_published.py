@@ -64,7 +64,7 @@ def on_b200(description: Description, row: dict[str, str]) -> Estimate:
         description,
         Recipe(
             parallelism=Parallelism(
-                dp=dp, tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer", cp_exchange="all-to-all"
+                dp=dp, tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer", context_exchange="heads"
             ),
             batch=BatchShape(microbatches=4, sequence_length=int(row["sequence"])),
             vocabulary="first-last",

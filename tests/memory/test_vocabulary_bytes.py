@@ -12,7 +12,8 @@ from evenpipe.memory.heads import per_logit
 from evenpipe.memory.tracker import Span, Tracker
 from evenpipe.memory.vocabulary import Machine, VocabularyShape, vocabulary_bytes
 from evenpipe.parallel.parameters import Matrix
-from evenpipe.runtime.batch import IGNORE_INDEX, Microbatch
+from evenpipe.runtime.batch import Microbatch
+from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split, state

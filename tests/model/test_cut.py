@@ -64,6 +64,7 @@ def test_three_stages_equal_the_whole(name, tied, cuts) -> None:
     assert_equal_to_whole(name, tied, cuts)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "granite", "gemma3_text"])
 @pytest.mark.parametrize(("what", "cuts"), EDGES, ids=[what for what, _ in EDGES])
 def test_stages_without_layers_and_single_stages(name, what, cuts) -> None:
@@ -221,6 +222,7 @@ def in_bfloat16(description, first, last, compute_dtype=torch.bfloat16, **ends):
 PLACES = [(0, 2, True, False), (1, 3, False, False), (2, 2, False, False), (2, 4, False, True), (4, 4, False, True)]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS])
 def test_what_stands_in_computes_in_the_dtype_of_the_hidden_states(name) -> None:
     """Include GPT-NeoX, StarCoder2, Phi and GPT-2: they end in a layer norm, and accelerators refuse mixed dtypes."""

@@ -25,6 +25,7 @@ def fresh(description, cuts, seed=0, dtype=torch.float32) -> dict[str, torch.Ten
     return found
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
 def test_every_layout_starts_from_the_same_weights(name) -> None:
     description = describe(tiny_config(name))

@@ -40,6 +40,9 @@ SILENCE_SECONDS = 60.0
 LINGER_SECONDS = 3.0
 """The same once one has failed: the others go on until their own words are collected too."""
 
+CASES = 50
+"""As many run in one set of processes."""
+
 WORK_SHARE = 0.03
 """Of that time: a process that only waits wakes up now and then, but takes less."""
 
@@ -71,6 +74,15 @@ def run_processes(function: Callable[..., Any], processes: int, *arguments: Any,
     if any(outcome.exit_code != 0 for outcome in outcomes):
         raise AssertionError(describe(outcomes))
     return [outcome.value for outcome in outcomes]
+
+
+def check_cases(run_cases: Callable[[list[Any]], list[str]], cases: list[Any]) -> None:
+    """Run cases, each on its number of `processes`, and assert that no process returns faults."""
+    for processes in sorted({case.processes for case in cases}):
+        of_size = [case for case in cases if case.processes == processes]
+        for start in range(0, len(of_size), CASES):  # meshes and what torch caches last as long as their process
+            faults = run_processes(run_cases, processes, of_size[start : start + CASES])
+            assert not any(faults), "\n".join(dict.fromkeys(fault for one in faults for fault in one))
 
 
 def run_outcomes(function: Callable[..., Any], processes: int, *arguments: Any, group: bool = True) -> list[Outcome]:

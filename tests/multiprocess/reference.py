@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,12 @@ def adamw(parameters, learning_rate: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.1, foreach=False, fused=False)
 
 
-def train(model: PreTrainedModel, data: Sequence[tuple[Any, ...]], max_norm: float | None = None) -> Reference:
+def train(
+    model: PreTrainedModel,
+    data: Sequence[tuple[Any, ...]],
+    max_norm: float | None = None,
+    loss_of: Callable[..., Tensor] = loss_of,
+) -> Reference:
     """Step through the batches: ids, labels, and perhaps other arguments of the model. It is changed.
 
     max_norm: of all gradients, which are clipped.

@@ -112,5 +112,6 @@ COMPILED = [
 
 @pytest.mark.parametrize("cases", [CASES, COMPILED], ids=["checkpointed", "compiled"])
 def test_gradients_of_one_process(cases: list[Case], sample) -> None:
-    found = run_processes(faults_of, 2, sample(cases, 2))
+    count = 1 if cases is COMPILED else 2  # torch takes seconds for each
+    found = run_processes(faults_of, 2, sample(cases, count))
     assert not any(found), "\n".join(found[0] + found[1])

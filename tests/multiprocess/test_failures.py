@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -92,20 +93,20 @@ HOW = {
 }
 
 
-def fail_in_a_collective(how: str, what: str, victim: int) -> None:
-    """Two steps; in the second one the victim fails where it should begin a collective of its tensor ranks."""
+def fail_in_a_collective(how: str, what: str, nth: int, victim: int, options: dict[str, Any]) -> None:
+    """Two steps; in the second one the victim fails where it should begin a collective for the n-th time."""
     worker = initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=600)
     pipeline = Pipeline(
         described(97, False, torch.float64),
         microbatches=4,
-        tensor_parallel=2,
         parameter_dtype=torch.float64,
         self_check=False,
+        **options,
     )
     ids = torch.randint(0, 97, (4, 8))
     pipeline.step(ids)
     pipeline.clip_gradients(1.0)
-    start, left = Communicator._start, COLLECTIVES[what][1]
+    start, left = Communicator._start, nth
 
     def fail(self, text, *arguments, **named):
         nonlocal left
@@ -132,10 +133,12 @@ CASES = [(how, what, devices, rank) for how in HOW for what in COLLECTIVES for d
 @pytest.mark.parametrize(("how", "what", "devices", "rank"), CASES)
 @pytest.mark.sampled(4)
 def test_a_tensor_rank_that_fails_is_named_with_its_place(how: str, what: str, devices: int, rank: int) -> None:
-    device = COLLECTIVES[what][0] if devices == 2 else 0
+    device, nth = COLLECTIVES[what]
+    device = device if devices == 2 else 0
     what = what.replace("1F2", "0F2") if devices == 1 else what  # all layers are on device 0
     victim, mate = 2 * device + rank, 2 * device + 1 - rank
-    outcomes = run_outcomes(fail_in_a_collective, 2 * devices, how, what, victim)
+    options = {"tensor_parallel": 2}
+    outcomes = run_outcomes(fail_in_a_collective, 2 * devices, how, what, nth, victim, options)
     name = f"process {victim} \\(device {device}, tensor rank {rank}"
     said = {one.rank: f"{one.exception} {one.printed}" for one in outcomes if one.rank != victim}
     for one in outcomes:
@@ -147,4 +150,42 @@ def test_a_tensor_rank_that_fails_is_named_with_its_place(how: str, what: str, d
         peers = r"processes \d .*"
     what = what.replace("sum of 0B1", "(rows|sum) of 0B1")  # in B the input is gathered again meanwhile
     awaited = f"process {mate} \\(device {device}, tensor rank {1 - rank}\\) was awaiting {what}.* from {peers}"
+    assert re.search(awaited, said[mate]), describe(outcomes)
+
+
+# --- context ranks ----------------------------------------------------------------------------------------------------
+
+IN_ATTENTION = {
+    # what is awaited: (its device in 1F1B on two, how often it begins before the victim fails, its pass, the exchange)
+    "keys of 0F2": (0, 1, "0F2", "keys"),
+    "values of 1F1": (1, 2, "1F1", "keys"),
+    "keys of 1B1": (1, 2, "1B1", "keys"),
+    "gradients of keys of 0B2": (0, 1, "0B2", "keys"),
+    "gradients of values of 1B3": (1, 1, "1B3", "keys"),
+    "heads of 0F2": (0, 3, "0F2", "heads"),
+    "heads of 1B1": (1, 5, "1B1", "heads"),
+    "keys of 0F2.1": (0, 1, "0F2.1", "keys"),
+    "heads of 1B1.1": (1, 2, "1B1.1", "heads"),
+}
+IN_PIECES = [(how, what, rank) for how in HOW for what in IN_ATTENTION for rank in range(2)]
+
+
+@pytest.mark.parametrize(("how", "what", "rank"), IN_PIECES)
+@pytest.mark.sampled(4)
+def test_a_context_rank_that_fails_in_attention_is_named_with_its_pass(how: str, what: str, rank: int) -> None:
+    device, nth, needed_by, exchange = IN_ATTENTION[what]
+    victim, mate = 2 * device + rank, 2 * device + 1 - rank
+    options = {"context_parallel": 2, "context_exchange": exchange, "slices": 2 if "." in what else 1}
+    outcomes = run_outcomes(fail_in_a_collective, 4, how, what, nth, victim, options)
+    said = {one.rank: f"{one.exception} {one.printed}" for one in outcomes if one.rank != victim}
+    name = f"process {victim} \\(device {device}, context rank {rank}"
+    for one in outcomes:
+        if one.rank != victim:
+            assert one.exit_code not in (0, None, -9), describe(outcomes)
+            assert re.search(HOW[how].format(place=name), said[one.rank]), describe(outcomes)
+    what = re.sub("keys|values", "(keys|values)", what)  # both are under way
+    awaited = (
+        f"process {mate} \\(device {device}, context rank {1 - rank}\\) was awaiting {what} for {needed_by}"
+        f" from {name}\\)"
+    )
     assert re.search(awaited, said[mate]), describe(outcomes)

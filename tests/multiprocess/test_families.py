@@ -50,7 +50,7 @@ def family_on_two_devices(name: str, tied: bool, mode: str) -> None:
             assert error <= tolerance, f"{parameter} {error:.1e}"
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", [*NAMED, "gpt2", "phi"])

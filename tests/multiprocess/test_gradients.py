@@ -138,5 +138,5 @@ MATRIX = [
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_mode_gives_the_gradients_of_one_process(processes: int, sample) -> None:
-    cases = [case for several, case in sample(MATRIX) if several == processes]
+    cases = [case for several, case in sample(MATRIX, 14) if several == processes]
     check(processes, cases, torch.float64, tolerance=1e-10, weight_tolerance=1e-8)

@@ -175,7 +175,7 @@ MATRIX = [(processes, case) for processes in (1, 2, 4) for case in every_schedul
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processes: int, sample) -> None:
     several = next(case for count, case in MATRIX if count == processes and case.schedule == "1f1b")
-    cases = [several, *(case for count, case in sample(MATRIX, 8) if count == processes and case != several)]
+    cases = [several, *(case for count, case in sample(MATRIX, 5) if count == processes and case != several)]
     moved, _ = check(processes, cases)
     assert moved >= processes * several.microbatches
 

@@ -82,7 +82,7 @@ def run(
     return rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -21,6 +21,7 @@ from evenpipe.schedule import Placement
 from evenpipe.train import hardware_profile
 from evenpipe.train import profile as profile_module
 from evenpipe.train.config_file import load_config
+from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.planned_config import configured_model
 
 CONFIG = """
@@ -162,23 +163,42 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
 
 
+def plan_of_two_devices(name: str, ranks: int, given: list[str], capsys: pytest.CaptureFixture[str]) -> PipelineConfig:
+    """Plan a small model for two devices of so many processes; the plan is one that runs."""
+    Path("train.toml").write_text(CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2"))
+    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
+    write_hardware(hardware_from_dict(host), "host.toml")
+    plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", "--gpus", str(2 * ranks), "--pp", "2", *given]
+    plan += ["--schedule", "1f1b", "--microbatch-size", "1", "--no-cache", "--workers", "1", "-o", f"{name}.toml"]
+    assert main(plan) == 0
+    assert "estimate only" not in capsys.readouterr().out
+    return load_config(f"{name}.toml").pipeline
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_a_plan_with_tensor_ranks_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Two devices of two processes, as planned; the losses are those of the same plan without tensor parallelism."""
-    Path("train.toml").write_text(CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2"))
-    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
-    write_hardware(hardware_from_dict(host), "host.toml")
     found = {}
     for ranks, name in ((2, "shared"), (1, "alone")):
-        axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks), "--schedule", "1f1b"]
-        plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", *axes, "--vocabulary", mode]
-        assert main([*plan, "--microbatch-size", "1", "--no-cache", "--workers", "1", "-o", f"{name}.toml"]) == 0
-        assert "estimate only" not in capsys.readouterr().out
-        planned = load_config(f"{name}.toml").pipeline
+        planned = plan_of_two_devices(name, ranks, ["--tp", str(ranks), "--vocabulary", mode], capsys)
         assert (planned.processes, planned.tensor_parallel, planned.devices) == (2 * ranks, ranks, 2)
         found[name] = losses(name, trained(f"{name}.toml"))
     assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+def test_a_plan_with_pieces_of_sequences_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two devices of two context ranks; the losses are those of whole sequences."""
+    found = {}
+    for ranks, name in ((2, "pieces"), (1, "whole")):
+        given = ["--cp", str(ranks), "--vocabulary", mode, "--zero", "0"]
+        planned = plan_of_two_devices(name, ranks, given, capsys)
+        assert (planned.processes, planned.context_parallel) == (2 * ranks, ranks)
+        assert planned.devices == 2 and (planned.context_exchange == "auto") == (ranks == 1)
+        found[name] = losses(name, trained(f"{name}.toml"))
+    assert found["pieces"] == pytest.approx(found["whole"], rel=1e-4)
 
 
 def trained(config: str) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def tracer(family: str, bf16: bool) -> StageTracer:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_peaks_and_what_is_there_after_every_item_are_as_predicted(case: Case, counted) -> None:
     """After an item within 1 % of the peak: a microbatch's stored activations are some 5 to 10 % of it."""
@@ -348,7 +348,7 @@ def counted_shared(request: pytest.FixtureRequest) -> dict[Shared, list[Counted]
     return {case: [found[number] for found in by_process] for number, case in enumerate(cases)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("traced", [False, True], ids=["closed", "traced"])
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_tensor_ranks_hold_what_is_estimated(case: Shared, traced: bool, counted_shared) -> None:

@@ -27,7 +27,8 @@ from test_gradients import llama
 from evenpipe import Pipeline
 from evenpipe.model import describe
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.runtime.batch import Batch, Inputs, Totals, cut
+from evenpipe.runtime.batch import Batch, Totals, cut
+from evenpipe.runtime.inputs import Inputs
 from evenpipe.schedule import SCHEDULES, SHARING, Order, TransferKind, add_recompute, plan_order
 from evenpipe.schedule.timeline import peak_activations
 
@@ -201,7 +202,7 @@ def case_of(row: tuple[int, str, str, str]) -> Case:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_schedule_gives_what_one_process_gives(processes: int, sample) -> None:
-    check(processes, [case_of(row) for row in sample(MATRIX) if row[0] == processes])
+    check(processes, [case_of(row) for row in sample(MATRIX, 32) if row[0] == processes])
 
 
 def random_cases(processes: int, number: int) -> list[Case]:

@@ -272,7 +272,7 @@ def test_the_exported_folder_gives_the_same_loss(uninterrupted: Path) -> None:
     batches = open_batches(config, open_data(config))
     total = tokens = 0.0
     for index in range(min(batches.validation_batches, config.training.evaluation_batches)):
-        ids, labels = batches.validation_batch(index)
+        ids, labels, _ = batches.validation_batch(index)
         valid = int((labels[:, 1:] != reference.IGNORE).sum())
         with torch.no_grad():
             total += reference.loss_of(model, ids, labels).item() * valid

@@ -12,7 +12,7 @@ from evenpipe.cli.main import COMMANDS, _module
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.errors import InputError
 from evenpipe.model import describe
-from evenpipe.plan.explanation import explain
+from evenpipe.plan.explanation import Explanation, explain
 from evenpipe.plan.problem import Problem, problem_of
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
@@ -26,16 +26,23 @@ def problem(config: Path, gpus: int, kernels: str = "fused", **options: int) -> 
     return problem_of(describe(config), hardware, gpus=gpus, kernels=kernels, **sizes)
 
 
-def test_the_output_layer_in_layers() -> None:
+@pytest.fixture(scope="module")
+def llama_on_eight() -> Explanation:
+    return explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+
+
+def test_the_output_layer_in_layers(llama_on_eight: Explanation) -> None:
     """Llama 3 8B: 128256 x 4096 over the 218 112 000 parameters of a layer. In time about the same: a layer has
     attention and norms beside its matrices, the output layer has the loss."""
-    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+    found = llama_on_eight
     assert found.matrix_layers == pytest.approx(128256 * 4096 / 218_112_000, rel=1e-6)
     assert found.head_layers == pytest.approx(found.matrix_layers, rel=0.2)
 
 
-def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_none() -> None:
-    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_none(
+    llama_on_eight: Explanation,
+) -> None:
+    found = llama_on_eight
     work = found.usual.busy
     assert max(work) == work[-1]
     # Four layers on each device: the last one has the output layer beside them.
@@ -48,8 +55,8 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     assert found.best.seconds <= balanced.seconds < found.usual.seconds
 
 
-def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time() -> None:
-    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time(llama_on_eight: Explanation) -> None:
+    found = llama_on_eight
     kept, free = (one for one in found.others if one.configuration.schedule == "v-half")
     assert free.configuration.offload == "free"
     peaks = [max(use.peak_bytes for use in one.devices) for one in (free, kept)]

@@ -59,6 +59,7 @@ def configuration(
     return replace(one, **changes | {"open": ("offload", *changes.get("open", ()))})
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("offload", ["free", "all", "scheduled"])
 @pytest.mark.parametrize("mode", ["first-last", "redistribute", "vocab-1", "vocab-2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -91,9 +91,10 @@ def test_layers_that_stay_on_the_device() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, "pp is 0, expected a whole number of at least 1"),
     ({"dp": 4, "ep": 3}, "ep is 3, expected a divisor of dp = 4"),
-    ({"cp_exchange": "star"}, "cp_exchange is 'star', expected ring or all-to-all"),
+    ({"context_exchange": "star"}, "context_exchange is 'star', expected auto, keys or heads"),
     ({"data_parallel": "zero"}, "data_parallel: 'zero', expected 'replicate' or 'shard', or, for estimates and plans,"),
-    ({"slices": 0}, "slices: 0, expected a whole number of at least 1"),
+    ({"slices": 0}, "slices: 0, expected a whole number of at least 1 or 'auto'"),
+    ({"slices": "all"}, "slices: 'all', expected a whole number of at least 1 or 'auto'"),
     ({"microbatch_size": True}, "microbatch_size: True, expected a whole number of at least 1"),
     ({"sequence_length": 1.5}, "sequence_length: 1.5, expected a whole number of at least 1"),
     ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
@@ -116,15 +117,12 @@ def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cp": 2}, "cp: 2, expected 1: only estimates and plans know larger ones"),
         ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
-        ({"cp": 2}, "cp: 2, expected 1"),
         ({"dp": 2, "ep": 2}, "ep: 2, expected 1"),
-        ({"slices": 2}, "slices: 2, expected 1: only whole sequences can run"),
         ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
     ],
 )
-def test_what_only_estimates_and_plans_know_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
+def test_what_cannot_run_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
     recipe = Recipe.of(**given)
     with pytest.raises(InputError) as caught:
         recipe.check_runnable()

@@ -18,10 +18,6 @@ MADE = [
     ({"schedule": "1f1c"}, ["'1f1c' is unknown, did you mean '1f1b'?", "Accepted: gpipe"]),
     ({"schedule": 3}, ["schedule: int", "expected a name, an Order"]),
     (
-        {"schedule": Order.from_csv("0F0,0F0.1,0B0.1,0B0"), "vocabulary": "first-last"},
-        ["sequences of 2 slices can be planned, simulated and drawn", "expected an order without slices"],
-    ),
-    (
         {
             "schedule": Order.from_csv(
                 "0F0,1F0,2F0,3F0,3B0,2B0,1B0,0B0", edges=((0, 1), (0, 2), (1, 3), (2, 3)), microbatches=1
@@ -45,11 +41,11 @@ MADE = [
     ({"seed": "a"}, ["seed: 'a'", "a whole number from 0"]),
     ({"costs": "costs.toml"}, ["costs: 'costs.toml'", "expected Costs"]),
     ({"torch_device": "tpu"}, ["torch_device: 'tpu'", "'cpu' or 'cuda'"]),
-    ({"tp": 2}, ["tp: 2, expected 1, the processes of a device"]),
+    ({"tp": 2}, ["tp: 2, expected 1, as tensor_parallel says"]),
     ({"tensor_parallel": 2}, ["tensor_parallel: 2", "a divisor of 1, the number of processes"]),
-    ({"slices": 2}, ["slices: 2, expected 1"]),
+    ({"slices": 0}, ["slices: 0, expected a whole number of at least 1 or 'auto'"]),
     ({"recipe": 3}, ["recipe: 3", "expected a Recipe, or None"]),
-    ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe: dp, pp, tp = 1, 2, 1, expected 1, 1, 1"]),
+    ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe: pp = 2, expected pp = 1, the sizes of the processes"]),
     ({"recipe": evenpipe.Recipe(), "schedule": "zbv"}, ["recipe: given together with schedule"]),
 ]
 

@@ -7,7 +7,8 @@ import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model.interface import counted_positions
-from evenpipe.runtime.batch import Batch, Inputs, cut, with_positions
+from evenpipe.runtime.batch import Batch, cut
+from evenpipe.runtime.inputs import Inputs, with_positions
 
 IDS = torch.arange(24).reshape(4, 6)
 

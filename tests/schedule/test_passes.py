@@ -120,3 +120,8 @@ def test_members_and_root_are_part_of_a_transfers_identity() -> None:
     assert one == Transfer(TransferKind.X, None, 0, members=(0, 1), root=1)
     assert one != Transfer(TransferKind.X, None, 0, members=(0, 1), root=0)
     assert one != Transfer(TransferKind.X, None, 0, members=(0, 2), root=1)
+
+
+def test_a_collective_with_a_peer_can_be_told() -> None:
+    """No program has one, but a damaged one may, and the fault names it."""
+    assert str(Transfer(TransferKind.DX, 1, 0, members=(0, 1), peer=2)) == "1DX0-2"

@@ -68,6 +68,7 @@ def per_stage(program: Program, device: int) -> Iterator[tuple[int, int, int, in
         yield tuple(record[stage] for record in most)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_more_buffers_than_in_flight_and_one(name: str, mode: str) -> None:

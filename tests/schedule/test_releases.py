@@ -63,7 +63,7 @@ def earlier(program: Program) -> dict[tuple[int, int], set[tuple[int, int]]]:
                 for transfer in unit_needs.waits_for(dependencies, item, device):
                     for producer, _ in unit_needs.producers(dependencies, transfer, device):
                         route = dependencies.route_of(transfer, device)
-                        theirs = route.transfer(producer, transfer.microbatch)
+                        theirs = route.transfer(producer, transfer.microbatch, transfer.slice)
                         result |= of(place[producer, str(theirs)])
             known[at] = result
         return known[at]
@@ -82,7 +82,8 @@ def position_of(program: Program, device: int, wanted: Pass) -> int:
         for position, item in enumerate(program.rows[device])
         if isinstance(item, Pass)
         for part in parts_of(item)
-        if part.kind in kinds and (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch)
+        if part.kind in kinds
+        and (part.stage, part.microbatch, part.slice) == (wanted.stage, wanted.microbatch, wanted.slice)
     )
 
 

@@ -55,6 +55,7 @@ def carried(program: Program) -> list[list[tuple[TransferKind, int | None, int]]
     ]
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_sound_with_fewer(name: str, mode: str) -> None:

@@ -102,6 +102,7 @@ def in_sequence(order: Order) -> bool:
     return True
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_and_mode(name: str, mode: str) -> None:

@@ -24,7 +24,8 @@ from evenpipe.host.offload import Activations
 from evenpipe.host.pool import HostPool
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.parallel.parameters import Matrix
-from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Microbatch
+from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker

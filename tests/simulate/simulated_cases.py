@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 
 import unit_needs
 
@@ -25,11 +26,10 @@ def orders(mode: str, shapes: list[tuple[int, int]] = SHAPES) -> Iterator[tuple[
             yield f"{name} {devices} {microbatches} {mode}", order
 
 
-def every_order() -> Iterator[tuple[str, Order]]:
-    """`orders` in all modes that differ in their orders."""
-    for mode in MODES:
-        if mode != "redistribute":
-            yield from orders(mode)
+@cache
+def every_order() -> dict[str, Order]:
+    """`orders` in all modes that differ in their orders. Made once per process: it takes seconds."""
+    return {label: order for mode in MODES if mode != "redistribute" for label, order in orders(mode)}
 
 
 def random_costs(placement: Placement, seed: int, **more: object) -> Costs:

@@ -22,7 +22,7 @@ from evenpipe.simulate import best_bound, simulate
 from evenpipe.simulate.bounds import program_bounds
 
 UNIT = Costs(F=1, I=1, W=1)
-CASES = dict(every_order())
+CASES = every_order()
 
 
 @pytest.mark.parametrize(

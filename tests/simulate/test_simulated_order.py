@@ -33,7 +33,7 @@ from evenpipe.schedule import (
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.simulate import simulate
 
-CASES = dict(every_order())
+CASES = every_order()
 LINKS = {
     "p2p": {"latency": 0.3, "bandwidth": 10.0, "bytes": 5.0},
     "broadcast": {"latency": 0.7},

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenpipe.train import packing
-from evenpipe.train.packing import Batches, open_rows, split_rows, write_tokens
+from evenpipe.train.packing import Batches, open_ends, open_rows, positions_of, split_rows, write_tokens
 
 END = 0
 
@@ -19,10 +19,10 @@ def encode(texts):
     return [[ord(character) for character in text] for text in texts]
 
 
-def batches(rows, batch_size=3, seed=5, validation_fraction=0.0, validation=None):
+def batches(rows, batch_size=3, seed=5, validation_fraction=0.0, validation=None, **ends):
     tokens = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
     return Batches(
-        tokens, batch_size=batch_size, seed=seed, validation_fraction=validation_fraction, validation=validation
+        tokens, batch_size=batch_size, seed=seed, validation_fraction=validation_fraction, validation=validation, **ends
     )
 
 
@@ -36,10 +36,55 @@ STREAMS = [
 
 @pytest.mark.parametrize(("texts", "stream", "documents"), STREAMS)
 def test_documents_are_joined_by_the_end_of_text(tmp_path, texts, stream, documents):
-    path = tmp_path / "tokens.bin"
+    path, ends = tmp_path / "tokens.bin", tmp_path / "documents.bin"
     expected = [END if character == "|" else ord(character) for character in stream]
-    assert write_tokens(texts, encode, END, path) == (documents, len(expected))
+    assert write_tokens(texts, encode, END, path, ends) == (documents, len(expected))
     assert np.fromfile(path, dtype="<i4").tolist() == expected
+    assert np.fromfile(ends, dtype="<i8").tolist() == [at + 1 for at, one in enumerate(stream) if one == "|"]
+
+
+def test_documents_end_where_texts_do_and_not_at_tokens_of_their_text(tmp_path):
+    """A text may be, begin or end with the end of text, and contain it."""
+    texts = ["\0", "\0ab", "c\0", "d\0\0e"]
+    write_tokens(texts, encode, END, tmp_path / "tokens.bin", tmp_path / "documents.bin")
+    ends = open_ends(tmp_path / "documents.bin")
+    assert ends.tolist() == [2, 6, 9, 14]
+    rows = open_rows(tmp_path / "tokens.bin", 7)
+    assert rows.ravel().tolist() == [END, END, END, ord("a"), ord("b"), END, *map(ord, "c\0\0d\0\0e\0")]
+    assert positions_of(ends, [0, 1], 7).tolist() == [[0, 1, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4]]
+
+
+@settings(max_examples=100)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), length=st.integers(1, 9), data=st.data())
+def test_positions_count_from_the_start_of_the_document_or_of_the_row(lengths, length, data):
+    ends = np.cumsum(lengths)
+    rows = int(ends[-1]) // length
+    numbers = data.draw(st.lists(st.integers(0, rows - 1), max_size=5)) if rows else []
+    found = positions_of(ends, numbers, length)
+    assert found.shape == (len(numbers), length)
+    starts = {0, *ends.tolist()}
+    for number, row in zip(numbers, found, strict=True):
+        place = None
+        for at, position in enumerate(row.tolist()):
+            place = 0 if at == 0 or number * length + at in starts else place + 1
+            assert position == place
+
+
+def test_batches_of_separate_documents_have_positions():
+    own = np.full((2, 4), 7, dtype=np.int32)
+    ends, other = np.array([3, 5, 12, 30, 40]), np.array([1, 8])
+    data = batches(10, validation_fraction=0.1, ends=ends)
+    numbers = data.row_numbers(4)
+    assert torch.equal(data.batch(4).position_ids, torch.from_numpy(positions_of(ends, numbers, 4)))
+    assert data.batch(4).labels is None
+    assert torch.equal(
+        batches(10, validation_fraction=0.1, ends=ends).batch(4).position_ids, data.batch(4).position_ids
+    )
+    (row,) = data.validation_rows
+    assert torch.equal(data.validation_batch(0).position_ids, torch.from_numpy(positions_of(ends, [row], 4)))
+    apart = batches(10, validation=own, ends=ends, validation_ends=other)
+    assert apart.validation_batch(0).position_ids.tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
+    assert batches(10).batch(0).position_ids is None
 
 
 def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path, monkeypatch):
@@ -52,7 +97,7 @@ def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path,
         return encode(texts)
 
     texts = ["one\ntwo\nthree\nfour", "x" * 20, "12345678", "\n" * 9]
-    assert write_tokens(texts, remember, END, tmp_path / "tokens.bin")[0] == 4
+    assert write_tokens(texts, remember, END, tmp_path / "tokens.bin", tmp_path / "documents.bin")[0] == 4
     assert seen == [
         *("one\ntwo\n", "three\n", "four"),
         *("x" * 8, "x" * 8, "x" * 4),
@@ -61,6 +106,7 @@ def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path,
     ]
     stream = [token for text in texts for token in [*map(ord, text), END]]
     assert np.fromfile(tmp_path / "tokens.bin", dtype="<i4").tolist() == stream
+    assert open_ends(tmp_path / "documents.bin").tolist() == np.cumsum([len(text) + 1 for text in texts]).tolist()
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (3, 0), (4, 1), (11, 2)])
@@ -85,7 +131,7 @@ def test_rows_are_held_back_evenly_and_nothing_is_lost(rows, fraction):
 
 
 def test_a_batch_has_the_shape_and_type_that_the_pipeline_takes():
-    batch = batches(20).batch(2)
+    batch = batches(20).batch(2).input_ids
     assert batch.dtype == torch.int64
     assert batch.shape == (3, 4)
 
@@ -96,12 +142,15 @@ def test_a_batch_depends_on_seed_and_step_alone(rows, batch_size, seed, step):
     walked = batches(rows, batch_size, seed)
     for earlier in range(max(0, step - 2), step):
         walked.batch(earlier)
-    assert torch.equal(walked.batch(step), batches(rows, batch_size, seed).batch(step))
+    assert torch.equal(walked.batch(step).input_ids, batches(rows, batch_size, seed).batch(step).input_ids)
 
 
 def test_replicas_share_a_batch_in_turn():
     data = batches(60, 6, seed=2, validation_fraction=0.1)
-    for take in (lambda *part: data.batch(3, *part), lambda *part: data.validation_batch(0, *part)[1]):
+    for take in (
+        lambda *part: data.batch(3, *part).input_ids,
+        lambda *part: data.validation_batch(0, *part).labels,
+    ):
         parts = [take(replica, 3) for replica in range(3)]
         assert [tuple(part.shape) for part in parts] == [(2, data.sequence_length)] * 3
         assert torch.equal(torch.cat(parts), take())
@@ -135,10 +184,11 @@ def test_validation_batches_hold_every_row_held_back_and_the_last_is_smaller():
     data = batches(40, batch_size=3, validation_fraction=0.1)
     assert data.validation_rows.tolist() == [5, 15, 25, 35]
     assert data.validation_batches == 2
-    first, labels = data.validation_batch(0)
+    first, labels, positions = data.validation_batch(0)
+    assert positions is None
     assert torch.equal(first, labels)
     assert (first[:, 0] // 4).tolist() == [5, 15, 25]
-    second, labels = data.validation_batch(1)
+    second, labels, _ = data.validation_batch(1)
     assert second.shape == labels.shape == (1, 4)
     assert second.dtype == labels.dtype == torch.int64
     assert (second[:, 0] // 4).tolist() == [35]
@@ -153,7 +203,7 @@ def test_every_replica_takes_part_in_the_last_validation_batch(rows, parts):
     data = batches(12, batch_size=6, validation=own)
     assert data.validation_batches == 1
     for replica, wanted in enumerate(parts):
-        ids, labels = data.validation_batch(0, replica, 3)
+        ids, labels, _ = data.validation_batch(0, replica, 3)
         counted = labels[labels[:, 0] != -100]
         assert torch.equal(counted, torch.from_numpy(own[wanted].astype(np.int64)))
         assert torch.equal(ids[: len(wanted)], counted)

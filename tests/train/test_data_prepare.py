@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -87,10 +88,37 @@ def test_batches_are_rows_of_the_tokens(config):
     batches = open_batches(settings, data)
     rows = data.tokens // 16
     assert len(batches.training_rows) + len(batches.validation_rows) == rows
-    batch = batches.batch(0)
+    batch = batches.batch(0).input_ids
     assert batch.shape == (4, 16)
     expected = tokens_of(data)[: rows * 16].reshape(rows, 16)[batches.row_numbers(0)]
     assert batch.tolist() == expected.tolist()
+
+
+def test_separate_documents_have_positions_of_their_own(config):
+    """A tokenizer that reads the end of text in a text as one token does not end the document there."""
+    settings = config(data={"documents": "separate"})
+    data = prepare(settings, quiet)
+    ends = np.fromfile(data.ends_path, dtype="<i8")
+    assert ends.tolist() == [at + 1 for at, token in enumerate(tokens_of(data)) if token == data.end_of_text_id]
+    batches = open_batches(settings, data)
+    ids, _, positions = batches.batch(0)
+    before = torch.cat([torch.full((len(ids), 1), data.end_of_text_id), ids[:, :-1]], 1)
+    assert torch.equal(positions == 0, before == data.end_of_text_id)
+    assert torch.equal(positions.diff(dim=1)[positions[:, 1:] > 0], torch.ones((positions[:, 1:] > 0).sum().int()))
+    assert open_batches(config(data={"documents": "joined"}), data).batch(0).position_ids is None
+
+
+def test_the_end_of_text_within_a_document_does_not_end_it(config, corpus):
+    texts = ["<|endoftext|>begins with it", "has <|endoftext|> in it\n" * 3]
+    for number, text in enumerate(texts):
+        (corpus / f"{number:02}.py").write_text(text)
+    data = prepare(config(), quiet)
+    ends = np.fromfile(data.ends_path, dtype="<i8")
+    assert (tokens_of(data) == data.end_of_text_id).sum() == 60 + 4
+    assert len(ends) == data.documents == 60
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+    parts = np.split(tokens_of(data), ends[:2])
+    assert [tokenizer.decode(part) for part in parts[:2]] == [f"{text}<|endoftext|>" for text in texts]
 
 
 def test_the_same_text_gives_the_same_tokenizer_and_tokens(config, tmp_path):
@@ -145,6 +173,11 @@ def damage_remove(folder):
     (folder / "tokens.bin").unlink()
 
 
+def damage_ends(folder):
+    """Also what was prepared before this file existed."""
+    (folder / "documents.bin").unlink()
+
+
 def damage_json(folder):
     (folder / "data.json").write_text('{"folder": ')
 
@@ -153,7 +186,7 @@ def damage_tokenizer(folder):
     (folder / "tokenizer" / "tokenizer_config.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_json, damage_tokenizer])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_ends, damage_json, damage_tokenizer])
 def test_a_damaged_cache_is_built_again(config, damage):
     first = prepare(config(), quiet)
     intact = first.tokens_path.read_bytes()
@@ -163,6 +196,7 @@ def test_a_damaged_cache_is_built_again(config, damage):
             open_data(config())
     assert prepare(config(), quiet) == first
     assert first.tokens_path.read_bytes() == intact
+    assert len(np.fromfile(first.ends_path, dtype="<i8")) == first.documents
 
 
 def test_what_a_killed_preparation_left_behind_is_removed(config):
@@ -357,6 +391,13 @@ def test_what_a_checkpoint_compares(config):
         assert ("the run may have trained on some of the new ones" in said) == mixes
     same_batch = config(pipeline={"microbatches": 4, "microbatch_size": 1})
     assert changes_of_data(identity, data_identity(same_batch, data)) == []
+    separate = data_identity(config(data={"documents": "separate"}), data)
+    before_the_option = {name: value for name, value in identity.items() if name != "data.documents"}
+    for earlier in (identity, before_the_option):
+        assert changes_of_data(earlier, identity) == []
+        assert changes_of_data(earlier, separate) == [
+            "data.documents is now separate, was joined: losses do not compare with earlier ones"
+        ]
 
 
 @pytest.fixture

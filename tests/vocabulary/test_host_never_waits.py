@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenpipe.parallel.parameters import Matrix
-from evenpipe.runtime.batch import Batch, Inputs, cut
+from evenpipe.runtime.batch import Batch, cut
+from evenpipe.runtime.inputs import Inputs
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.vocabulary import LossOptions, combine, split
 

@@ -72,9 +72,9 @@ def _add_layout(layout: argparse._ArgumentGroup) -> None:
         "--no-sequence-parallel", action="store_true", help="with tp, keep norms and residuals whole on every GPU"
     )
     layout.add_argument(
-        "--cp-exchange",
-        choices=("ring", "all-to-all"),
-        default="ring",
+        "--context-exchange",
+        choices=("keys", "heads"),
+        default="keys",
         help="context parallelism exchanges keys and values, or heads for tokens (default: %(default)s)",
     )
     layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
@@ -83,6 +83,9 @@ def _add_layout(layout: argparse._ArgumentGroup) -> None:
 def _add_batch(batch: argparse._ArgumentGroup) -> None:
     batch.add_argument("--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE})")
     batch.add_argument("--microbatch-size", metavar="N", type=int, default=1, help="sequences (default: 1)")
+    batch.add_argument(
+        "--slices", metavar="N", type=int, default=1, help="parts in which a sequence flows through the pipeline"
+    )
     batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
     batch.add_argument("--schedule", metavar="NAME|FILE.csv", default="1f1b", help="default: %(default)s")
     add_options(batch)
@@ -128,7 +131,7 @@ def _add_what_runs(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--traced",
         action="store_true",
-        help="run the stages on tensors without storage instead of using closed forms (cp = 1)",
+        help="run the stages on tensors without storage instead of using closed forms",
     )
 
 
@@ -191,9 +194,10 @@ def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
     if schedule.endswith(".csv"):  # its passes; transfers are placed anew
         count = arguments.microbatches or MICROBATCHES_PER_DEVICE * arguments.pp
         schedule, given = generate(schedule, arguments.pp, count, **given), {}
-    alike = (*AXES, "cp_exchange", "microbatches", "microbatch_size", "vocabulary", "checkpointing")
+    alike = (*AXES, "context_exchange", "microbatches", "microbatch_size", "slices", "vocabulary")
     return Recipe.of(
         **{name: getattr(arguments, name) for name in alike},
+        checkpointing=arguments.checkpointing,
         data_parallel=DATA_PARALLEL[arguments.zero],
         sequence_parallel=not arguments.no_sequence_parallel,
         sequence_length=sequence,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
-NUMBERS = ("dp", "tp", "cp", "pp", "zero", "microbatch_size", "stages_per_device")
+NUMBERS = ("dp", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
 """Choices of the search that are numbers."""
 PLURALS = {"microbatch_size": "microbatch_sizes", "schedule": "schedules", "vocabulary": "vocabularies"}
 """Their fields of `Space`, where the name differs."""
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("pp", "devices of a pipeline"),
         ("zero", "shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
         ("microbatch-size", "sequences per microbatch"),
+        ("slices", "slices of every sequence (default: 1, and 4 for long sequences in few microbatches)"),
         ("stages-per-device", "stages per device, for schedules that leave a choice"),
         ("schedule", "names of schedules"),
         ("vocabulary", "vocabulary modes"),
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
     space.add_argument(
-        "--runnable", action="store_true", help="only configurations that evenpipe train can run: cp 1, zero 0 or 3"
+        "--runnable", action="store_true", help="only configurations that evenpipe train can run, with zero 0 or 3"
     )
     parser.add_argument("--best", metavar="N", type=int, default=10, help="plans to show (default: %(default)s)")
     parser.add_argument(
@@ -211,7 +212,7 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
     from evenpipe.train.planned_config import planned_tables, write_tables
 
     assert found.best is not None
-    runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe.parallelism))
+    runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe))
     plan = next(runnable, found.best)
     tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"

@@ -198,6 +198,23 @@ class Communicator:
             writes=output,
         )
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+        """Put row i of the `tensor` [members, ...] of member j into row j of the `output` of member i.
+
+        Both may be used again after the wait.
+        """
+        assert tensor.shape == output.shape and len(tensor) == len(self.members), f"{what}: {tuple(tensor.shape)}"
+
+        def start(host: Tensor, host_output: Tensor) -> Any:
+            if self._by_rank:
+                return dist.all_to_all_single(host_output, host, group=self.group, async_op=True)
+            order = [self.members.index(member) for member in sorted(self.members)]
+            return dist.all_to_all(
+                [host_output[index] for index in order], [host[index] for index in order], self.group, async_op=True
+            )
+
+        return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
+
     def started(self, what: str) -> Handle:
         """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
         reads others' memory: the watch knows of it from the wait on."""

@@ -13,7 +13,9 @@
                 two backward
     vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
                 rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
-    context     keys and values arrive while attention computes: the longer of the two counts
+    context     every attention layer exchanges keys and values, or heads for tokens (`model/context_exchange.py`), in F
+                and in the backward, once more in a repeated forward, and copies what it sends and receives. None of
+                that overlaps. Every device has the same share of the unmasked pairs
 
 F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
 streaming; W the products a third time, adding the results to gradients in fp32. tests/costs/test_analytic.py compares
@@ -27,6 +29,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from evenpipe.errors import InputError
+from evenpipe.model.context_exchange import moved
+from evenpipe.model.flops import Attention
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
@@ -47,12 +51,6 @@ GRADIENT_BYTES = 4
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
-
-ADDED_BYTES = 12
-"""Bytes moved to add one fp32 element to another: two reads and one write."""
-
-RING_OPERATIONS = 6
-"""Kernels of one step of ring attention besides attention itself: messages, copies and sums."""
 
 BESIDE_COLLECTIVES = 1.065
 """Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
@@ -104,8 +102,24 @@ class Setting:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one device."""
-        return self.microbatch_size * self.sequence // self.axes.context.size
+        """Tokens of one microbatch, or of a slice of it, on one device."""
+        start, end = self.span
+        return self.microbatch_size * (end - start) // self.axes.context.size
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First token (inclusive) and last (exclusive) of a slice of the sequence, or of all of it."""
+        return self.axes.pieces.span or (0, self.sequence)
+
+    def on(self, span: tuple[int, int] | None) -> Setting:
+        """Return the same for a slice; None: for whole sequences."""
+        return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
+
+    def keys(self, attention: Attention) -> float:
+        """Return the keys that a token of the slice attends to, on average."""
+        start, end = self.span
+        before = attention.pairs(start) * start if start else 0.0
+        return (attention.pairs(end) * end - before) / (end - start)
 
     @cached_property
     def element(self) -> int:
@@ -207,15 +221,44 @@ class LayerTime:
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times of one layer."""
-    computed = _computed(work, setting)
-    if setting.tensor == 1:
-        return computed
-    exchanged = _exchanged(work, setting)
-    sums = {name: getattr(computed, name) + getattr(exchanged, name) for name in _TIMES}
+    times = [_computed(work, setting)]
+    if setting.axes.context.size > 1 and work.attention.heads:
+        times.append(_between_pieces(work.attention, setting))
+    exchanged = None if setting.tensor == 1 else _exchanged(work, setting)
+    times += [] if exchanged is None else [exchanged]
+    sums = {name: sum(getattr(one, name) for one in times) for name in _TIMES}
     return LayerTime(**sums, exchanged=exchanged)
 
 
 _TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name != "exchanged")
+
+
+def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
+    """Return the times in which the devices that share a sequence exchange what attention needs, and compute
+    nothing."""
+    axis, hardware, pieces = setting.axes.context, setting.hardware, setting.axes.pieces
+    own = setting.tokens * setting.element
+
+    def seconds(elements: float) -> float:
+        if pieces.exchange == "keys":
+            whole = axis.size * own * elements
+            return axis.gather_seconds(hardware, whole) + hardware.streaming_seconds(2 * whole)
+        return axis.exchange_seconds(hardware, own * elements) + hardware.streaming_seconds(4 * own * elements, 2)
+
+    kept = pieces.span is not None
+    tensors = moved(attention, pieces.exchange, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
+    forward, backward = (sum(map(seconds, each)) for each in tensors)
+    return LayerTime(
+        forward=forward,
+        bare=forward,
+        inputs=backward,
+        weights=0.0,
+        weights_repeated=0.0,
+        whole=backward,
+        whole_repeated=backward,
+        again_selective=forward,
+        again_full=forward,
+    )
 
 
 def _computed(work: LayerWork, setting: Setting) -> LayerTime:
@@ -286,33 +329,22 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
-    """Return forward and backward of attention; keys and values of the other parts of the sequence arrive meanwhile."""
+    """Return forward and backward of attention itself."""
     sizes = work.attention
     if not sizes.heads:
         return 0.0, 0.0
-    hardware, axis = setting.hardware, setting.axes.context
+    hardware = setting.hardware
     speed = hardware.peak(setting.dtype) * hardware.attention_fraction
     if setting.flash:
-        flops = setting.tokens * sizes.flops(sizes.pairs(setting.sequence)) / setting.tensor
+        flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
-        pairs = setting.tokens * setting.sequence * sizes.heads / setting.tensor
+        pairs = setting.tokens * setting.span[1] * sizes.heads / setting.tensor
         flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
-    if axis.size == 1:
-        return forward, backward
-    passing = axis.size * setting.tokens * sizes.key_value_size / setting.tensor * setting.element
-    arriving = axis.gather_seconds(hardware, passing)
-    # The results for each part of the keys are added in fp32: outputs, and gradients of queries, keys and values.
-    parts = axis.size - 1
-    result = setting.tokens * sizes.heads * sizes.value_size / setting.tensor
-    gradients = result + setting.tokens * sizes.key_value_size / setting.tensor
-    merging, merging_backward = (
-        parts * hardware.streaming_seconds(ADDED_BYTES * elements, RING_OPERATIONS) for elements in (result, gradients)
-    )
-    return max(forward, arriving) + merging, max(backward, 2 * arriving) + merging_backward
+    return forward, backward + (forward if setting.axes.pieces.attends_again else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ def completed(costs: Costs, other: Costs) -> Costs:
     for kind in list(missing)[:1]:
         forwards = zip(missing[kind], other.F, costs.F, strict=True)
         missing[kind] = tuple(max(time / 2, time + forward - usual) for time, forward, usual in forwards)
-    return replace(costs, **missing)
+    return replace(costs, **missing, slices={**other.slices, **costs.slices})
 
 
 def one_by_one(order: Order) -> Order:

@@ -24,12 +24,15 @@ class Axis:
         """Return whether all of them share a node."""
         return self.size * self.stride <= hardware.devices_per_node
 
+    def local(self, hardware: Hardware) -> int:
+        """Return how many of them share a node."""
+        return max(1, min(self.size, hardware.devices_per_node // self.stride))
+
     def wire(self, hardware: Hardware) -> Wire:
         """Return the wire that limits a ring over them."""
         if self.inside_node(hardware):
             return hardware.inside
-        local = max(1, min(self.size, hardware.devices_per_node // self.stride))
-        bandwidth = min(hardware.inside.bandwidth, hardware.across.bandwidth * local)
+        bandwidth = min(hardware.inside.bandwidth, hardware.across.bandwidth * self.local(hardware))
         return Wire(latency_seconds=hardware.across.latency_seconds, bandwidth=bandwidth)
 
     def hop_seconds(self, hardware: Hardware, size: float) -> float:
@@ -46,11 +49,38 @@ class Axis:
         """Return the time of a broadcast of `size` bytes, or a reduce to one device: a chain through all of them."""
         return self._ring(hardware, size)
 
+    def exchange_seconds(self, hardware: Hardware, size: float) -> float:
+        """Return the time in which each sends every other one its part of `size` bytes (all-to-all): inside the node
+        and across nodes at the same time, across by its own network card."""
+        if self.size == 1:
+            return 0.0
+        local, part = self.local(hardware), size / self.size
+        latency = (hardware.inside if self.inside_node(hardware) else hardware.across).latency_seconds
+        inside, across = (local - 1) * part, (self.size - local) * part
+        moving = max(inside / hardware.inside.bandwidth, across / hardware.across.bandwidth)
+        return latency * self._doublings + moving
+
+    @property
+    def _doublings(self) -> int:
+        return math.ceil(math.log2(self.size))
+
     def _ring(self, hardware: Hardware, moved: float) -> float:
         if self.size == 1:
             return 0.0
         wire = self.wire(hardware)
-        return wire.latency_seconds * math.ceil(math.log2(self.size)) + moved / wire.bandwidth
+        return wire.latency_seconds * self._doublings + moved / wire.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How attention finds the rest of a sequence that is cut: over the context axis, into slices, or both."""
+
+    exchange: str = "keys"
+    """Between devices of the context axis: "keys" or "heads"."""
+    span: tuple[int, int] | None = None
+    """Of one slice: its first token, and the one behind its last; None: sequences are not cut into slices."""
+    attends_again: bool = False
+    """The backward of attention on pieces computes its forward once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +93,9 @@ class Axes:
     replicas: Axis
     """Data and context: devices with the same parameters, over which gradients are summed."""
     pipeline: Axis
+    pieces: Pieces = Pieces()
 
     @classmethod
-    def of(cls, *, dp: int, tp: int, cp: int, pp: int) -> Axes:
+    def of(cls, *, dp: int, tp: int, cp: int, pp: int, pieces: Pieces = Pieces()) -> Axes:
         """Return axes of these sizes."""
-        return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp))
+        return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp), pieces)

@@ -26,6 +26,8 @@ from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, Transfe
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS, unit_of
 from evenpipe.schedule.trace import PassTime, Trace
 
+from .slice_fit import slice_factors
+
 CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
@@ -72,11 +74,11 @@ class Samples:
     bounds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
+def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = (), tokens: Sequence[int] = ()) -> Costs:
     """Return the seconds per pass and transfer from all `traces`, which have one placement.
 
-    others: further traces of the same model, only for contention. Raises InputError if there are no traces, if
-    placements differ, and if a stage has no forward.
+    others: further traces of the same model, only for contention. tokens: of each slice of a sequence, if known. Raises
+    InputError if there are no traces, if placements differ, and if a stage has no forward.
     """
     if not traces:
         raise InputError("there is no trace; give at least one")
@@ -104,7 +106,8 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
             times[kind.value] = tuple(copies.get(stage, usual) for stage in range(placement.stages))
     seconds = {name: _transfer_seconds(steps, name) for name in dict.fromkeys(["p2p", *CLASS_OF.values()])}
     collectives = {name: time for name, time in seconds.items() if name != "p2p" and time is not None}
-    return Costs(**times, p2p=seconds["p2p"] or 0.0, collectives=collectives, contention=contention)
+    slices = slice_factors(traces, tokens)
+    return Costs(**times, p2p=seconds["p2p"] or 0.0, collectives=collectives, contention=contention, slices=slices)
 
 
 def _samples(trace: Trace) -> Samples:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from evenpipe.schedule import Costs, Placement
+from evenpipe.schedule.slice_costs import of_slices
 
 from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
 from .measured_passes import OUTPUT, PASSES
@@ -96,6 +97,16 @@ def costs_of_cut(
         G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
         collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
     )
+
+
+def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Setting], Costs]) -> Costs:
+    """Return the costs of slices of a sequence: mean times, and the factors of each slice.
+
+    ends: tokens up to the end of each slice. costs: of a setting, with the times of its layers (`costs_of_cut`).
+    """
+    spans = list(pairwise((0, *ends)))
+    each = [costs(setting.on(span)) for span in spans]
+    return of_slices(each, [float(end - start) for start, end in spans])
 
 
 def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:

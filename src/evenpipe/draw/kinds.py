@@ -1,4 +1,5 @@
-"""How each kind looks: its words, its colour, and the shades that tell a device's stages apart.
+"""How each kind looks: its words, its colour, and the shades that tell apart a device's stages and the slices of a
+sequence.
 
 The colours differ in lightness as well as in hue, so that kinds that share a row stay apart for readers with
 protanopia, deuteranopia or tritanopia; a test computes how far apart they are.
@@ -12,7 +13,7 @@ from functools import cache
 from evenpipe.schedule import Item, Kind, Pass, TransferKind, parts_of
 
 MOST_SHADES = 16
-"""Most shades for the stages of a device; more would look alike."""
+"""Most shades for the stages of a device and the slices of a sequence; more would look alike."""
 
 IDLE = "#e9ecf0"
 """Colour of idle time."""
@@ -64,20 +65,26 @@ def number_of(kind: Kind | TransferKind) -> int:
     return _NUMBER[kind]
 
 
-def colours_of(item: Item, stages: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the colour of a pass on a device that holds `stages`: one, or one per part of passes that run as one."""
+def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[str, ...]:
+    """Return the colour of a pass on a device that holds `stages`, with sequences of so many slices: one, or one per
+    part of passes that run as one."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)
-    return tuple(_shaded(part.kind, part.stage, stages) for part in parts)
+    return tuple(_shaded(part, stages, slices) for part in parts)
 
 
-def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...]) -> str:
-    if stage is None or stage not in stages or isinstance(kind, TransferKind):
-        return LOOKS[kind].colour
-    return _shade(LOOKS[kind].colour, stages.index(stage), len(stages))
+def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
+    """Return the colour of a pass: from the first stage to the last, and in each from the first slice to the last."""
+    colour = LOOKS[part.kind].colour
+    if isinstance(part.kind, TransferKind):
+        return colour
+    place, held = (stages.index(part.stage), len(stages)) if part.stage in stages else (0, 1)
+    slices = slices if part.microbatch is not None else 1
+    apart = min(slices, max(1, MOST_SHADES // held))
+    return _shade(colour, place * apart + part.slice * apart // slices, held * apart)
 
 
 def _shade(colour: str, place: int, shades: int) -> str:
-    """Return one of several shades of `colour`: light at place 0, for the first stage of a device, dark at the last."""
+    """Return one of several shades of `colour`: light at place 0, for the first stage or slice, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3

@@ -99,15 +99,20 @@ class Panel:
             for row in self.rows
         )
 
+    @cached_property
+    def slices(self) -> int:
+        """Return the number of slices of a sequence."""
+        return 1 + max((part.slice for row in self.rows for event in row for part in parts(event)), default=0)
+
     def colours(self, event: Event) -> tuple[str, ...]:
         """Return one colour, or one per part of passes that run as one."""
         item = event.item
-        parts = tuple((part.kind, part.stage) for part in item.parts) if isinstance(item, Pass) else ()
-        key = (item.kind, item.stage, parts, event.device)
+        parts = tuple((part.kind, part.stage, part.slice) for part in item.parts) if isinstance(item, Pass) else ()
+        key = (item.kind, item.stage, item.slice, parts, event.device)
         found = self._colours.get(key)
         if found is None:
             stages = self.stages[event.device] if 0 <= event.device < self.devices else ()
-            found = self._colours[key] = colours_of(item, stages)
+            found = self._colours[key] = colours_of(item, stages, self.slices)
         return found
 
     @cached_property

@@ -255,11 +255,14 @@ class _Page:
         if self.waits:
             entries += _entries([kind for panel in self.panels for kind in panel.awaited], "waits for ")
         top = self.canvas.legend(entries, self.left, self.width - 10, top)
+        shaded = []
         if any(len(stages) > 1 for panel in self.panels for stages in panel.stages):
+            shaded.append("from the first to the last stage of a device")
+        if any(panel.slices > 1 for panel in self.panels):
+            shaded.append("from the first to the last slice of a sequence")
+        if shaded:
             top += LEGEND_LINE
-            self.canvas.text(
-                self.left, top + 10.5, "lighter to darker: from the first to the last stage of a device", 12
-            )
+            self.canvas.text(self.left, top + 10.5, f"lighter to darker: {', and in each '.join(shaded)}", 12)
         exchange = exchange_text(self.panels)
         if exchange:
             top += LEGEND_LINE

@@ -171,8 +171,12 @@ class Activations:
 
     # --- O, D, L -----------------------------------------------------------------------------------------------
 
-    def offload(self, key: StageUnit) -> None:
-        """O. Raises RunError if the host has no room, unless activations then stay."""
+    def offload(self, key: StageUnit, what: str = "") -> None:
+        """O. what: text of the pass, for `recorded`.
+
+        Raises:
+            RunError: the host has no room, unless activations then stay.
+        """
         memories: list[_Memory] = []
         slots: list[Slot] = []
         for one in self._stashes.pop(key):
@@ -193,7 +197,7 @@ class Activations:
                 )
         moves = [(memory.storage, slot) for memory, slot in zip(memories, slots, strict=True) if memory.storage]
         moved = self._moved[key] = _Moved(memories, slots, self.copies.out(moves))
-        self._record("O", key, moved.out)
+        self._record(what, moved.out)
 
     def give_back(self, key: StageUnit) -> None:
         """D."""
@@ -204,8 +208,8 @@ class Activations:
         for memory in moved.memories:
             memory.free()
 
-    def load(self, key: StageUnit) -> None:
-        """L."""
+    def load(self, key: StageUnit, what: str = "") -> None:
+        """L. what: text of the pass, for `recorded`."""
         moved = self._moved[key]
         assert moved.given_back and moved.back is None
         moves = []
@@ -215,7 +219,7 @@ class Activations:
         moved.back = self.copies.back(moves, moved.out)
         for slot in moved.slots:
             self.pool.give(slot)
-        self._record("L", key, moved.back)
+        self._record(what, moved.back)
 
     def ready(self, key: StageUnit) -> None:
         """Make the activations available to B, I or R of that microbatch."""
@@ -223,9 +227,9 @@ class Activations:
         assert moved.back is not None
         self.copies.wait(moved.back)
 
-    def _record(self, kind: str, key: StageUnit, ticket: Ticket) -> None:
+    def _record(self, what: str, ticket: Ticket) -> None:
         if self.recorded is not None:
-            self.recorded.append((f"{key[0]}{kind}{key[1]}", ticket.stamps))
+            self.recorded.append((what, ticket.stamps))
 
     # --- the step ----------------------------------------------------------------------------------------------
 

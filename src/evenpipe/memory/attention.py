@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from evenpipe.memory.norms import Norms
 from evenpipe.memory.operations import WIDE
+from evenpipe.memory.own_attention import OwnAttention
 from evenpipe.memory.sketch import Sketch
 
 
-class Attention(Norms):
+class Attention(OwnAttention):
     """Of one layer on one tape."""
 
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
@@ -113,6 +113,8 @@ class Attention(Norms):
 
     def _core(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch | None]:
         operations, sizes, shape, kernels = self._operations, self._sizes, self._shape, self._kernels
+        if sizes.piece is not None:
+            return self._in_pieces(sizes.piece, query, key, value, self._own_core), None
         if not self._is_flash:
             return self._eager(query, key, value)
         mask = None
@@ -137,11 +139,35 @@ class Attention(Norms):
             result = operations.turned(result, copies=True, copies_gradient=False, name="attention, by tokens")
         return result, None
 
+    def _own_core(self, query: Sketch, keys: Sketch, values: Sketch) -> Sketch:
+        """The family's own attention on all keys of a piece, with a mask that is made for each call."""
+        operations, sizes, piece = self._operations, self._sizes, self._sizes.piece
+        assert piece is not None
+        pairs = piece.queries * piece.end
+        seen = self._tape.new(pairs, 1)
+        if not self._is_flash:
+            mask, unseen = self._tape.new(sizes.batch * pairs, sizes.element), self._tape.new(sizes.batch * pairs, 1)
+            del seen, unseen
+            result, _ = self._eager(query, keys, values)
+            del mask
+            return result
+        rows = query.elements // self._shape.attention.head_size
+        if self._kernels.attention == "flash":  # looks at no mask
+            result = operations.flash_attention(query, keys, values, size=query.elements, rows=rows)
+            del seen
+            return result
+        keys, values = (self._for_every_head(one) for one in (keys, values))
+        inverted = self._tape.new(sizes.batch * pairs, 1)
+        mask = self._tape.new(sizes.batch * pairs, sizes.element, "mask of one layer")
+        del inverted
+        return operations.flash_attention(query, keys, values, size=query.elements, rows=rows, mask=mask)
+
     def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
         operations, sizes, shape = self._operations, self._sizes, self._shape
-        grouped = sizes.heads > sizes.key_value_heads > 1
+        grouped = self._groups > 1 and self._key_heads > 1
         key, value = self._for_every_head(key), self._for_every_head(value)
-        scores = sizes.tokens * sizes.heads * sizes.context
+        keys_seen = sizes.context if sizes.piece is None else sizes.piece.end
+        scores = query.elements // shape.attention.head_size * keys_seen
         # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
         lies_by_heads = shape.rotary.joined
         weights = operations.scaled(
@@ -159,8 +185,7 @@ class Attention(Norms):
         weights = operations.to(
             operations.elementwise(weights, "probabilities", saves_result=True), sizes.element, "probabilities"
         )
-        size = sizes.tokens * sizes.heads * shape.attention.head_size
-        result = operations.product(weights, self._by_heads(value, grouped), size)
+        result = operations.product(weights, self._by_heads(value, grouped), query.elements)
         result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
         return result, weights
 
@@ -168,5 +193,18 @@ class Attention(Norms):
         return x if lies_so or self._sizes.batch == 1 else self._operations.offset(x, x.storage.name)
 
     def _for_every_head(self, x: Sketch) -> Sketch:
-        groups = self._sizes.heads // self._sizes.key_value_heads
-        return self._operations.repeated(x, groups, copies=self._sizes.key_value_heads > 1) if groups > 1 else x
+        if self._groups == 1:
+            return x
+        return self._operations.repeated(x, self._groups, copies=self._key_heads > 1)
+
+    @property
+    def _key_heads(self) -> int:
+        """Heads of keys and values that attention gets."""
+        piece, own = self._sizes.piece, self._sizes.key_value_heads
+        return max(1, own // piece.ranks) if piece is not None and piece.trades_heads else own
+
+    @property
+    def _groups(self) -> int:
+        """Heads of queries that share one of these."""
+        piece, heads = self._sizes.piece, self._sizes.heads
+        return (heads // piece.ranks if piece is not None and piece.trades_heads else heads) // self._key_heads

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.layers import SMALLEST_MOVED
+from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.parameters import StageParameters
@@ -44,6 +45,12 @@ class Trace:
     """Bytes of gradients of each layer's parameters, and last of those outside of layers."""
     input_gradients: tuple[int, ...]
     """The part of them that I computes."""
+    carried: tuple[CarriedBytes, ...] = ()
+    """Of each layer, if sequences are cut into slices."""
+    grown: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By pass, the bytes by which each layer makes the carry larger, which are not stored or queued."""
+    gathered: int = 0
+    """Bytes of the keys and values that a layer gathers from context ranks."""
 
     def over(self, places: Sequence[int]) -> StageBytes:
         """Return the measurements for a stage whose i-th layer is like the one at `places[i]`."""
@@ -58,6 +65,10 @@ class Trace:
             return total[name].above if name in total else 0
 
         split = "input" in total
+        for name, grown in self.grown.items():
+            if name in more:
+                more[name] -= sum(grown[place] for place in places) - sum(grown)
+        carried = [self.carried[place] for place in places] if self.carried else []
         return StageBytes(
             input=self.hidden,
             output=self.output,
@@ -65,6 +76,9 @@ class Trace:
             stored=self.stored + more["forward"],
             moved=of_all(self.moved),
             queued=self.queued + more["forward"] + more["input"] if split else 0,
+            carried=sum(one.keys for one in carried),
+            carried_gradients=sum(one.gradients for one in carried),
+            gathered=self.gathered,
             parameters=PartBytes(
                 gradients=of_all(self.gradients), input_gradients=of_all(self.input_gradients) if split else 0
             ),
@@ -110,6 +124,7 @@ class Bench:
         shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
         exchange: of the tensor ranks that the stage was made for; None for one.
         repeats: every forward is that of R, for which these keep more.
+        piece: of every sequence; `shape` is that of the piece. None: whole sequences.
     """
 
     def __init__(
@@ -125,9 +140,10 @@ class Bench:
         moves: Sequence[bool] | None = None,
         exchange: Exchange | None = None,
         repeats: bool = False,
+        piece: PieceBench | None = None,
     ) -> None:
         self._stage, self._names = stage, names
-        self._exchange, self._repeats = exchange, repeats
+        self._exchange, self._repeats, self._piece = exchange, repeats, piece
         ranks = 1 if exchange is None else exchange.size
         rows = shape[0], shape[1] // ranks, shape[2]
         self._shape, self._output_shape = shape if stage.is_first else rows, rows
@@ -169,23 +185,39 @@ class Bench:
             self._microbatch(first=True, split=True)
             hidden, output, stored, queued = self._microbatch(split=True)
         input_gradients = self._input_gradients if split else ()
-        return Trace(hidden, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
+        found = Trace(hidden, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
+        return found if self._piece is None else self._with_carry(found, self._piece)
+
+    def _with_carry(self, found: Trace, bench: PieceBench) -> Trace:
+        carried = bench.carried([self._stage.get_submodule(name) for name in self._names])
+        grown: dict[str, Sequence[int]] = {}
+        if bench.piece.is_first:
+            grown["forward"] = [one.keys for one in carried]
+        if bench.piece.is_last:
+            grown["input"] = [one.gradients for one in carried]
+        elif bench.piece.is_first:
+            grown["input"] = [-one.keys - one.gradients for one in carried]
+        return replace(found, carried=carried, grown=grown, gathered=bench.gathered)
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
     def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, ...]:
         """Run F, R if wanted, and B or I and W. Return the bytes of the input and the output, and the stored and queued
         ones."""
-        tracker, which = self._tracker, "first " if first else ""
-        before = tracker.live
+        which, piece = "first " if first else "", self._piece
+        if piece is not None:
+            piece.begin()
+        before = self._live
         hidden = torch.empty(self._shape, dtype=self._dtype)
-        size = tracker.live - before
+        size = self._live - before
         if recompute:
             with torch.no_grad(), self._passing("bare forward"):
-                output = self._stage(hidden)
+                output = self._run(hidden)
             del output
         edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
-        stored = tracker.live - before - size
+        stored = self._live - before - size
+        if piece is not None:
+            piece.turn()
 
         gradient = torch.empty(self._output_shape, dtype=self._dtype)
         output_size = gradient.nbytes
@@ -199,15 +231,24 @@ class Bench:
         hidden.grad = None
         assert input_gradient is not None
         del edge, gradient, hidden
-        queued = tracker.live - before - size
+        queued = self._live - before - size
         if split and first:
             self._input_gradients = self._gradient_sizes()
         if split:
             with self._passing(f"{which}weight", backwards=True):
                 self._queue.compute(KEY)
         del input_gradient
-        assert first or tracker.live == before, f"{tracker.live - before} bytes of a microbatch are not freed"
+        assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
         return size, output_size, stored, queued
+
+    @property
+    def _live(self) -> int:
+        """Live bytes without the carry."""
+        return self._tracker.live - (0 if self._piece is None else self._piece.held)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self._stage(hidden) if self._piece is None else self._piece.run(self._stage, hidden)
+        return output
 
     def _forward(self, hidden: Tensor, name: str, *, split: bool, keep_all: bool) -> GradientEdge:
         self._queue.under_way = KEY if split else None
@@ -215,7 +256,7 @@ class Bench:
         if self._exchange is not None:
             self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
-            output = self._stage(hidden.requires_grad_())
+            output = self._run(hidden.requires_grad_())
         if self._exchange is not None:
             self._exchange.repeats = False
         self._switch.off = False
@@ -238,6 +279,8 @@ class Bench:
         for tensor in (*self._stage.parameters(), *self._stage.buffers()):
             self._seen[tensor.untyped_storage()._cdata] = False
         self._place = len(self._names)
+        if self._piece is not None:
+            self._piece.begin()
         hidden = torch.empty(self._shape, dtype=self._dtype)
         keeps: list[Tensor] = []  # so that no storage id is reused
 
@@ -252,7 +295,7 @@ class Bench:
 
         self._switch.hooks = pack, _as_it_is
         with saved_tensors_hooks(pack, _as_it_is):
-            self._stage(hidden.requires_grad_())
+            self._run(hidden.requires_grad_())
         self._switch.hooks = None
         self._seen.clear()
 

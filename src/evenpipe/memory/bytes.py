@@ -85,6 +85,13 @@ class StageBytes:
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
+    carried: int = 0
+    """The carry of whole sequences: their keys and values, from the first slice's F to its B (or I). Passes of slices
+    have it in their peaks."""
+    carried_gradients: int = 0
+    """The gradients of these, from the last slice's B (or I) to the first one's."""
+    gathered: int = 0
+    """Keys and values that a layer gathers from context ranks in its passes; a part of the peaks."""
 
     @property
     def uncopied(self) -> int:
@@ -193,7 +200,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer + self.copies
 
 
-TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
+TERMS = ("parameters", "gradients", "optimizer", "activations", "carry", "vocabulary", "buffers", "transient")
 """Parts of a device's peak."""
 
 

@@ -24,10 +24,13 @@ from evenpipe.memory.layers import (
     SMALLEST_MOVED,
     LayerBytes,
     LayerRun,
+    carried_of,
     check_has_closed_form,
+    gathered_bytes,
     given,
     layer_bytes,
 )
+from evenpipe.memory.own_attention import Carried
 from evenpipe.memory.sketch import Sketch
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
@@ -85,17 +88,21 @@ class ClosedForms:
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)
         norm = _norm_bytes(shapes[0], kernels, sizes, owned=is_last, gathers=whole_end and sizes.blocks)
+        gathered = max((gathered_bytes(shape, sizes) for shape in shapes[first:last]), default=0)
         moves = [layer not in kept_layers for layer in range(first, last)]
 
         def stage(choices: Sequence[str], portion: Portion = portion) -> _Stage:
+            sizes = sizes_of(shapes[0], portion)
             own = zip(shapes[first:last], choices, strict=True)
             layers = [self._layer(shape, kernels, portion, choice) for shape, choice in own]
             ends: dict[str, Any] = {"start": self._start, "norm": norm, "is_first": is_first, "is_last": is_last}
-            return _Stage(layers, moves, sizes, made=sum(made.values()), **ends)
+            carries = [carried_of(shape, sizes) for shape in shapes[first:last]]
+            return _Stage(layers, moves, sizes, carries, made=sum(made.values()), gathered=gathered, **ends)
 
         plain = ["none"] * (last - first)
-        is_same = choices[first:last] == plain and not sizes.blocks
-        again = None if is_same else stage(plain, replace(portion, repeats=sizes.blocks)).bytes(None)
+        differs = sizes.blocks or sizes.carried
+        is_same = choices[first:last] == plain and not differs
+        again = None if is_same else stage(plain, replace(portion, repeats=differs)).bytes(None)
         return stage(choices[first:last]).bytes(again)
 
 
@@ -146,7 +153,9 @@ class _Stage:
 
     Args:
         moves: of each layer, whether its saved tensors go to the host.
+        carries: of each layer, if sequences are cut into slices.
         made: bytes of tables, masks and positions that the model's forward computes for all its layers.
+        gathered: bytes of the keys and values that one layer gathers.
     """
 
     def __init__(
@@ -154,15 +163,20 @@ class _Stage:
         layers: Sequence[LayerBytes],
         moves: Sequence[bool],
         sizes: Sizes,
+        carries: Sequence[Carried | None],
         *,
         start: Start,
         made: int,
+        gathered: int,
         norm: _Norm,
         is_first: bool,
         is_last: bool,
     ) -> None:
         self._layers, self._moves, self._norm, self._is_last = layers, moves, norm, is_last
-        tokens = sizes.tokens // sizes.batch
+        given_positions = sizes.piece is not None  # of every sequence
+        tokens = sizes.tokens if given_positions else sizes.tokens // sizes.batch
+        self._sizes, self._carries = sizes, [(0, 0) if one is None else (one.made, one.summed) for one in carries]
+        """Of each layer, bytes of the keys and values of whole sequences, and of their gradients."""
         self._stream = sizes.stream * sizes.element
         """Bytes of the hidden states."""
         self._whole = whole = sizes.whole * sizes.element
@@ -173,7 +187,11 @@ class _Stage:
         """Whether it allocates a tensor before the first layer."""
         self._holds_first = self._begins and start != "positions"
         """Whether that stays until the end of the forward."""
-        indices = 8 * {"positions": tokens, "scaled": sizes.tokens}.get(start, 0) if self._begins else 0
+        indices = (
+            8 * {"positions": 0 if given_positions else tokens, "scaled": sizes.tokens}.get(start, 0)
+            if self._begins
+            else 0
+        )
         self._looked_up = indices if start == "scaled" else 0
         """Rows that the first stage's look-up of tokens saves, until the model's forward ends."""
         self._early = whole if start == "positions" and not is_first else 0
@@ -186,6 +204,7 @@ class _Stage:
         if start == "positions":  # learned positions of one sequence
             self._lasting += tokens * sizes.hidden * sizes.element
         self._indices = indices
+        self._gathered = gathered
         """Rows that its look-ups save for the backward."""
         shared = {"indices": indices}
         self._goes_with: dict[int, int] = {}
@@ -205,14 +224,18 @@ class _Stage:
         stream = self._stream
         if not self._layers and not self._is_last and not self._begins and not self._takes_rows:
             return StageBytes(input=stream, output=stream, stored=0, queued=0)
+        count = len(self._layers)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
             input=self._whole if self._takes_rows else stream,
             output=stream,
-            stored=forward.kept - stream,
+            stored=forward.kept - stream - sum(self._carried_on(place, forward=True) for place in range(count)),
             saves_input=not self._takes_rows,
             moved=self._moved(),
             queued=sum(layer.queued for layer in self._layers),
+            carried=sum(keys for keys, _ in self._carries),
+            carried_gradients=sum(gradients for _, gradients in self._carries),
+            gathered=self._gathered,
             peaks=PassPeaks(
                 forward=forward.above,
                 backward=self._backward().above,
@@ -243,6 +266,16 @@ class _Stage:
         """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
         return self._stream if place or self._begins or self._takes_rows else 0
 
+    def _carried_on(self, place: int, *, forward: bool) -> int:
+        """Return the bytes by which a layer's pass makes the carry larger: the first slice's F begins it, the last
+        one's backward adds the gradients, and the first one's ends it."""
+        piece, (keys, gradients) = self._sizes.piece, self._carries[place]
+        if forward:
+            return keys if self._sizes.begins_carry else 0
+        if piece is None or not (piece.is_first or piece.is_last):
+            return 0
+        return gradients if piece.is_last else -keys - gradients
+
     def _forward(self, *, bare: bool) -> Stretch:
         stream = self._stream
         looked_up = 0 if bare else self._looked_up
@@ -261,6 +294,7 @@ class _Stage:
             if not place:
                 goes += self._early
             kept = 0 if bare else layer.saved
+            kept += self._carried_on(place, forward=True)
             row.append(Stretch(layer.peaks.bare_forward if bare else layer.peaks.forward, kept + stream - goes))
         norm = self._norm
         kept = -goes_at_end
@@ -280,6 +314,7 @@ class _Stage:
             received = place == len(self._layers) - 1 and not self._is_last
             kept = stream - layer.saved - (self._input_goes(place) if layer.saves_input else 0)
             kept -= 0 if received and not (split and layer.queues_gradient) else stream
+            kept += self._carried_on(place, forward=False)
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now

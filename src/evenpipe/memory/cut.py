@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
+from evenpipe.memory.pieces import Piece
 from evenpipe.model.shape import LayerShape
 
 
@@ -25,7 +26,10 @@ class Portion:
     blocks: bool = False
     """With sequence parallelism, blocks gather their input, and not every product: `Framework.gathers`."""
     repeats: bool = False
-    """The forward is that of R: blocks keep what they gathered."""
+    """The forward is that of R: blocks keep what they gathered, and a carry is there already."""
+    piece: Piece | None = None
+    """What our own attention gets of each sequence, whatever `sequence` and `cp` say; None: another framework's, or a
+    whole sequence."""
 
     @property
     def gathers_blocks(self) -> bool:
@@ -49,11 +53,27 @@ class Sizes:
     element: int
     stream_tokens: int
     """Tokens of the residual stream on this GPU."""
-    context_parallel: int
     blocks: bool = False
     """Blocks gather the residual stream of other GPUs, and not every product."""
     repeats: bool = False
-    """They keep it for the backward."""
+    """The forward is that of R."""
+    piece: Piece | None = None
+    """Of each sequence, for our own attention."""
+
+    @property
+    def context_parallel(self) -> int:
+        """GPUs that share a sequence, in another framework."""
+        return 1 if self.piece is not None else self.batch * self.context // self.tokens
+
+    @property
+    def carried(self) -> bool:
+        """Whether sequences are cut into slices."""
+        return self.piece is not None and self.piece.carried
+
+    @property
+    def begins_carry(self) -> bool:
+        """Whether the forward begins the carry."""
+        return self.piece is not None and self.piece.carried and self.piece.is_first and not self.repeats
 
     @property
     def stream(self) -> int:
@@ -76,8 +96,12 @@ def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
     Raises:
         InputError: a size is not divisible.
     """
-    tp, batch = portion.tp, portion.microbatch_size
-    tokens = batch * divided(portion.sequence, portion.cp, "sequence over context parallelism")
+    tp, batch, piece = portion.tp, portion.microbatch_size, portion.piece
+    if piece is None:
+        row = divided(portion.sequence, portion.cp, "sequence over context parallelism")
+    else:
+        row = piece.tokens
+    tokens = batch * row
     heads = divided(shape.attention.heads, tp, "heads over tensor parallelism")
     key_value_heads = shape.attention.key_value_heads
     if key_value_heads < tp:
@@ -85,20 +109,20 @@ def sizes_of(shape: LayerShape, portion: Portion) -> Sizes:
         key_value_heads = tp  # every GPU holds one whole head; some hold the same one
     parts = tp if portion.sequence_parallel else 1
     if portion.gathers_blocks:
-        divided(portion.sequence // portion.cp, tp, "tokens of a sequence over tensor parallelism")
+        divided(row, tp, "tokens of a sequence over tensor parallelism")
     return Sizes(
         batch=batch,
         tokens=tokens,
-        context=portion.sequence,
+        context=portion.sequence if piece is None else piece.length,
         hidden=shape.hidden_size,
         heads=heads,
         key_value_heads=divided(key_value_heads, tp, "heads of keys and values over tensor parallelism"),
         mlp=divided(shape.mlp.size, tp, "size of the MLP over tensor parallelism"),
         element=portion.element,
         stream_tokens=divided(tokens, parts, "tokens over sequence parallelism"),
-        context_parallel=portion.cp,
         blocks=portion.gathers_blocks,
         repeats=portion.repeats,
+        piece=piece,
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Item, Kind, Pass, parts_of
 from evenpipe.vocabulary import LossOptions, split
 
-from .bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
+from .bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
 from .model_bytes import ModelBytes
 from .parameters import Held
+from .pieces import Piece
 from .programs import Planned
 from .settings import Settings
 from .states import ELEMENT_BYTES, part_bytes, state_bytes
@@ -21,12 +24,19 @@ COPIES_NOTHING = ("full", "attention")
 """Checkpointing that does not keep the result of attention."""
 
 
+class SliceBytes(NamedTuple):
+    """Bytes of one slice of every sequence of a microbatch; of whole ones, if these are not cut."""
+
+    stages: Mapping[int, StageBytes]
+    vocabulary: VocabularyBytes
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBytes:
     """Bytes of one device."""
 
-    stages: Mapping[int, StageBytes]
-    vocabulary: VocabularyBytes
+    slices: tuple[SliceBytes, ...]
     state: StateBytes
     fixed: int
     """Permanent: inputs, workspaces, placeholders."""
@@ -35,15 +45,14 @@ class DeviceBytes:
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism, cut = plan.program.placement, settings.parallelism, source.cut(settings)
-        stages: dict[int, StageBytes] = {}
-        held, buffers = Held(), 0
+        held, buffers, by_stage = Held(), 0, {}
         for stage in placement.stages_of(device):
             first, last = plan.bounds[stage]
             ends = (stage == 0, stage == placement.last_stage)
             own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1], cut=cut)
             held += own
             buffers += source.parameters.buffers(first, last)
-            stages[stage] = _stage(source, settings, (first, last), ends, plan.kinds[device], own=own)
+            by_stage[stage] = own
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
         embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)
@@ -58,31 +67,61 @@ class DeviceBytes:
             offloaded=settings.offloaded,
             foreach=settings.foreach,
         )
-        hidden = next(iter(stages.values())).output
-        vocabulary = _vocabulary(source, plan, settings, device, rows=rows, hidden=hidden)
-        return cls(
-            stages=stages,
-            vocabulary=replace(
+        pieces, slices = settings.pieces(source.description), []
+        for piece in pieces:
+            stages = {
+                stage: _stage(source, plan, settings, device, stage=stage, piece=piece, own=own)
+                for stage, own in by_stage.items()
+            }
+            hidden = next(iter(stages.values())).output
+            shape = _vocabulary_shape(source, settings, piece)
+            vocabulary = _vocabulary(source, plan, settings, device, shape=shape, rows=rows, hidden=hidden)
+            vocabulary = replace(
                 vocabulary,
                 embedding=replace(vocabulary.embedding, parameters=_part(embedding, settings)),
                 parameters=_part(output, settings),
-            ),
+            )
+            slices.append(SliceBytes(stages, vocabulary, shape.sequences * shape.tokens))
+        hidden = next(iter(slices[0].stages.values())).output
+        return cls(
+            slices=tuple(slices),
             state=state,
-            fixed=_fixed(plan, settings, device, held=held, hidden=hidden) + buffers,
+            fixed=_fixed(plan, settings, device, held=held, hidden=hidden, pieces=pieces) + buffers,
         )
+
+    def copied(self, stage: int) -> int:
+        """Return the bytes of a copy of one microbatch's activations to the host, or back."""
+        return sum(one.stages[stage].copied for one in self.slices)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the keys and values that a layer gathers from context ranks, at most."""
+        return max(stage.gathered for one in self.slices for stage in one.stages.values())
+
+    def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
+        """Return the peak of the device over a step. curve: as for `Replay.memory`."""
+        unit = math.gcd(*(one.tokens for one in self.slices))  # so other sizes of microbatches use the same replay
+        replay = plan.replay(
+            device,
+            settings.framework,
+            places_rows=settings.gathers_blocks,
+            slice_tokens=tuple(one.tokens // unit for one in self.slices),
+        )
+        first, *later = ((one.stages, one.vocabulary) for one in self.slices)
+        return replay.memory(*first, self.state, later=later, batch=self.fixed, curve=curve)
 
     def host(self, row: Sequence[Item | None]) -> int:
         """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
         activations, from O until they are copied back (L)."""
         # A forward that has R keeps only its input.
         passes = [part for item in row if isinstance(item, Pass) for part in parts_of(item)]
-        again = {(part.stage, part.microbatch) for part in passes if part.kind is Kind.R}
+        again = {(part.stage, part.microbatch, part.slice) for part in passes if part.kind is Kind.R}
         held = most = 0
         for part in passes:
             if part.kind in (Kind.O, Kind.L):
                 assert part.stage is not None
-                stage = self.stages[part.stage]
-                size = stage.input if (part.stage, part.microbatch) in again else stage.copied
+                stage = self.slices[part.slice].stages[part.stage]
+                size = stage.input if (part.stage, part.microbatch, part.slice) in again else stage.copied
                 held += size if part.kind is Kind.O else -size
                 most = max(most, held)
         return most
@@ -90,18 +129,20 @@ class DeviceBytes:
 
 def _stage(
     source: ModelBytes,
+    plan: Planned,
     settings: Settings,
-    bounds: tuple[int, int],
-    ends: tuple[bool, bool],
-    kinds: Collection[Kind],
+    device: int,
     *,
+    stage: int,
+    piece: Piece | None,
     own: Held,
 ) -> StageBytes:
-    """kinds: of the device's passes."""
-    (first, last), parallelism = bounds, settings.parallelism
-    runs = parallelism.cp == 1 and (parallelism.tp == 1 or settings.gathers_blocks)
-    if settings.traced and parallelism.cp > 1:
-        raise InputError(f"traced: with cp = {parallelism.cp}, expected 1")
+    """own: its parameters."""
+    bounds, kinds, parallelism = plan.bounds[stage], plan.kinds[device], settings.parallelism
+    ends = (stage == 0, stage == plan.program.placement.last_stage)
+    runs = (parallelism.cp == 1 or piece is not None) and (parallelism.tp == 1 or settings.gathers_blocks)
+    if settings.traced and parallelism.cp > 1 and piece is None:
+        raise InputError(f"traced: with cp = {parallelism.cp} and kernels of Megatron-LM, expected 1")
     if settings.traced and not runs:
         raise InputError(
             f"traced: with tp = {parallelism.tp} and layers cut as in Megatron-LM, expected tp = 1, or sequence "
@@ -113,12 +154,12 @@ def _stage(
             "expected kernels 'transformers' or 'fused', or a schedule with B"
         )
     if settings.traced or (runs and source.closed is None):
-        found = source.traced_stage(bounds, ends, settings, kinds)
+        found = source.traced_stage(bounds, ends, settings, kinds, piece)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
         )
-    found = replace(source.closed_stage(bounds, ends, settings), parameters=_part(own, settings))
-    copies = _attention_copies(source, settings, first, last)
+    found = replace(source.closed_stage(bounds, ends, settings, piece), parameters=_part(own, settings))
+    copies = _attention_copies(source, settings, *bounds)
     if copies:
         peaks = replace(found.peaks, forward=found.peaks.forward + copies)
         found = replace(found, stored=found.stored + copies, peaks=peaks)
@@ -132,7 +173,7 @@ def _part(held: Held, settings: Settings) -> PartBytes:
 
 def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: int) -> int:
     """Return the bytes of second copies of attention results, if the framework needs them in two layouts."""
-    exchanged = settings.parallelism.cp > 1 and settings.parallelism.cp_exchange == "all-to-all"
+    exchanged = settings.parallelism.cp > 1 and settings.parallelism.context_exchange == "heads"
     if not settings.framework.attention_copies or not (settings.microbatch_size > 1 or exchanged):
         return 0
     assert source.closed is not None
@@ -163,20 +204,34 @@ def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) ->
     return own * (device == placement.first_device), own * (device == placement.last_device)
 
 
-def _vocabulary(
-    source: ModelBytes, plan: Planned, settings: Settings, device: int, *, rows: tuple[int, int], hidden: int
-) -> VocabularyBytes:
-    description, placement, parallelism = source.description, plan.program.placement, settings.parallelism
-    shape = VocabularyShape(
+def _vocabulary_shape(source: ModelBytes, settings: Settings, piece: Piece | None) -> VocabularyShape:
+    """A piece has labels of all of its tokens, but for the last one of a sequence, which the first rank has."""
+    description, sequences = source.description, settings.microbatch_size
+    tokens = settings.sequence // settings.parallelism.cp if piece is None else piece.tokens
+    return VocabularyShape(
         rows=_padded_rows(source, settings),
         hidden_size=description.hidden_size,
-        sequences=settings.microbatch_size,
-        tokens=settings.sequence // parallelism.cp,
+        sequences=sequences,
+        tokens=tokens,
+        labelled=None if piece is None or piece.is_last else sequences * tokens,
         element=settings.element,
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
         options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
     )
+
+
+def _vocabulary(
+    source: ModelBytes,
+    plan: Planned,
+    settings: Settings,
+    device: int,
+    *,
+    shape: VocabularyShape,
+    rows: tuple[int, int],
+    hidden: int,
+) -> VocabularyBytes:
+    description, placement, parallelism = source.description, plan.program.placement, settings.parallelism
     found = vocabulary_bytes(
         settings.recipe.vocabulary,
         device,
@@ -196,13 +251,28 @@ def _vocabulary(
     return found
 
 
-def _fixed(plan: Planned, settings: Settings, device: int, *, held: Held, hidden: int) -> int:
+def _fixed(
+    plan: Planned,
+    settings: Settings,
+    device: int,
+    *,
+    held: Held,
+    hidden: int,
+    pieces: Sequence[Piece | None],
+) -> int:
     """Return the bytes that a device always holds, besides states."""
     framework, placement = settings.framework, plan.program.placement
     shards = placement.devices if settings.sharded else 1
     if settings.gathers_blocks and (settings.sharded or device == placement.first_device):
         shards *= settings.parallelism.tp
-    total = batch_bytes(settings.tokens_here * plan.program.microbatches, machine=settings.machine, shards=shards)
+    tokens, microbatches = settings.tokens_here, plan.program.microbatches
+    total = batch_bytes(tokens * microbatches, machine=settings.machine, shards=shards)
+    for piece in pieces:
+        total += 0 if piece is None else 8 * piece.known_places * microbatches
+    if (
+        pieces[0] is not None and settings.on_cpu
+    ):  # ids and labels of whole sequences, besides ids and targets of pieces
+        total += 8 * (2 * settings.parallelism.cp - 1) * tokens * microbatches
     if not settings.on_cpu:
         total += framework.workspace
     if framework.placeholders:

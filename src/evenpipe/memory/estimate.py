@@ -46,6 +46,9 @@ class DeviceEstimate:
     """Most bytes of activations in the host's memory."""
     copied: tuple[int, ...] = ()
     """By stage of the device: bytes of a copy of one microbatch's activations to the host, or back."""
+    gathered: int = 0
+    """Bytes of the keys and values of all context ranks that one layer gathers: a part of what passes need for a
+    moment."""
 
     @property
     def binding_event(self) -> str:
@@ -80,6 +83,7 @@ class DeviceEstimate:
             "process": {"least": round(beside.least), "likely": round(beside.likely), "most": round(beside.most)},
             "communicators": self.process.communicators,
             "host": self.host,
+            "gathered_keys": self.gathered,
             "binding_event": self.binding_event,
             "verdict": self.verdict,
         }
@@ -129,6 +133,7 @@ class Estimate:
             "microbatches": self.recipe.microbatches,
             "microbatch_size": self.settings.microbatch_size,
             "sequence": self.settings.sequence,
+            "slices": self.settings.slices,
             "dtypes": asdict(self.settings.dtypes),
             "layers_per_stage": list(self.layers_per_stage),
             "devices": [device.to_dict() for device in self.devices],
@@ -166,8 +171,8 @@ def estimate(
         optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
         offloaded: share of the optimizer state in host memory.
         foreach: the optimizer processes all tensors at once (a fused one does not).
-        traced: run the stages without memory instead of using closed forms; only without context parallelism, and as
-            this library cuts layers over tensor ranks.
+        traced: run the stages without memory instead of using closed forms; only as this library cuts layers over
+            tensor ranks and sequences over context ranks.
 
     Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
     cannot be traced.
@@ -207,8 +212,7 @@ def estimate(
 
 def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None) -> DeviceEstimate:
     held = DeviceBytes.of(source, plan, settings, device)
-    replay = plan.replay(device, settings.framework, places_rows=settings.gathers_blocks)
-    found = replay.memory(held.stages, held.vocabulary, held.state, batch=held.fixed)
+    found = held.memory(plan, settings, device)
     process = process_memory(
         found.peak,
         settings.overheads,
@@ -225,7 +229,8 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
         host=held.host(plan.program.rows[device]),
-        copied=tuple(held.stages[stage].copied for stage in stages),
+        copied=tuple(held.copied(stage) for stage in stages),
+        gathered=held.gathered,
     )
 
 

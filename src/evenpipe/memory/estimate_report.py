@@ -28,12 +28,13 @@ def _head(description: Description, found: Estimate) -> list[str]:
     if parallelism.zero:
         axes.append(f"zero {parallelism.zero}")
     dtypes = settings.dtypes
+    cut = f" in {settings.slices} slices" if settings.slices > 1 else ""
     return [
         f"{description.architecture}: {count(description.layers, 'layer')}, {elements / 1e9:.3g} B parameters,"
         f" vocabulary {description.vocabulary_size}",
         f"{count(parallelism.gpus, 'GPU')}{': ' + ', '.join(axes) if axes else ''}",
         f"{found.schedule}, {found.recipe.vocabulary}, {count(found.recipe.microbatches, 'microbatch')} of"
-        f" {settings.microbatch_size} x {settings.sequence} tokens,"
+        f" {settings.microbatch_size} x {settings.sequence} tokens{cut},"
         f" {dtypes.compute} with gradients in {dtypes.gradients}",
     ]
 
@@ -42,11 +43,12 @@ def _table(found: Estimate) -> list[str]:
     several = any(len(device.stages) > 1 for device in found.devices)
     unit, size = _unit(max(device.peak_allocated for device in found.devices))
     moves = any(device.host for device in found.devices)
-    head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved"]
+    terms = [term for term in TERMS if term != "carry" or any(device.terms[term] for device in found.devices)]
+    head = ["device", *(["stages"] if several else []), "layers", *terms, "allocated", "reserved"]
     head += [*(["on the host"] if moves else []), "peak during"]
     rows = []
     for device in found.devices:
-        figures = [*device.terms.values(), device.peak_allocated, device.peak_reserved]
+        figures = [*(device.terms[term] for term in terms), device.peak_allocated, device.peak_reserved]
         figures += [device.host] if moves else []
         rows.append(
             [
@@ -57,7 +59,20 @@ def _table(found: Estimate) -> list[str]:
                 device.binding_event,
             ]
         )
-    return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows)]
+    return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows), *_keys(found)]
+
+
+def _keys(found: Estimate) -> list[str]:
+    """Say what keys and values of other pieces of a sequence take."""
+    lines = []
+    if found.settings.slices > 1:
+        lines.append("carry: keys and values of sequences whose slices are under way, and their gradients")
+    gathered = max(device.gathered for device in found.devices)
+    if gathered:
+        lines.append(
+            f"gathered keys: a layer has {_size(gathered)} of keys and values of all context ranks, in transient"
+        )
+    return lines
 
 
 def _unit(most: int) -> tuple[str, int]:

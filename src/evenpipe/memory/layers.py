@@ -24,6 +24,7 @@ from evenpipe.memory.blocks import Block
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE
+from evenpipe.memory.own_attention import Carried
 from evenpipe.memory.sketch import Queued, Sketch, Source, Storage, Tape, held
 from evenpipe.model.shape import LayerShape
 
@@ -168,7 +169,13 @@ class LayerRun:
         self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
         masked = _masked(shape, kernels, sizes)
         again = REGIONS[checkpointing]
-        self._run = partial(part, Block(tape, shape, kernels, sizes, again=again, tables=self._tables, masked=masked))
+        block = Block(tape, shape, kernels, sizes, again=again, tables=self._tables, masked=masked)
+        self._carried = block.carried = carried_of(shape, sizes)
+        self._begins_carry = sizes.begins_carry
+        self._ends_sequence = sizes.piece is None or sizes.piece.is_last
+        if self._carried is not None and not self._begins_carry:
+            self._carried.hold_keys(tape.meter)
+        self._run = partial(part, block)
         self._output: Sketch | None = None
         self.peak = self.saved = 0
 
@@ -184,13 +191,16 @@ class LayerRun:
         else:
             self._output = self._run(self.hidden)
         self.peak = meter.peak - live
-        self.saved = meter.live - live - self._output.bytes
+        made = 0 if self._carried is None or not self._begins_carry else sum(one.bytes for one in self._carried.keys)
+        self.saved = meter.live - live - self._output.bytes - made
 
     def backward(self, holds_gradient: bool, holds_input: bool) -> int:
         """Return the peak, above the live bytes before. Gradient and input may be held by another owner until the
         end."""
         tape, meter = self.tape, self.tape.meter
         assert self._output is not None and self._output.node is not None
+        if self._carried is not None and not self._ends_sequence:
+            self._carried.hold_gradients(meter)
         given = [tape.new(self._output.elements, self._output.element, GRADIENT)]
         root, self._output = self._output.node, None
         held_by_others = [*given] if holds_gradient else []
@@ -255,6 +265,26 @@ def _start_next(sources: list[Source]) -> Source | None:
     return source
 
 
+def carried_of(shape: LayerShape, sizes: Sizes) -> Carried | None:
+    """Return the carry of a layer, still without bytes; None if sequences are not cut into slices."""
+    piece = sizes.piece
+    if piece is None or not piece.carried:
+        return None
+    heads = sizes.key_value_heads
+    if piece.trades_heads:
+        heads = max(1, heads // piece.ranks)
+    elements = sizes.batch * heads * shape.attention.head_size * piece.length
+    return Carried((elements, elements), sizes.element)
+
+
+def gathered_bytes(shape: LayerShape, sizes: Sizes) -> int:
+    """Return the bytes of the keys and values of all context ranks that a layer gathers, in F and in its backward."""
+    piece = sizes.piece
+    if piece is None or not piece.gathers:
+        return 0
+    return 2 * sizes.batch * piece.whole * sizes.key_value_heads * shape.attention.head_size * sizes.element
+
+
 # --- tensors that layers share
 # -----------------------------------------------------------------------------------------
 
@@ -264,18 +294,23 @@ def _table_names(shape: LayerShape) -> tuple[str, ...]:
 
 
 def _table(shape: LayerShape, sizes: Sizes) -> tuple[int, int]:
-    """Return elements, and bytes of each."""
-    return sizes.tokens // sizes.batch * shape.rotary.size, WIDE if shape.rotary.wide_table else sizes.element
+    """Return elements, and bytes of each. A piece is given its positions, for every sequence."""
+    tokens = sizes.tokens // (sizes.batch if sizes.piece is None else 1)
+    return tokens * shape.rotary.size, WIDE if shape.rotary.wide_table else sizes.element
 
 
 def _masked(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> bool:
     """torch's own attention needs a mask: for a window that is not longer than the sequence."""
     window = shape.attention.window
+    if sizes.piece is not None:
+        return False
     return kernels.attention == "sdpa" and window is not None and sizes.context >= window
 
 
 def _mask_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> int:
     """Return the bytes of a layer's mask: booleans or, for eager attention, numbers for every sequence."""
+    if sizes.piece is not None:
+        return 0
     if kernels.is_eager(shape):
         return sizes.batch * sizes.context**2 * sizes.element
     return sizes.context**2 if _masked(shape, kernels, sizes) else 0
@@ -286,5 +321,5 @@ def given(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> dict[str, int]:
     elements, element = _table(shape, sizes)
     found = dict.fromkeys(_table_names(shape), elements * element)
     found[f"mask of {shape.attention.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)
-    found["positions"] = 8 * (sizes.tokens // sizes.batch)
+    found["positions"] = 0 if sizes.piece is not None else 8 * (sizes.tokens // sizes.batch)
     return {name: size for name, size in found.items() if size}

@@ -18,6 +18,7 @@ from .bytes import StageBytes
 from .closed import ClosedForms
 from .cut import Portion
 from .parameters import Parameters
+from .pieces import Piece
 from .programs import Planned, planned
 from .settings import Settings
 from .traced import StageTracer
@@ -86,11 +87,13 @@ class ModelBytes:
                 del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
 
-    def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings) -> StageBytes:
+    def closed_stage(
+        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, piece: Piece | None = None
+    ) -> StageBytes:
         """Return a stage in closed form.
 
-        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. Raises
-        InputError if there is no closed form.
+        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. piece:
+        of `settings.pieces`. Raises InputError if there is no closed form.
         """
         if self.closed is None:
             raise InputError(self._why_not)
@@ -107,6 +110,7 @@ class ModelBytes:
             sequence_parallel=parallelism.sequence_parallel,
             cp=parallelism.cp,
             blocks=settings.gathers_blocks,
+            piece=piece,
         )
         cut = self.cut(settings)
         kept = tuple(layer in settings.kept_layers for layer in range(first, last))
@@ -128,11 +132,17 @@ class ModelBytes:
         return self._stages[key]
 
     def traced_stage(
-        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, kinds: Collection[Kind]
+        self,
+        bounds: tuple[int, int],
+        ends: tuple[bool, bool],
+        settings: Settings,
+        kinds: Collection[Kind],
+        piece: Piece | None = None,
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split, recompute, ranks)
+        sizes = settings.microbatch_size, settings.sequence, piece, ranks
+        key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
@@ -145,6 +155,7 @@ class ModelBytes:
                 kernels=settings.kernels,
                 ranks=ranks,
                 cut=self.cut(settings),
+                piece=piece,
             )
         return self._tracers[key].stage(
             *bounds,

@@ -22,7 +22,9 @@ class Planned:
 
     program: Program
     layers_per_stage: tuple[int, ...]
-    _replays: dict[tuple[int, bool, bool], Replay] = field(default_factory=dict, repr=False, compare=False)
+    _replays: dict[tuple[int, bool, bool, tuple[int, ...]], Replay] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -42,12 +44,18 @@ class Planned:
         """Members of the program's communicators, by name."""
         return self.program.communicators
 
-    def replay(self, device: int, framework: Framework, *, places_rows: bool = False) -> Replay:
+    def replay(
+        self, device: int, framework: Framework, *, places_rows: bool = False, slice_tokens: tuple[int, ...] = ()
+    ) -> Replay:
         """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
-        key = device, framework.gradients_exist, places_rows
+        key = device, framework.gradients_exist, places_rows, slice_tokens
         if key not in self._replays:
             self._replays[key] = Replay(
-                self.program, device, gradients_exist=framework.gradients_exist, places_rows=places_rows
+                self.program,
+                device,
+                gradients_exist=framework.gradients_exist,
+                places_rows=places_rows,
+                slice_tokens=slice_tokens,
             )
         return self._replays[key]
 

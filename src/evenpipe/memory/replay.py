@@ -8,7 +8,7 @@ Communication and the overhead of an allocator are not tensors and are counted e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -29,7 +29,7 @@ class Replay:
     Args:
         gradients_exist: when the step begins. In our own runtime they do not: `zero_grad` drops them.
         buffers_exist: as after the first step; matters if the vocabulary's bytes have `handed_on` or `room`.
-        places_rows: as for `walk`.
+        places_rows, slice_tokens: as for `walk`.
     """
 
     def __init__(
@@ -40,16 +40,22 @@ class Replay:
         gradients_exist: bool = True,
         buffers_exist: bool = True,
         places_rows: bool = False,
+        slice_tokens: Sequence[int] = (),
     ) -> None:
         self._walk = walked = walk(
-            program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist, places_rows=places_rows
+            program,
+            device,
+            gradients_exist=gradients_exist,
+            buffers_exist=buffers_exist,
+            places_rows=places_rows,
+            slice_tokens=slice_tokens,
         )
         self._gradients_exist = gradients_exist
         self._counts = np.array([counts for counts, _ in walked.moments], dtype=np.int64)
         self._above = np.array([above for _, above in walked.moments], dtype=np.int64)
         self._after = np.array(walked.after, dtype=np.int64)
         self._rooms = np.array(walked.rooms, dtype=np.int64)
-        self._sizes = [_size_of(thing) for thing in walked.things]
+        self._sizes = [(_size_of(thing), thing.slice or 0) for thing in walked.things]
         self._terms = [thing.term for thing in walked.things]
 
     def memory(
@@ -58,6 +64,7 @@ class Replay:
         vocabulary: VocabularyBytes,
         state: StateBytes,
         *,
+        later: Sequence[tuple[Mapping[int, StageBytes], VocabularyBytes]] = (),
         batch: int = 0,
         curve: bool = False,
     ) -> DeviceMemory:
@@ -66,11 +73,13 @@ class Replay:
         Args:
             stages: at least those of the device, by number.
             vocabulary: of this device.
+            later: stages and vocabulary of each slice but the first, if sequences are cut into slices.
             state: its gradients are those of all parameters of the device.
             batch: bytes of the step's inputs, which stay from its beginning to its end (`vocabulary.batch_bytes`).
             curve: also the bytes after every item of the row.
         """
-        sizes = np.array([size(stages, vocabulary) for size in self._sizes], dtype=np.int64)
+        slices = ((stages, vocabulary), *later)
+        sizes = np.array([size(*slices[number]) for size, number in self._sizes], dtype=np.int64)
         always = state.parameters + state.copies + state.unsharded + state.optimizer + batch
         if self._gradients_exist:
             always += state.gradients

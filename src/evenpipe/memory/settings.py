@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.model import Description, RowWork, slice_ends
+from evenpipe.model.context_exchange import choose
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
 
 from .framework import Framework
 from .kernels import Kernels
+from .pieces import Piece
 from .reserved import Overheads
 from .states import ELEMENT_BYTES, Dtypes
 from .vocabulary import Machine
@@ -37,9 +40,10 @@ class Settings:
     traced: bool
 
     def __post_init__(self) -> None:
-        for name, size in (("ep", self.parallelism.ep), ("slices", self.recipe.batch.slices)):
-            if size > 1:
-                raise InputError(f"{name}: {size}, expected 1: estimates know no more yet")
+        if self.parallelism.ep > 1:
+            raise InputError(f"ep: {self.parallelism.ep}, expected 1: estimates know no more yet")
+        if self.slices > 1 and self.framework.gathers != "blocks":
+            raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:
             raise InputError(f"sequence is {self.sequence}, expected a multiple of cp = {self.parallelism.cp}")
 
@@ -54,6 +58,40 @@ class Settings:
         length = self.recipe.batch.sequence_length
         assert length is not None
         return length
+
+    @property
+    def slices(self) -> int:
+        """Parts in which a sequence flows through the pipeline."""
+        return self.recipe.slices
+
+    def pieces(self, description: Description) -> tuple[Piece | None, ...]:
+        """Return what the first context rank of our own runtime has of each slice; None for whole sequences, and where
+        another framework's attention shares them.
+
+        Raises InputError for a sequence, or a model, that cannot be cut so.
+        """
+        sizes, slices = self.parallelism, self.slices
+        if self.framework.gathers != "blocks" or (sizes.cp == 1 and slices == 1):
+            return (None,)
+        if not description.takes("position_ids"):
+            name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
+            raise InputError(
+                f"{name}: {size}, expected 1: {description.architecture} takes no position ids, so its sequences cannot"
+                " be cut"
+            )
+        divisor = divisor_of(sizes.cp, sizes.tp)
+        if self.sequence % divisor or self.sequence < divisor * slices:
+            raise InputError(
+                f"sequence is {self.sequence}, expected a multiple of {divisor} and at least {divisor * slices}:"
+                f" {slices} slices for {sizes.cp} context ranks with two chunks of each, and {sizes.tp} tensor ranks"
+            )
+        ends = slice_ends(RowWork.of(description), self.sequence, slices, divisor)
+        kernel = self.on_cpu and self.kernels.attention == "sdpa"
+        way = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        return tuple(
+            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernel=kernel)
+            for index in range(slices)
+        )
 
     @property
     def microbatch_size(self) -> int:

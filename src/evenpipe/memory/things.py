@@ -21,10 +21,12 @@ class Thing(NamedTuple):
     size: str
     stage: int
     term: str
+    slice: int | None = None
+    """Which slice of a sequence has this size; None: that of the current pass."""
 
 
 PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
-BUFFERS, GRADIENTS, TRANSIENT = "buffers", "gradients", "transient"
+BUFFERS, GRADIENTS, TRANSIENT, CARRY = "buffers", "gradients", "transient", "carry"
 
 
 def peak(size: str, stage: int = NO_STAGE) -> Thing:
@@ -58,7 +60,19 @@ def gradient_of(stage: int) -> Thing:
 
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
-    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("parameters.weight_gradients", stage, GRADIENTS)
+    return _of_all("parameters.input_gradients", stage, GRADIENTS), _of_all(
+        "parameters.weight_gradients", stage, GRADIENTS
+    )
+
+
+def carry_of(stage: int) -> tuple[Thing, Thing]:
+    """Return the keys and values of whole sequences that slices share, and their gradients."""
+    return _of_all("carried", stage, CARRY), _of_all("carried_gradients", stage, CARRY)
+
+
+def _of_all(size: str, stage: int, term: str) -> Thing:
+    """Return a thing that is the same for all slices."""
+    return Thing(size, stage, term, 0)
 
 
 class PartThings(NamedTuple):
@@ -75,10 +89,10 @@ def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartTh
     """Return the things with bytes in the `PartBytes` called `prefix`."""
     return PartThings(
         gradients,
-        Thing(f"{prefix}.gathered", stage, PARAMETERS),
-        peak(f"{prefix}.gathering_peak", stage),
-        Thing(f"{prefix}.summed", stage, GRADIENTS),
-        peak(f"{prefix}.reducing_peak", stage),
+        _of_all(f"{prefix}.gathered", stage, PARAMETERS),
+        _of_all(f"{prefix}.gathering_peak", stage, TRANSIENT),
+        _of_all(f"{prefix}.summed", stage, GRADIENTS),
+        _of_all(f"{prefix}.reducing_peak", stage, TRANSIENT),
     )
 
 
@@ -99,9 +113,9 @@ OWN_STATISTICS = _of_vocabulary("own_statistics")
 STATISTICS = _of_vocabulary("statistics")
 DX = _of_vocabulary("gradient")
 HANDED_ON = _of_vocabulary("handed_on")
-ROOM = _of_vocabulary("room")
-OUTPUT_GRADIENTS = _of_vocabulary("parameters.gradients", GRADIENTS)
-EMBEDDING_GRADIENTS = _of_vocabulary("embedding.parameters.gradients", GRADIENTS)
+ROOM = _of_all("room", NO_STAGE, VOCABULARY)
+OUTPUT_GRADIENTS = _of_all("parameters.gradients", NO_STAGE, GRADIENTS)
+EMBEDDING_GRADIENTS = _of_all("embedding.parameters.gradients", NO_STAGE, GRADIENTS)
 OUTPUT_PART = part_things("parameters", NO_STAGE, (OUTPUT_GRADIENTS,))
 EMBEDDING_PART = part_things("embedding.parameters", NO_STAGE, (EMBEDDING_GRADIENTS,))
 
@@ -133,17 +147,24 @@ class Moments:
 
     Attributes:
         label: of the current pass or transfer.
+        slice: of its sequence.
     """
 
     def __init__(self) -> None:
         self.label = ""
+        self.slice = 0
         self._number: dict[Thing, int] = {}
         self._counts: list[int] = []
         self._found: dict[Moment, int] = {}
         self._labels: list[str] = []
         self._after: list[int] = []
 
+    def here(self, *things: Thing) -> tuple[Thing, ...]:
+        """Return the things of the current slice, to drop them later."""
+        return tuple(one._replace(slice=self.slice) if one.slice is None else one for one in things)
+
     def _of(self, thing: Thing) -> int:
+        (thing,) = self.here(thing)
         number = self._number.get(thing)
         if number is None:
             number = self._number[thing] = len(self._counts)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from evenpipe.attention.function import adopt
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, Trace
@@ -29,6 +30,8 @@ from evenpipe.memory.emulation import emulated
 from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.piece_bench import PieceBench, in_pieces
+from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
 from evenpipe.model.modules import ModuleStage, Part
@@ -46,6 +49,7 @@ class StageTracer:
         compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
         split: some backwards are I and W.
         recompute: some microbatches have R.
+        piece: of every sequence; then `sequence` is not used. None: whole sequences.
         ranks, cut: tensor ranks of a device, and how layers are cut over them: the stage is that of the first one.
     """
 
@@ -62,10 +66,11 @@ class StageTracer:
         kernels: Kernels = PRESETS["transformers"],
         ranks: int = 1,
         cut: ModelCut | None = None,
+        piece: Piece | None = None,
     ) -> None:
-        self._ranks, self._cut = ranks, cut
+        self._ranks, self._cut, self._piece = ranks, cut, piece
         self._description = description
-        self._shape = (microbatch_size, sequence, description.hidden_size)
+        self._shape = (microbatch_size, sequence if piece is None else piece.tokens, description.hidden_size)
         self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
         self._split, self._recompute = split, recompute
         self._kernels = kernels
@@ -154,8 +159,13 @@ class StageTracer:
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
             self._cut.make_local(stage, layers, exchange, again)
         try:
-            with without_memory() as tracker, emulated(stage, self._kernels):
+            with without_memory() as tracker, emulated(stage, self._kernels), in_pieces(self._piece):
                 give_storage(stage)
+                seen = None
+                if self._piece is not None:
+                    assert isinstance(stage, Stage)
+                    adopt(stage.whole)
+                    seen = PieceBench(self._piece, self._shape[0])
                 bench = Bench(
                     stage,
                     names,
@@ -167,6 +177,7 @@ class StageTracer:
                     moves=[moves for *_, moves in run],
                     exchange=exchange,
                     repeats=repeats,
+                    piece=seen,
                 )
                 return bench.trace(split=self._split, recompute=self._recompute)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -10,6 +10,8 @@ a walk has few distinct moments, and the bytes of all of them are computed at on
     stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
     moved            the moved part of input and stored, for units with copies: not from D to L
     queued           from I to W
+    carry            keys and values of a sequence in slices, from the first slice's F to its B or I; their gradients
+                     from the last slice's B or I on
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
 Parameters and their gradients: as in `parts`.
@@ -18,10 +20,11 @@ Parameters and their gradients: as in `parts`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from evenpipe.memory import things
 from evenpipe.memory.parts import Parts
+from evenpipe.memory.pool import Pool
 from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
@@ -35,52 +38,57 @@ from evenpipe.schedule.passes import (
 )
 from evenpipe.schedule.releases import releases
 
+EARLIER_STEPS = 2
+"""After so many, steps are alike."""
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
 
 def walk(
-    program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool, places_rows: bool = False
+    program: Program,
+    device: int,
+    *,
+    gradients_exist: bool,
+    buffers_exist: bool,
+    places_rows: bool = False,
+    slice_tokens: Sequence[int] = (),
 ) -> Walk:
     """Walk a device's row of a sound training program.
 
     Args:
         gradients_exist: whether gradients exist when the step begins.
-        buffers_exist: as after the first step.
+        buffers_exist: as after the first steps.
         places_rows: also on a single device, the first stage's input is another tensor than the rows of E, and its
             gradient another than those of G: tensor ranks share the rows.
+        slice_tokens: tokens of each slice of a sequence, for the sizes of buffers; by default equally many.
     """
     assert not program.forward_only, "a program that evaluates keeps nothing between passes"
-    buffers = _most_in_use(program, device) if buffers_exist else 0
-    walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers, places_rows=places_rows)
-    return walker.walk()
+    slice_tokens = slice_tokens or (1,) * program.slices
+    assert len(slice_tokens) == program.slices, f"{slice_tokens} for {program.slices} slices"
+    pool = Pool(slice_tokens)
+    for _ in range(EARLIER_STEPS if buffers_exist else 0):
+        _pass_buffers(pool, program, device)
+    return _Walker(program, device, gradients_exist=gradients_exist, pool=pool, places_rows=places_rows).walk()
 
 
-def _most_in_use(program: Program, device: int) -> int:
-    """Return the most units between S and T; for a whole output layer, between the last stage's F and its B, or
-    W."""
+def _pass_buffers(pool: Pool, program: Program, device: int) -> None:
+    """Run an earlier step: a unit has a buffer between S and T; for a whole output layer, between the last stage's F
+    and its B, or W."""
     stage = None if program.barriers else program.placement.last_stage
     of_kind = changes({Kept.PROBABILITIES}) if program.barriers else IN_FLIGHT
-    now = most = 0
-    for item in program.rows[device]:
-        for part in parts_of(item) if isinstance(item, Pass) else ():
-            now += of_kind.get(part.kind, 0) if part.stage == stage else 0
-            most = max(most, now)
-    return most
+    pool.run(program.rows[device], lambda part: of_kind.get(part.kind, 0) if part.stage == stage else 0)
 
 
 class _Walker:
-    """One walk. `buffers`: number of buffers that S takes and T returns, left from the previous step."""
+    """One walk. `pool`: the buffers that S takes and T returns."""
 
-    def __init__(
-        self, program: Program, device: int, *, gradients_exist: bool, buffers: int, places_rows: bool
-    ) -> None:
+    def __init__(self, program: Program, device: int, *, gradients_exist: bool, pool: Pool, places_rows: bool) -> None:
         self._program, self._device = program, device
         placement = program.placement
         self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
         self._passes_rows = self._alone and not places_rows
-        self._spread = program.barriers > 0
+        self._spread, self._sliced = program.barriers > 0, program.slices > 1
         self._moments = Moments()
         self._parts = Parts(program, device, self._moments, gradients_exist=gradients_exist)
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
@@ -89,7 +97,7 @@ class _Walker:
         """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
-        self._buffers = self._free_buffers = buffers
+        self._pool, self._has_room = pool, bool(pool.free)
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -119,14 +127,15 @@ class _Walker:
                     self._recomputed.add(self._key(part))
                 elif part.kind is Kind.O:
                     self._offloaded.add(self._key(part))
-        self._hold(*[things.HANDED_ON] * self._buffers)
-        if self._buffers:
+        self._hold(*map(_buffer_of, self._pool.free))
+        if self._pool.free:
             self._hold(things.ROOM)
         arrived = releases(self._program, self._device)
         for position, item in enumerate(row):
             if item is None:
                 moments.ends_item()
                 continue
+            moments.slice = item.slice
             if isinstance(item, Transfer):
                 moments.label = _name(item)
                 self._transfer(item)
@@ -134,7 +143,7 @@ class _Walker:
                 moments.label = _name(parts_of(item)[0])
                 self._parts.reach(item, position)
                 for part in parts_of(item):
-                    moments.label = _name(part)
+                    moments.label, moments.slice = _name(part), part.slice
                     handler = self._handlers.get(part.kind)
                     if handler is not None:  # O only starts a copy
                         handler(part)
@@ -166,12 +175,14 @@ class _Walker:
         if self._moves_graph(item):
             self._drop(things.input_of(stage))
         self._keep(item)
+        if self._sliced and item.slice == 0:
+            self._hold(things.carry_of(stage)[0])
         if stage == self._first:  # the caller of the forward keeps rows until its end
             self._drop(things.LOOKED_UP)
             if self._spread and not self._passes_rows:
                 self._drop(things.ROWS_INPUT if self._alone else things.ROWS_ALL)
         if stage == self._last and not self._spread:
-            self._take_buffer()
+            self._take_buffer(item)
             self._peak("peaks.output")
             self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
             self._peak("peaks.combine")
@@ -202,7 +213,7 @@ class _Walker:
             self._hold(gradient)
         else:
             if not self._spread:
-                self._whole_output_gradient(split=split)
+                self._whole_output_gradient(item, split=split)
             self._peak("copied_gradient", stage)
             self._drop(things.DX)
             self._hold(gradient)
@@ -212,6 +223,10 @@ class _Walker:
         for part in added:
             self._parts.make(part)
         self._free(item)
+        if self._sliced and item.slice == self._program.slices - 1:
+            self._hold(things.carry_of(stage)[1])
+        elif self._sliced and item.slice == 0:
+            self._drop(*things.carry_of(stage))
         self._hold(*[things.input_buffer(stage)] * max(1, len(placement.predecessors(stage))))
         self._keep(item)
         if stage == self._first:
@@ -237,7 +252,7 @@ class _Walker:
         if stage == self._last and not self._spread:
             self._parts.make(things.OUTPUT_GRADIENTS)
             self._peak("peaks.weight")
-            self._release_output()
+            self._release_output(item)
         rest = things.gradient_parts(stage)[1]
         first = "first_" if self._parts.lacks(rest) else ""
         self._peak(self._sized(f"peaks.{first}weight", item), stage)
@@ -273,29 +288,28 @@ class _Walker:
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
-    def _whole_output_gradient(self, *, split: bool) -> None:
+    def _whole_output_gradient(self, item: Pass, *, split: bool) -> None:
         if split:  # the inputs of W stay
             self._peak("peaks.gradient")
             self._hold(things.DX)
             return
         self._parts.make(things.OUTPUT_GRADIENTS)
         self._peak("peaks.backward")
-        self._release_output()
+        self._release_output(item)
         self._hold(things.DX)
 
-    def _release_output(self) -> None:
+    def _release_output(self, item: Pass) -> None:
         self._drop(things.OUTPUT_STORED, things.PRODUCT, things.COMBINED)
-        self._free_buffers += 1
+        self._pool.give(self._unit(item))
 
-    def _take_buffer(self) -> None:
+    def _take_buffer(self, item: Pass) -> None:
         """Provide memory for the exponentials of S: memory returned by a T, or new memory."""
-        if self._free_buffers:
-            self._free_buffers -= 1
-            return
-        if not self._buffers:
+        made, gone = self._pool.take(self._unit(item))
+        if made and not self._has_room:
             self._hold(things.ROOM)
-        self._buffers += 1
-        self._hold(things.HANDED_ON)
+            self._has_room = True
+        self._drop(*map(_buffer_of, gone))
+        self._hold(*map(_buffer_of, made))
 
     # --- vocabulary passes --------------------------------------------------------------------------------------
 
@@ -311,17 +325,18 @@ class _Walker:
         elif self._alone:
             self._drop(things.ROWS_GRADIENT)
         elif self._device == self._program.placement.first_device:
-            self._let_go_of_rows(unit_of(item, self._program.slices))
+            self._let_go_of_rows(item)
         else:
             self._drop(things.ROWS_RECEIVED)
 
-    def _let_go_of_rows(self, unit: int) -> None:
+    def _let_go_of_rows(self, item: Item) -> None:
+        unit = self._unit(item)
         self._shares[unit] -= 1
         if not self._shares[unit]:
-            self._drop(things.ROWS_GRADIENT)
+            self._drop(things.ROWS_GRADIENT._replace(slice=item.slice))
 
     def _output(self, item: Pass) -> None:
-        self._take_buffer()
+        self._take_buffer(item)
         self._peak("peaks.output")
         root = self._device == self._program.placement.last_device
         self._drop(things.output_buffer(self._last) if root else things.X)
@@ -347,7 +362,7 @@ class _Walker:
         self._parts.make(things.OUTPUT_GRADIENTS)
         self._peak("peaks.backward")
         self._drop(things.OUTPUT_STORED, things.COMBINED)
-        self._free_buffers += 1
+        self._pool.give(self._unit(item))
         if self._program.barriers == 2:
             self._hold(things.DX)
 
@@ -377,14 +392,14 @@ class _Walker:
             case TransferKind.ROWS:
                 self._send(item, things.ROWS_INPUT)
             case TransferKind.ROW_GRADIENTS if root:
-                self._shares[unit_of(item, self._program.slices)] = 2
+                self._shares[self._unit(item)] = 2
                 self._send(item)
             case TransferKind.ROW_GRADIENTS:
                 self._hold(things.ROWS_RECEIVED)
 
     def _send(self, item: Transfer, *things: Thing) -> None:
         """Hold sent data until its arrival is known, or until too many such transfers are in progress."""
-        self._sent[item] = things
+        self._sent[item] = self._moments.here(*things)
         alike = [other for other in self._sent if other.kind is item.kind and other.members == item.members]
         if len(alike) > SENDS_IN_FLIGHT:
             self._moment()
@@ -396,10 +411,17 @@ class _Walker:
             return
         self._drop(*things)
         if item.kind is TransferKind.ROW_GRADIENTS:
-            self._let_go_of_rows(unit_of(item, self._program.slices))
+            self._let_go_of_rows(item)
+
+    def _unit(self, item: Item) -> int:
+        return unit_of(item, self._program.slices)
 
     def _key(self, item: Pass) -> StageUnit:
-        return _stage(item), unit_of(item, self._program.slices)
+        return _stage(item), self._unit(item)
+
+
+def _buffer_of(slice_: int) -> Thing:
+    return things.HANDED_ON._replace(slice=slice_)
 
 
 def _stage(item: Item) -> int:

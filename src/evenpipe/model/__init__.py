@@ -15,6 +15,7 @@ from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, 
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
 from evenpipe.model.router_loss import RouterLoss
+from evenpipe.model.row_work import RowWork, slice_ends
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import persistent_buffers
 
@@ -22,6 +23,7 @@ __all__ = [
     "Description",
     "ModuleStage",
     "RouterLoss",
+    "RowWork",
     "Stage",
     "arranging_flops",
     "as_stored",
@@ -43,5 +45,6 @@ __all__ = [
     "persistent_buffers",
     "save_tensors",
     "self_check",
+    "slice_ends",
     "write_folder_metadata",
 ]

@@ -50,7 +50,7 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
     found = []
     for index in range(description.layers):
         attention = attention_of(description, index)
-        found.append(_matrices(description, index) + attention.flops(attention.context(sequence)))
+        found.append(matrix_flops(description, index) + attention.flops(attention.context(sequence)))
     return found
 
 
@@ -74,8 +74,9 @@ def usual_length(description: Description) -> int:
     return min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
 
 
-def _matrices(description: Description, index: int) -> float:
-    """Count the matrices. Experts are stored as [experts, ..., ...]; their biases [experts, ...] are not matrices."""
+def matrix_flops(description: Description, index: int) -> float:
+    """Return the FLOPs per token in the matrices of a layer. Experts are stored as [experts, ..., ...]; their biases
+    [experts, ...] are not matrices."""
     experts, share = experts_of(description.layer_config(index))
     total = 0.0
     for module in description.layer(index).modules():

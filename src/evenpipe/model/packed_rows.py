@@ -1,31 +1,37 @@
-"""Tells transformers that no row contains several sequences if that is known without reading values.
+"""Tells transformers whether rows contain several sequences, where this is known without reading values.
 
 Without position ids a model's forward uses 0, 1, 2, ... Without a mask, transformers then reads these values to find
 sequences that share a row, and the host waits for the GPU: once or twice in every forward of a stage. No argument of a
-forward prevents this and still leaves the mask to the attention's own kernel.
+forward prevents this and still leaves the mask to the attention's own kernel. And of a piece of a row it would draw
+wrong conclusions.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
 from transformers import masking_utils
 
-_known: ContextVar[bool] = ContextVar("nothing is packed", default=False)
+_answer: ContextVar[Callable[[Tensor], Tensor | None] | None] = ContextVar("which rows are packed", default=None)
 
 
 @contextmanager
-def nothing_packed() -> Iterator[None]:
-    """Make transformers assume, inside this context, that no row contains several sequences."""
-    before = _known.set(True)
+def packed_as(answer: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Answer for transformers, inside this context, which tokens of a row are of one sequence. None: all."""
+    before = _answer.set(answer)
     try:
         yield
     finally:
-        _known.reset(before)
+        _answer.reset(before)
+
+
+def nothing_packed() -> AbstractContextManager[None]:
+    """Make transformers assume, inside this context, that no row contains several sequences."""
+    return packed_as(lambda position_ids: None)
 
 
 def _install() -> None:
@@ -33,7 +39,8 @@ def _install() -> None:
 
     @functools.wraps(find)
     def find_unless_known(position_ids: Tensor) -> Tensor | None:
-        return None if _known.get() else find(position_ids)
+        answer = _answer.get()
+        return find(position_ids) if answer is None else answer(position_ids)
 
     masking_utils.find_packed_sequence_indices = find_unless_known
 

@@ -18,12 +18,16 @@ from transformers import PreTrainedConfig
 
 HIDDEN, HEADS, HEAD_SIZE, ROTARY, VOCABULARY = 64, 4, 16, 8, 251
 
+FEW_TOKENS = 16
+"""Up to so many, some rotary tables are other ones than beyond."""
+
 # (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first matching row applies.
 SMALLER = [
     (re.compile(pattern), limit)
     for pattern, limit in (
         (r"vocab_size|ngram_vocab", VOCABULARY),
-        (r"^original_max_position", 128),
+        (r"^original_max_position", FEW_TOKENS),
+        (r"^floor_scale$", 4),
         (r"max_position|max_target_position|^n_positions$|^n_ctx$|max_seq_len|context_length", 256),
         (r"window(_size|_len)?$|attention_chunk_size|^local_attention$|^index_topk$|^rel_extent$", 5),
         (r"(?<!inference_)chunk_size$|block_size$", 8),
@@ -257,7 +261,7 @@ def _shorten_rotary_factors(small: PreTrainedConfig) -> None:
             if isinstance(entry.get(name), (list, tuple)):
                 entry[name] = list(entry[name])[:length]
         if isinstance(entry.get("original_max_position_embeddings"), int):
-            entry["original_max_position_embeddings"] = min(entry["original_max_position_embeddings"], 128)
+            entry["original_max_position_embeddings"] = min(entry["original_max_position_embeddings"], FEW_TOKENS)
 
 
 def _set(config: PreTrainedConfig, name: str, value: Any) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Cut, Held, TensorPlacement
+from evenpipe.parallel.grid import COPIES
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
@@ -125,7 +126,7 @@ class ShardedModule:
         self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
-        cut = Cut(("dp",), shards.position, self._replicas)
+        cut = Cut(COPIES, shards.position, self._replicas)
         for name, sharded in module.named_parameters():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()

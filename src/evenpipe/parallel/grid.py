@@ -35,6 +35,8 @@ AXES = ("dp", "pp", "cp", "tp")
 _CUT = ("edp", "ep", "pp", "cp", "tp")
 """The same with "dp" cut in two. No other axis has parts."""
 _PARTS = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
+COPIES = ("dp", "cp")
+"""Processes that differ only along these hold the same parameters, or share them by rows."""
 _FAR_TO_NEAR = ("pp", "edp", "ep", "cp", "tp")
 
 
@@ -139,20 +141,30 @@ class Grid:
         return [self.group(*axes, **dict(zip(others, place, strict=True))) for place in places]
 
 
-def process_grid(mesh: DeviceMesh | None, replicas: int | None = None, tensor_parallel: int | None = None) -> Grid:
+def process_grid(
+    mesh: DeviceMesh | None,
+    replicas: int | None = None,
+    context_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+) -> Grid:
     """Return the grid of all processes of torch.distributed; without it, that of one process.
 
     Args:
         mesh: with an axis "pp", and other ones, in any order. None: all processes, with neighbours in one device.
         replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
-        tensor_parallel: processes of a device; None: as many as in the mesh, one without a mesh.
+        context_parallel: processes that share every sequence, likewise.
+        tensor_parallel: processes that share every layer, likewise.
 
     Raises:
-        InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or another
-            number of replicas or of processes of a device; or they do not divide the processes.
+        InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or axes of other
+            lengths; or these numbers do not divide the processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    given = {"replicas": ("dp", replicas), "tensor_parallel": ("tp", tensor_parallel)}
+    given = {
+        "replicas": ("dp", replicas),
+        "context_parallel": ("cp", context_parallel),
+        "tensor_parallel": ("tp", tensor_parallel),
+    }
     for name, (_, size) in given.items():
         if size is not None and (not is_whole(size) or size < 1):
             raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")
@@ -162,7 +174,8 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None, tensor_pa
             if left % (size or 1):
                 raise InputError(f"{name}: {size}, expected a divisor of {left}, the number of processes")
             left //= size or 1
-        return Grid.from_sizes(rank, dp=replicas or 1, pp=left, tp=tensor_parallel or 1)
+        sizes = {axis: size or 1 for axis, size in given.values()}
+        return Grid.from_sizes(rank, pp=left, **sizes)
     grid = Grid.from_mesh(rank, mesh, world_size)
     for name, (axis, size) in given.items():
         if size not in (None, grid.size(axis)):
@@ -174,11 +187,10 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None, tensor_pa
 
 def check_built(grid: Grid) -> None:
     """Raise InputError for an axis along which a pipeline cannot run."""
-    for axis in ("cp", "ep"):
-        if grid.size(axis) > 1:
-            raise InputError(
-                f'mesh: its axis "{axis}" has length {grid.size(axis)}, expected 1: only "pp", "dp" and "tp" run'
-            )
+    if grid.size("ep") > 1:
+        raise InputError(
+            f'mesh: its axis "ep" has length {grid.size("ep")}, expected 1: only "pp", "dp", "cp" and "tp" run'
+        )
 
 
 def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

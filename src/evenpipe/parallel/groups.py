@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
-from evenpipe.parallel.grid import AXES, Grid
+from evenpipe.parallel.grid import AXES, COPIES, Grid
 from evenpipe.processes.watch import Watch
 
 
@@ -20,8 +20,9 @@ class Groups:
     """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
     axes, and "everyone".
 
-    Programs run along a line "pp": one for each tensor rank. Members of a line "dp" are in the order of their ranks, as
-    FSDP2 numbers them, all others in the order of the grid: replica by replica, in each by device, then by tensor rank.
+    Programs run along a line "pp": one for each replica, piece of its sequences, and tensor rank. Processes with the
+    same parameters are in the order of their ranks, as FSDP2 numbers them, all others in the order of the grid: replica
+    by replica, in each by device, by piece, then by tensor rank.
     """
 
     def __init__(
@@ -50,11 +51,15 @@ class Groups:
         self.communicators: Communicators | None = None
         """All of them, including those of the programs; None for a single process."""
         self.pipeline: Communicator | None = None
-        """All processes of this one's pipeline; None for a single one."""
+        """All processes of this one's replica: of its devices, pieces and tensor ranks; None for a single one."""
+        self.data: Communicator | None = None
+        """This process in every replica; None for one replica."""
+        self.context: Communicator | None = None
+        """The processes of this device that share every sequence; None for one."""
         self.tensor: Communicator | None = None
         """The tensor ranks of this device; None for one."""
         self.replicas: Communicator | None = None
-        """This device in every pipeline; None for one pipeline."""
+        """The processes with the same parameters, in all replicas and for all pieces of sequences; None for one."""
         self.shared: Communicator | None = None
         """The tensor ranks of this device that hold the same rows of parameters which all of them hold."""
         self.everyone: Communicator | None = None
@@ -64,28 +69,23 @@ class Groups:
         if len(grid.ranks) == 1:
             return
         groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
-        for axes in (("dp",), ("pp", "tp"), ("tp",), ("tp", "dp") if sharded else ()):
+        replica = ("pp", "cp", "tp")
+        for axes in (COPIES, ("pp", "tp"), ("tp",), replica, ("cp",), ("dp",), ("tp", *COPIES) if sharded else ()):
             long = self._long(axes)
             if long:
-                name, found = " x ".join(axis for axis in axes if axis in long), grid.groups(*sorted(long))
-                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == ("dp",) else found))
+                name, found = (
+                    " x ".join(axis for axis in axes if axis in long),
+                    grid.groups(*(axis for axis in AXES if axis in long)),
+                )
+                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == COPIES else found))
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.size("pp") > 1:
             for name, those in sorted(program.items()):
                 listed += [(name, [line[device] for device in those]) for line in grid.groups("pp")]
-
-        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
-            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
-            shards over replicas they are at the same position, and need not be of one pipeline."""
-            return zip(*(sorted(grid.line("dp", pp=device, tp=rank)) for device, rank in places), strict=True)
-
-        devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
-        if tied is not None:
-            listed += [("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied)]
-        if sharded and len(ranks) > 1:
-            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
-            if set(mates) != set(grid.groups("tp")):
-                listed += [("shared", members) for members in mates]
+        listed += self._with_the_same_rows(tied, sharded=sharded)
+        pieces = grid.groups("cp")
+        if self._long(COPIES) == {"cp"} and any(list(one) != sorted(one) for one in pieces):
+            listed += [("context", members) for members in pieces]  # on all devices in the order of the pieces
         listed += [(name, members) for name, found in groups.values() for members in found]
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
@@ -96,15 +96,35 @@ class Groups:
         by_name = {communicator.name: communicator for communicator in made}
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
         self.everyone = by_name[everyone]
-        self.pipeline, self.replicas, self.tensor = self.over("pp", "tp"), self.over("dp"), self.over("tp")
+        self.pipeline, self.replicas, self.data = self.over(*replica), self.over(*COPIES), self.over("dp")
+        self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
 
+    def _with_the_same_rows(
+        self, tied: tuple[int, int] | None, *, sharded: bool
+    ) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield the pairs "tied", and the tensor ranks "shared" where they are not those of one pipeline."""
+        grid = self._grid
+
+        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
+            shards over replicas they are at the same position, and need not be of one pipeline."""
+            return zip(*(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in places), strict=True)
+
+        devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
+        if tied is not None:
+            yield from (("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied))
+        if sharded and len(ranks) > 1:
+            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
+            if set(mates) != set(grid.groups("tp")):
+                yield from (("shared", members) for members in mates)
+
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
         long = self._long(axes)
-        if axes != ("dp",) and long == self._long(AXES):  # a line "dp" has an order of its own
+        if axes != COPIES and long == self._long(AXES):  # copies have an order of their own
             return self.everyone
         return self._over.get(long)
 
@@ -148,12 +168,13 @@ class Groups:
     # --- results of the output layer ---------------------------------------------------------------------------------
 
     def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
-        """Share a tensor of this pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
-        if self.pipeline is None:
+        """Share a tensor of the pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
+        pipeline = self.over("pp", "tp")
+        if pipeline is None:
             assert own is not None
             return Shared(own, None)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
+        return Shared(tensor, pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
@@ -163,4 +184,4 @@ class Groups:
         number = torch.zeros((), dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         table = number.new_empty(len(members))
         handle = self.everyone.all_gather(table, number, "the loss of all replicas")
-        return Shared(table, handle, [members.index(rank) for rank in self._grid.line("dp", pp=source, tp=0)])
+        return Shared(table, handle, [members.index(rank) for rank in self._grid.group(*COPIES, pp=source, tp=0)])

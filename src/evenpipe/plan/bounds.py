@@ -50,8 +50,10 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> B
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
+    # As if there were slices, which gather keys once less.
+    span = (0, problem.sequence) if parallelism.cp > 1 else None
     work = min(
-        sum(time.forward + time.backward for time in layer_times(problem, replace(layout, vocabulary=mode)))
+        sum(time.forward + time.backward for time in layer_times(problem, replace(layout, vocabulary=mode), span))
         for mode in ("first-last", "vocab-2")
     )
     # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
@@ -81,11 +83,12 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
     is shorter."""
     shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
-    costs = costs_of(problem, configuration)
+    slices = configuration.recipe.slices
+    each = costs_of(problem, configuration).by_slice(slices)
     bound = best_bound(
         shape.placement,
-        configuration.recipe.microbatches,
-        either_backward(costs, shape.placement) if shape.split else costs,
+        configuration.recipe.microbatches * slices,
+        [either_backward(costs, shape.placement) for costs in each] if shape.split else each,
         split=shape.split,
         barriers=barriers,
         memory_limit=[held + barriers * stages for held in _in_flight(problem, configuration).stages],
@@ -95,9 +98,10 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
-    recipe, microbatches = configuration.recipe, configuration.steps[0]
+    recipe, slices = configuration.recipe, configuration.recipe.slices
+    size = recipe.devices, configuration.steps[0] * slices
     return problem.programs.in_flight(
-        configuration.schedule, recipe.schedule_options, recipe.devices, microbatches, configuration.layers_per_stage
+        configuration.schedule, recipe.schedule_options, size, configuration.layers_per_stage, slices
     )
 
 
@@ -127,7 +131,10 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     always, gradients = state_floor(problem, recipe, 1.0 if share is None else share)
     flight = _in_flight(problem, configuration)
     logits = _logits(problem, configuration, setting)
-    saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
+    slices = recipe.slices
+    saved = tuple(
+        min(sizes) / slices for sizes in zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
+    )
     if configuration.moves:  # any amount may be on the host
         saved = (0.0, 0.0, 0.0)
     turns_back = shape.placement == Placement.v_shape(devices)
@@ -142,7 +149,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
         room -= parameters[device] * always + logits[device]
-        moments, most = flight.moments[device], len(layers) * recipe.microbatches
+        moments, most = flight.moments[device], len(layers) * recipe.microbatches * slices
         per_layer = gradients * parameters[device] / max(1, len(layers))
         none, selective, full = held = [
             max(
@@ -170,6 +177,7 @@ def _logits(problem: Problem, configuration: Configuration, setting: Setting) ->
     if setting.loss == "chunked":
         return [0.0] * devices
     whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
+    whole /= configuration.recipe.slices
     if BARRIERS[configuration.recipe.vocabulary]:
         return [whole / devices] * devices
     return [whole if device == placement.last_device else 0.0 for device in range(devices)]

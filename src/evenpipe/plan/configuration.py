@@ -93,6 +93,8 @@ class Configuration:
         """Return the configuration in one line."""
         parallelism, batch = self.recipe.parallelism, self.recipe.batch
         parts = [name_of_axes(parallelism)]
+        if parallelism.cp > 1 and parallelism.context_exchange == "heads":
+            parts.append("heads")
         if parallelism.zero:
             parts.append(f"zero-{parallelism.zero}")
         parts.append(self.schedule_name)
@@ -103,6 +105,8 @@ class Configuration:
         if self.host_share:
             parts.append(f"host share {self.host_share:g}")
         parts.append(f"{batch.microbatch_size} x {batch.microbatches}")
+        if self.recipe.slices > 1:
+            parts.append(f"slices {self.recipe.slices}")
         return " ".join(parts)
 
     @property
@@ -120,7 +124,8 @@ class Configuration:
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of microbatches to simulate, as `short_steps`."""
         planned = bool(BARRIERS[self.recipe.vocabulary]) or self.moves
-        return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned)
+        slices = self.recipe.slices
+        return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned, slices=slices)
 
 
 def name_of_axes(parallelism: Parallelism) -> str:

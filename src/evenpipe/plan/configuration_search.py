@@ -220,11 +220,11 @@ def _mode(one: Configuration) -> str | None:
 
 def _family(one: Configuration) -> Any:
     recipe = one.recipe
-    return one.schedule, recipe.schedule_options, recipe.vocabulary, one.offload, recipe.devices
+    return one.schedule, recipe.schedule_options, recipe.vocabulary, one.offload, recipe.devices, recipe.slices
 
 
 def _all_but_size(one: Configuration) -> Any:
-    recipe, keeps = one.recipe, (one.checkpointing, one.offload, one.host_share)
+    recipe, keeps = one.recipe, (one.checkpointing, one.offload, one.host_share, one.recipe.slices)
     return recipe.parallelism, one.schedule, recipe.schedule_options, recipe.vocabulary, one.layers_per_stage, keeps
 
 

@@ -99,6 +99,8 @@ class Evaluation:
             **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
             "microbatch_size": recipe.batch.microbatch_size,
             "microbatches": recipe.microbatches,
+            "slices": recipe.slices,
+            "context_exchange": recipe.parallelism.context_exchange,
             "schedule": self.configuration.schedule,
             "options": recipe.options,
             "vocabulary": recipe.vocabulary,
@@ -189,7 +191,7 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
 
 def work_of(program: Program, costs: Costs) -> list[float]:
     """Return the seconds in passes per microbatch, per device."""
-    order, times = program.order, PassTimes(costs, program.placement)
+    order, times = program.order, PassTimes(costs, program.placement, program.slices)
     whole = [math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)]
     return [seconds / order.microbatches for seconds in whole]
 
@@ -197,7 +199,7 @@ def work_of(program: Program, costs: Costs) -> list[float]:
 def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
     costs, placement = costs_of(problem, configuration), configuration.placement
-    work = [0.0] * placement.devices
+    work, slices = [0.0] * placement.devices, configuration.recipe.slices
     by_kind = costs.stage_times(placement)
     forward, backward, inputs, weights = (by_kind[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     assert forward and backward and inputs and weights
@@ -206,7 +208,7 @@ def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     if BARRIERS[configuration.recipe.vocabulary]:
         for times in costs.device_times(placement).values():
             work = [done + more for done, more in zip(work, times or (), strict=True)]
-    return work
+    return [slices * seconds for seconds in work]
 
 
 def end_seconds(problem: Problem, configuration: Configuration) -> float:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from evenpipe.costs.analytic import LayerTime, Setting, layer_time
-from evenpipe.costs.collectives import Axes
+from evenpipe.costs.collectives import Axes, Pieces
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
     NO_CORRECTION,
@@ -20,15 +20,17 @@ from evenpipe.costs.measured_passes import (
     passes_of,
     whole_passes,
 )
-from evenpipe.costs.step import WHOLE, Cut, costs_of_cut
+from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, costs_of_slices
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
+from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 
@@ -38,6 +40,9 @@ EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
 Found = TypeVar("Found")
+
+Span = tuple[int, int]
+"""Of a slice: its first token, and the one behind its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,11 @@ class Problem:
         return PRESETS[self.kernels_name]
 
     @property
+    def is_ours(self) -> bool:
+        """Whether evenpipe runs these kernels, not another framework."""
+        return FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
+
+    @property
     def layers(self) -> int:
         return len(self.works)
 
@@ -97,7 +107,7 @@ class Problem:
         return Setting(
             hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
+            axes=self._axes(recipe),
             dtype=self.dtype,
             microbatch_size=size,
             sequence=self.sequence,
@@ -108,6 +118,22 @@ class Problem:
             loss=kernels.loss,
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
+
+    def _axes(self, recipe: Recipe) -> Axes:
+        """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
+        sizes = recipe.parallelism
+        pieces = Pieces(
+            exchange=self.exchange_of(sizes, recipe.slices),
+            attends_again=(sizes.cp > 1 or recipe.slices > 1) and self.is_ours and self.hardware.torch_device != "cpu",
+        )
+        return Axes.of(dp=sizes.dp, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, pieces=pieces)
+
+    def exchange_of(self, sizes: Parallelism, slices: int) -> str:
+        """Return "keys" or "heads", as the runtime chooses."""
+        if sizes.cp == 1:
+            return "keys"
+        choice = choose(self.description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        return choice.exchange
 
     def contention(self, recipe: Recipe) -> float:
         """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
@@ -219,32 +245,47 @@ def problem_of(
     )
 
 
-def layer_times(problem: Problem, recipe: Recipe) -> tuple[LayerTime, ...]:
-    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once."""
+def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
+    """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
+    mode; equal layers are computed once."""
     whole = recipe.vocabulary in WHOLE
 
     def times() -> tuple[LayerTime, ...]:
-        setting = problem.setting(recipe)
+        setting = problem.setting(recipe).on(span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
         return tuple(found[id(work)] for work in problem.works)
 
-    return problem.once((recipe.parallelism, recipe.batch, whole), times)
+    return problem.once((recipe.parallelism, recipe.batch, whole, span), times)
 
 
 def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
-    """Return the seconds of passes and transfers, without copies to the host."""
-    return costs_of_cut(
-        Cut(
-            placement=placement,
-            layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
-            checkpointing=recipe.checkpointing_of(problem.layers),
-            vocabulary=recipe.vocabulary,
-        ),
-        layer_times(problem, recipe),
-        problem.setting(recipe),
-        rows=problem.description.vocabulary_size,
-        hidden_size=problem.description.hidden_size,
-        contention=problem.contention(recipe),
+    """Return the seconds of passes and transfers, without copies to the host; for sequences in slices with factors."""
+    cut = Cut(
+        placement=placement,
+        layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
+        checkpointing=recipe.checkpointing_of(problem.layers),
+        vocabulary=recipe.vocabulary,
     )
+
+    def costs(setting: Setting) -> Costs:
+        return costs_of_cut(
+            cut,
+            layer_times(problem, recipe, setting.axes.pieces.span),
+            setting,
+            rows=problem.description.vocabulary_size,
+            hidden_size=problem.description.hidden_size,
+            contention=problem.contention(recipe),
+        )
+
+    setting = problem.setting(recipe)
+    return costs(setting) if recipe.slices == 1 else costs_of_slices(setting, ends_of(problem, recipe), costs)
+
+
+def ends_of(problem: Problem, recipe: Recipe) -> tuple[int, ...]:
+    """Return the number of tokens up to the end of each slice of a sequence, as the runtime cuts it."""
+    sizes, slices = recipe.parallelism, recipe.slices
+    multiple, rows = divisor_of(sizes.cp, sizes.tp), problem.model_costs.rows_for(recipe)
+    cut = partial(slice_ends, rows, problem.sequence, slices, multiple)
+    return problem.once((slice_ends, slices, multiple), cut)

@@ -9,6 +9,7 @@ more, so the shorter step gives it.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -26,6 +27,7 @@ from evenpipe.schedule.effects import Kept, changes, effect_of
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
+from evenpipe.schedule.transforms.slices import add_slices
 
 WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
@@ -34,6 +36,9 @@ SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
 """Microbatches per device, besides the remainder, of the two simulated steps, without and with vocabulary passes or
 copies to the host. The lists of the vocabulary transform become periodic from three on: with two, steps of V-shaped
 schedules were off by up to 2 %."""
+
+SLICED = 3
+"""Microbatches besides these, if sequences are cut: a step repeats itself only after some whole sequences."""
 
 Options = tuple[tuple[str, Any], ...]
 """Options of a generator, as in a `Recipe`."""
@@ -50,11 +55,14 @@ class Shape:
     """Whether its generator plans by costs, so activations in flight are only nearly those of equal stages."""
     moves: bool
     """Whether it moves activations to the host."""
+    slices: bool
+    """Whether sequences can be cut into slices."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Activations in flight of an order without vocabulary passes. Lists are per device."""
+    """Activations in flight of an order without vocabulary passes, each of a microbatch or, if sequences are cut, of a
+    slice. Lists are per device."""
 
     stages: tuple[int, ...]
     """Most stage activations."""
@@ -83,7 +91,7 @@ class Programs:
         return self._program(
             Recipe(  # everything that an order depends on
                 parallelism=Parallelism(pp=recipe.devices),
-                batch=BatchShape(microbatches=microbatches),
+                batch=BatchShape(microbatches=microbatches, slices=recipe.slices),
                 schedule=recipe.schedule,
                 schedule_options=recipe.schedule_options,
                 vocabulary=recipe.vocabulary,
@@ -107,17 +115,23 @@ class Programs:
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
         else:  # modes with the same stage costs have the same order below their vocabulary passes
             copies = costs.O if shape.moves else None
-            size, times = (recipe.devices, recipe.microbatches), (costs.F, costs.B, copies)
-            order = self._base_order(recipe.schedule, recipe.schedule_options, size, times)
+            slices, times = recipe.slices, (costs.F, costs.B, copies)
+            size = recipe.devices, recipe.microbatches * slices
+            order = self._base_order(recipe.schedule, recipe.schedule_options, size, times, slices)
         return arranged(recipe, costs, order)
 
     def _in_flight(
-        self, schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
+        self,
+        schedule: str,
+        options: Options,
+        size: tuple[int, int],
+        layers_per_stage: tuple[int, ...],
+        slices: int,
     ) -> InFlight:
         """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With
-        the costs of a model some generators hold as much, arranged otherwise."""
-        order = self._equal_order(schedule, options, devices, microbatches)
-        rows = [list(order.passes(device)) for device in range(devices)]
+        the costs of a model some generators hold as much, arranged otherwise. size: as for `_base_order`."""
+        order = self._equal_order(schedule, options, size, slices)
+        rows = [list(order.passes(device)) for device in range(order.devices)]
         return InFlight(
             tuple(int(peak_activations(row)) for row in rows),
             tuple(_moments(row, layers_per_stage) for row in rows),
@@ -135,20 +149,33 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
         split=any(item.kind is Kind.I for item in order.passes(0)),
         by_costs="costs" in inspect.signature(SCHEDULES[schedule]).parameters,
         moves=bool(offloaded(order)),
+        slices=_can_be_cut(order),
     )
 
 
+def _can_be_cut(order: Order) -> bool:
+    try:
+        add_slices(order, 2)
+    except InputError:
+        return False
+    return True
+
+
 def _base_order(
-    schedule: str, options: Options, size: tuple[int, int], times: tuple[Cost | None, Cost | None, Cost | None]
+    schedule: str,
+    options: Options,
+    size: tuple[int, int],
+    times: tuple[Cost | None, Cost | None, Cost | None],
+    slices: int,
 ) -> Order:
-    """size: devices and microbatches. times: of forwards, backwards and copies."""
+    """size: devices, and slices of all microbatches. times: of forwards, backwards and copies."""
     forward, backward, copies = times
     costs = Costs(F=forward, B=backward, I=forward, W=forward, O=copies, L=copies)
-    return generate(schedule, *size, costs=costs, **dict(options))
+    return add_slices(generate(schedule, *size, costs=costs, **dict(options)), slices)
 
 
-def _equal_order(schedule: str, options: Options, devices: int, microbatches: int) -> Order:
-    return without_offload(generate(schedule, devices, microbatches, **dict(options)))
+def _equal_order(schedule: str, options: Options, size: tuple[int, int], slices: int) -> Order:
+    return add_slices(without_offload(generate(schedule, *size, **dict(options))), slices)
 
 
 def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -172,11 +199,14 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
     return tuple(kept)
 
 
-def short_steps(devices: int, microbatches: int, *, planned: bool) -> tuple[int, ...]:
+def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int = 1) -> tuple[int, ...]:
     """Return the numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself.
-    planned: the order has vocabulary passes or copies to the host."""
-    rest = microbatches % devices
-    short, long = SHORT[planned] * devices + rest, LONG[planned] * devices + rest
+    planned: the order has vocabulary passes or copies to the host. slices: of a microbatch, each as long as one."""
+    period = devices // math.gcd(devices, slices)
+    rest = microbatches % period
+    if slices > 1:
+        rest += period * math.ceil(SLICED / period)
+    short, long = SHORT[planned] * period + rest, LONG[planned] * period + rest
     return (short, long) if microbatches > long else (microbatches,)
 
 

@@ -101,7 +101,7 @@ class Ranking:
                     "tokens_per_second": problem.sequence * problem.sequences_per_step / plan.seconds,
                     "model_flops_utilization": utilization(problem, plan),
                     "binding": binding(problem, plan),
-                    "runnable": not refusal(problem, plan.configuration.recipe.parallelism),
+                    "runnable": not refusal(problem, plan.configuration.recipe),
                 }
                 for plan in self.plans
             ],
@@ -141,7 +141,7 @@ class Ranking:
                     f"{100 * utilization(problem, plan):.1f} %",
                     gib_text(worst.peak_bytes),
                     recomputation(plan),
-                    "estimate only" if refusal(problem, plan.configuration.recipe.parallelism) else "",
+                    "estimate only" if refusal(problem, plan.configuration.recipe) else "",
                 )
             )
         yield from table(rows, left=(1, 6, 7))
@@ -328,6 +328,7 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
     return {
         **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
         "microbatch size": one.recipe.batch.microbatch_size,
+        "slices": one.recipe.slices,
         "schedule": one.schedule_name,
         "vocabulary": one.recipe.vocabulary,
         "layers": one.layers_per_stage,

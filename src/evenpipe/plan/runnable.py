@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 
 from .problem import Problem
 
 
-def refusal(problem: Problem, parallelism: Parallelism) -> str:
+def refusal(problem: Problem, recipe: Recipe) -> str:
     """Return why `evenpipe train` cannot run it, in a sentence; empty if it can.
 
     The layers of a small copy of the model are cut over tensor ranks as the runtime does it, and compared with the
-    whole ones: about a second per number of ranks, once.
+    whole ones: about a second per number of ranks, once. Likewise whole sequences with pieces of them.
     """
+    sizes = recipe.parallelism
     try:
-        parallelism.check_runnable()
+        sizes.check_runnable()
     except InputError as error:
         return str(error)
-    return refusal_of_cut(problem, parallelism.tp)
+    pieces = refusal_of_pieces(problem, sizes.cp)
+    return refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.slices > 1 else "")
 
 
 def refusal_of_cut(problem: Problem, ranks: int) -> str:
     """Return why the layers cannot be cut over so many tensor ranks."""
-    return "" if ranks == 1 else problem.once((cut_of_model, ranks), partial(_refusal_of_cut, problem, ranks))
+    return "" if ranks == 1 else _once(problem, cut_of_model, partial(cut_of_model, problem.description, ranks), ranks)
 
 
-def _refusal_of_cut(problem: Problem, ranks: int) -> str:
-    try:
-        cut_of_model(problem.description, ranks)
-    except InputError as error:
-        return str(error)
-    return ""
+def refusal_of_pieces(problem: Problem, ranks: int) -> str:
+    """Return why sequences cannot be shared by so many context ranks."""
+    return "" if ranks == 1 else _refusal(problem, "context_parallel", slices=False)
+
+
+def refusal_of_slices(problem: Problem) -> str:
+    """Return why sequences cannot be cut into slices."""
+    return _refusal(problem, "slices", slices=True)
+
+
+def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
+    return _once(problem, check_pieces, partial(check_pieces, problem.description, option, slices=slices), option)
+
+
+def _once(problem: Problem, kind: object, check: Callable[[], object], what: object) -> str:
+    """Return what a check says that is done once for a problem; empty if it passes."""
+
+    def sentence() -> str:
+        try:
+            check()
+        except InputError as error:
+            return str(error)
+        return ""
+
+    return problem.once((kind, what), sentence)

@@ -1,7 +1,8 @@
 """The space of the search: all configurations that a number of GPUs could run.
 
 Excluded are impossible layouts (heads that do not divide, more stages than layers, a batch that does not divide) and
-slow ones: tensor and context parallelism across nodes, which loses a third of the speed.
+slow ones: tensor parallelism across nodes, which loses a third of the speed, and context parallelism across nodes that
+leaves a GPU few tokens (`TOKENS_ACROSS`): what it computes grows with them, and faster than what it exchanges.
 """
 
 from __future__ import annotations
@@ -13,18 +14,35 @@ from itertools import product
 from typing import Any, Literal
 
 from evenpipe.errors import InputError
+from evenpipe.model.context_exchange import heads_divide
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
-from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
+from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES, Placement, even_split, planning, split_by_cost
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
 from .configuration import LEAST, POLICIES, Configuration
-from .problem import Problem
+from .problem import Problem, layer_times
 from .programs import Options
-from .runnable import refusal_of_cut
+from .runnable import refusal_of_cut, refusal_of_pieces, refusal_of_slices
+
+TOKENS_ACROSS = 8192
+"""Least tokens of a sequence on each GPU for context parallelism across nodes: as many as Llama 3 405B was trained with
+(arXiv 2407.21783, table 4: 131 072 over 16)."""
+
+SLICES = (4,)
+"""Numbers of slices of long sequences, besides 1."""
+
+LONG = 32768
+"""Least tokens of a sequence that is cut into slices, if nothing else is asked for."""
+
+BUBBLE = 0.2
+"""Least bubble of 1F1B, relative to its work, with which sequences are cut, likewise."""
+
+TOKENS_OF_SLICE = 4096
+"""Least tokens of a slice on each GPU, on average, likewise: products of fewer are slower."""
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
 
@@ -40,6 +58,8 @@ class Space:
     zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
     """Levels for layouts with replicas; others have nothing to shard."""
     microbatch_sizes: tuple[int, ...] | None = None
+    slices: tuple[int, ...] | None = None
+    """Parts of every sequence, for pipelines. None: 1, and for long sequences and few microbatches `SLICES`."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
     stages_per_device: tuple[int, ...] = (2, 4)
     """For schedules that leave a choice."""
@@ -51,7 +71,8 @@ class Space:
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
     only_runnable: bool = False
-    """Leave out numbers of tensor ranks over which the runtime cannot cut the model."""
+    """Leave out numbers of tensor ranks over which the runtime cannot cut the model, and pieces of sequences if it
+    would compute something else in them."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -69,13 +90,13 @@ class Space:
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
-        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "stages_per_device"):
+        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
 
 
-RUNNABLE = Space(cp=(1,), zero=(0, 3), only_runnable=True)
+RUNNABLE = Space(zero=(0, 3), only_runnable=True)
 """The choices that `evenpipe train` can run."""
 
 
@@ -83,16 +104,18 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
     """Return all layouts in the space: recipes without a choice of schedule. Raises InputError if there is none, with
     the reason."""
     found = list(_layouts(problem, space))
-    refused = [refusal_of_cut(problem, ranks) for ranks in space.tp or ()] if space.only_runnable else []
-    if not found and any(refused):
-        raise InputError(next(filter(None, refused)))
+    if not found and space.only_runnable:
+        refused = [refusal_of_cut(problem, ranks) for ranks in space.tp or ()]
+        refused += [refusal_of_pieces(problem, ranks) for ranks in space.cp or ()]
+        if any(refused):
+            raise InputError(next(filter(None, refused)))
     if not found:
         given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
         raise InputError(
             f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
             f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
-            f" with at most {problem.layers} devices per pipeline, heads and tokens of a sequence divided by tp, and"
-            " sequences divided by dp"
+            f" with at most {problem.layers} devices per pipeline, heads and tokens of a sequence divided by tp, its"
+            " tokens by 2 cp, and sequences divided by dp"
         )
     return found
 
@@ -106,20 +129,34 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
         if rest or any(size not in (getattr(space, axis) or (size,)) for axis, size in sizes.items()):
             continue
         share, more = divmod(problem.sequences_per_step, dp)
-        if more or pp > problem.layers or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
+        if more or pp > problem.layers or problem.sequence % divisor_of(cp, tp) or any(count % tp for count in heads):
             continue
-        if problem.sequence % tp or any(count % tp for count in heads):
+        if tp > node or (tp * cp > node and problem.sequence // cp < TOKENS_ACROSS):
             continue
-        if space.only_runnable and refusal_of_cut(problem, tp):
+        if space.only_runnable and (refusal_of_cut(problem, tp) or refusal_of_pieces(problem, cp)):
             continue
         for zero in space.zero if dp * cp > 1 else (0,):
-            parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero])
+            parallelism = Parallelism(
+                dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero], context_exchange="keys"
+            )
             for size in space.microbatch_sizes or [2**power for power in range(share.bit_length())]:
                 if share % size == 0:
                     batch = BatchShape(
                         microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
                     )
-                    yield Recipe(parallelism=parallelism, batch=batch)
+                    yield _with_exchange(problem, Recipe(parallelism=parallelism, batch=batch))
+
+
+def _with_exchange(problem: Problem, layout: Recipe) -> Recipe:
+    """Return a layout in which context ranks exchange heads for tokens, if they can and that takes less time."""
+    sizes = {"ranks": layout.parallelism.cp, "tensor_ranks": layout.parallelism.tp}
+    if sizes["ranks"] == 1 or not all(heads_divide(work.attention, **sizes) for work in problem.kinds):
+        return layout
+    other = replace(layout, parallelism=replace(layout.parallelism, context_exchange="heads"))
+    keys, heads = (
+        sum(one.forward + one.backward for one in layer_times(problem, recipe)) for recipe in (layout, other)
+    )
+    return other if heads < keys else layout
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -132,7 +169,7 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
     seen: set[tuple[Any, ...]] = set()
-    head = round(head_layers, 2)
+    head, cuts = round(head_layers, 2), _slices(problem, space, layout)
     for schedule, options in _schedules(schedules, space, problem.layers, devices):
         shape = problem.programs.shape(schedule, options, devices)
         if shape is None or shape.placement.stages > problem.layers:
@@ -147,9 +184,11 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                     continue
                 seen.add(key)
                 copies = space.offload if devices > 1 else ("scheduled",)
-                for policy, offload, share in product(space.checkpointing, copies, space.host_shares):
+                choices = (cuts if shape.slices else (1,)), space.checkpointing, copies, space.host_shares
+                for slices, policy, offload, share in product(*choices):
                     recipe = replace(
                         layout,
+                        batch=replace(layout.batch, slices=slices),
                         schedule=schedule,
                         schedule_options=options,
                         vocabulary=mode,
@@ -157,9 +196,22 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                         checkpointing="none" if policy == LEAST else policy,
                         offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
                     )
-                    choices = {"checkpointing": policy, "offload": offload}
-                    still_open = tuple(name for name, choice in choices.items() if choice == LEAST)
+                    decided = {"checkpointing": policy, "offload": offload}
+                    still_open = tuple(name for name, choice in decided.items() if choice == LEAST)
                     yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
+
+
+def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
+    """Return the numbers of slices for a layout; at least 1, which is no cut."""
+    sizes = layout.parallelism
+    if layout.devices == 1 or (space.only_runnable and refusal_of_slices(problem)):
+        return (1,)
+    most = problem.sequence // divisor_of(sizes.cp, sizes.tp)
+    if space.slices is not None:
+        return tuple(count for count in space.slices if count <= most) or (1,)
+    if problem.sequence < LONG or layout.devices - 1 < BUBBLE * layout.microbatches or not problem.is_ours:
+        return (1,)
+    return (1, *(count for count in SLICES if problem.sequence // sizes.cp >= count * TOKENS_OF_SLICE))
 
 
 def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) -> Iterator[tuple[str, Options]]:

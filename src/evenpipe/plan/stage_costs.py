@@ -9,6 +9,7 @@ from evenpipe.errors import InputError
 from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.costs import Cost, Costs, is_per_stage
 from evenpipe.schedule.placement import Placement
+from evenpipe.schedule.slice_costs import each_slice, of_slices
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
@@ -21,6 +22,8 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     """
     if stages == wanted:
         return costs
+    if costs.slices:
+        return of_slices([costs_for_stages(one, stages, wanted, who) for one in each_slice(costs)], costs.token_factors)
 
     def cut(name: str, value: Cost) -> Cost:
         if not isinstance(value, tuple):
@@ -55,6 +58,8 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
     weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
     and B, and likewise what replicas send. Kinds without a time stay so.
     """
+    if costs.slices:
+        return of_slices([with_whole_vocabulary(one, placement) for one in each_slice(costs)], costs.token_factors)
 
     def of_all_devices(name: str, value: Cost | None) -> float:
         return sum(spread(name, value or 0.0, placement.devices, "device") or ())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
-from evenpipe.model import Description, arranging_flops
-from evenpipe.recipe.parallelism import for_replicas
+from evenpipe.model import Description, RowWork, arranging_flops, slice_ends
+from evenpipe.model.flops import usual_length
+from evenpipe.recipe.parallelism import divisor_of, for_replicas
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.recipe.sliced_costs import NOTHING, Extra, rows_as_measured, sliced_costs, whole_costs
 from evenpipe.schedule import (
     Costs,
     Order,
@@ -25,6 +27,7 @@ from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.planning import costs_of_work, order_of_function
 from evenpipe.schedule.registry import options_of
+from evenpipe.schedule.slice_costs import each_slice
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard
 from evenpipe.vocabulary import split as shards_of
@@ -36,12 +39,37 @@ class ModelCosts:
 
     layers: tuple[float, ...]
     head: float
+    rows: RowWork | None = None
+    """How the work of layers grows along a row."""
+    length: int = 0
+    """Tokens of the row for which these are the costs of a token on average."""
 
     @classmethod
     def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
         """Return the costs that arrange orders without known times; `sequence`: tokens, as for `arranging_flops`."""
         layers, head = arranging_flops(description, sequence)
-        return cls(layers=layers, head=head)
+        length = sequence or usual_length(description)
+        return cls(layers=layers, head=head, rows=RowWork.of(description), length=length)
+
+    def rows_for(self, recipe: Recipe) -> RowWork:
+        """Return how work grows along rows, by which they are cut: as in the costs of a recipe if these were measured
+        on slices, else in FLOPs."""
+        return rows_as_measured(self.rows or RowWork(per_token=1.0, per_key=()), recipe.costs, self.length)
+
+    def costs_of_slices(self, costs: Costs, recipe: Recipe, slices: int, extra: Extra = NOTHING) -> Costs:
+        """Return costs of whole sequences, or of other slices, as those of so many slices.
+
+        extra: what a pass does besides, in tokens of a microbatch on one process.
+        """
+        if slices == 1 and extra == NOTHING:
+            return whole_costs(costs)
+        sizes = recipe.parallelism
+        multiple = divisor_of(sizes.cp, sizes.tp)
+        length = max(self.length // multiple, slices) * multiple
+        rows = self.rows_for(recipe)
+        times = recipe.batch.microbatch_size / sizes.cp  # a microbatch on a process has so many times its tokens
+        each = Extra(extra.forward / times, extra.weights / times)
+        return sliced_costs(costs, rows, slice_ends(rows, length, slices, multiple), each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +98,7 @@ class Layout:
         """
         mode, devices, schedule = recipe.vocabulary, recipe.devices, recipe.schedule
         base = runnable_order(recipe)
-        split = _layers_per_stage(recipe, model, base.placement)
+        split = layers_per_stage(recipe, model, base.placement)
         costs = arranging_costs(recipe, model, base.placement, split)
         # A named schedule is rearranged with costs.
         order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
@@ -122,11 +150,16 @@ def runnable_order(recipe: Recipe) -> Order:
     return schedule if isinstance(schedule, Order) else order_of_function(schedule, recipe.devices, recipe.microbatches)
 
 
-def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, layers_per_stage: Sequence[int]) -> Costs:
+def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
     """Return the pass times by which the order of a recipe is arranged, in this placement."""
     costs = recipe.costs
     if costs is None:
-        costs = costs_of_work(model.layers, model.head, layers_per_stage, recipe.devices, recipe.vocabulary)
+        costs = costs_of_work(model.layers, model.head, split, recipe.devices, recipe.vocabulary)
+    else:
+        schedule = recipe.schedule
+        slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
+        if slices != (len(each_slice(costs)) if costs.slices else 1):
+            costs = model.costs_of_slices(costs, recipe, slices)
     return costs.with_copies(placement, recipe.offload.copy_time)
 
 
@@ -141,6 +174,7 @@ def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, P
         recipe.microbatches,
         recipe.vocabulary,
         costs,
+        slices=recipe.slices if recipe.slices > 1 else None,
         sharing=recipe.communicators,
         offload=recipe.offload.activations,
         **(recipe.options if isinstance(schedule, str) else {}),
@@ -163,7 +197,7 @@ def without_vocabulary(order: Order) -> Order:
     """Return the order without its vocabulary passes, for any mode."""
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
-    return Order(order.placement, order.microbatches, rows)
+    return replace(order, rows=rows, barriers=0)
 
 
 def _is_sharded(mode: str) -> bool:
@@ -185,7 +219,11 @@ def _more_or_fewer(schedule: Schedule) -> str:
     return "take fewer devices, or a schedule with fewer stages per device"
 
 
-def _layers_per_stage(recipe: Recipe, model: ModelCosts, placement: Placement) -> tuple[int, ...]:
+def layers_per_stage(recipe: Recipe, model: ModelCosts, placement: Placement) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as given or as the vocabulary mode has it.
+
+    Raises InputError for more stages than layers, and for a split that does not add up.
+    """
     layers, stages, devices = len(model.layers), placement.stages, placement.devices
     given = recipe.layers_per_stage
     if given is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +13,8 @@ from evenpipe.schedule import Program, add_sharding, check_program
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
 
 TensorOverlap = Literal["auto", "none", "ring", "fused"]
+
+ContextExchange = Literal["auto", "keys", "heads"]
 
 DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
 """Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
@@ -45,8 +48,10 @@ class Parallelism:
     sequence_parallel: bool = True
     """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
     1."""
-    cp_exchange: Literal["ring", "all-to-all"] = "ring"
-    """Context parallelism sends keys and values around a ring, or exchanges heads for tokens."""
+    context_exchange: ContextExchange = "auto"
+    """With context parallelism every layer gathers the keys and values of all tokens ("keys"), or exchanges heads for
+    tokens ("heads"), which moves less with many ranks. "auto": "heads" if that moves less and the ranks can share the
+    heads, else "keys"."""
     tensor_overlap: TensorOverlap = "auto"
     """How tensor ranks exchange rows beside products in F and I: "ring" piece by piece around the ranks, "fused" by
     torch's operations on symmetric memory, "none" before and after. "auto": "fused" on GPUs that can, else "none"."""
@@ -65,8 +70,8 @@ class Parallelism:
         if (self.reshard or self.prefetch is not None) and self.data_parallel != "shard":
             name = "reshard" if self.reshard else "prefetch"
             raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
-        if self.cp_exchange not in ("ring", "all-to-all"):
-            raise InputError(f"cp_exchange is {self.cp_exchange!r}, expected ring or all-to-all")
+        if self.context_exchange not in get_args(ContextExchange):
+            raise InputError(f"context_exchange is {self.context_exchange!r}, expected auto, keys or heads")
         if self.tensor_overlap not in get_args(TensorOverlap):
             raise InputError(
                 f"tensor_overlap: {self.tensor_overlap!r}, expected one of {', '.join(get_args(TensorOverlap))}"
@@ -101,13 +106,16 @@ class Parallelism:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
         if self.tp > 1 and not self.sequence_parallel:
             raise InputError("sequence_parallel: False, expected True: tensor ranks share the rows of norms, too")
-        for name in ("cp", "ep"):
-            if getattr(self, name) > 1:
-                raise InputError(
-                    f"{name}: {getattr(self, name)}, expected 1: only estimates and plans know larger ones"
-                )
+        if self.ep > 1:
+            raise InputError(f"ep: {self.ep}, expected 1: only estimates and plans know larger ones")
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
+
+
+def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
+    """Return what the number of tokens of a slice must be a multiple of: each context rank has two equal chunks, and
+    tensor ranks share the tokens of a piece."""
+    return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
 def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:

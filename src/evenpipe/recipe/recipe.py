@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import PER_PAIR, SHARING, Costs, Schedule, vocabulary_mode
+from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, vocabulary_mode
 from evenpipe.schedule.registry import nearest
 
 SEPARATE = ("name", "devices", "microbatches", "costs")
@@ -32,12 +32,13 @@ class RecipeOptions(TypedDict, total=False):
     reshard: bool
     prefetch: int | None
     sequence_parallel: bool
-    cp_exchange: str
+    context_exchange: str
     tensor_overlap: TensorOverlap
     microbatches: int | None
     microbatch_size: int
-    slices: int
+    slices: int | Literal["auto"]
     sequence_length: int | None
+    documents: Documents
     schedule: Path | Schedule | Any
     schedule_options: Mapping[str, Any] | None
     vocabulary: str
@@ -153,6 +154,14 @@ class Recipe:
         return count
 
     @property
+    def slices(self) -> int:
+        """Slices of every sequence. Raises InputError while that is "auto", which `slice_choice` replaces."""
+        slices = self.batch.slices
+        if slices == "auto":
+            raise InputError("slices: 'auto', expected a number of at least 1: it is chosen only where a model runs")
+        return slices
+
+    @property
     def options(self) -> dict[str, Any]:
         """`schedule_options` as keyword arguments."""
         return dict(self.schedule_options)
@@ -168,10 +177,15 @@ class Recipe:
         return choices
 
     def check_runnable(self) -> None:
-        """Raise InputError for what estimates and plans know but the runtime does not run yet."""
+        """Raise InputError for what estimates and plans know but the runtime does not run yet, and for slices that a
+        given order does not have."""
         self.parallelism.check_runnable()
-        if self.batch.slices > 1:
-            raise InputError(f"slices: {self.batch.slices}, expected 1: only whole sequences can run")
+        order = self.schedule.order if isinstance(self.schedule, Program) else self.schedule
+        if isinstance(order, Order) and self.batch.slices not in (1, order.slices):
+            raise InputError(
+                f"slices: {self.batch.slices}, expected {order.slices}, as in the given order: only a schedule with a"
+                " name, or a function of devices and units, is cut into slices"
+            )
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:

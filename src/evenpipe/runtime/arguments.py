@@ -14,13 +14,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
+from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
 from evenpipe.given import is_whole
 from evenpipe.model import Description, self_check
 from evenpipe.model.structure import first_line
+from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
-from evenpipe.runtime.batch import IGNORE_INDEX
+from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.schedule import Kind, Order, parts_of
 from evenpipe.vocabulary import LossOptions
 
@@ -157,39 +159,55 @@ class PipelineOptions(RecipeOptions, total=False):
 
     replicas: int | None
     """The size of `dp`."""
+    context_parallel: int | None
+    """The size of `cp`."""
     tensor_parallel: int | None
     """The size of `tp`."""
 
 
-def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int, tp: int) -> Recipe:
+AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp"}
+"""Their sizes are those of the grid."""
+
+
+def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
     """Return the recipe of a pipeline on these processes.
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    axes = ("replicas", "tensor_parallel")
-    if how.get("tp", tp) != tp:
-        raise InputError(f"tp: {how['tp']}, expected {tp}, the processes of a device, as tensor_parallel says")
-    options = cast(RecipeOptions, {name: value for name, value in how.items() if name not in axes} | {"tp": tp})
+    sizes = {axis: grid.size(axis) for axis in AXES}
+    for name, axis in AXES_OF_OPTIONS.items():
+        given_size = how.get(axis, sizes[axis])
+        if given_size != sizes[axis]:
+            raise InputError(f"{axis}: {given_size}, expected {sizes[axis]}, as {name} says")
+    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *AXES)}
     if given is None:
-        given = Recipe.of(dp=dp, pp=pp, **options)
+        given = Recipe.of(**sizes, **cast(RecipeOptions, options))
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
-    sizes = given.parallelism
-    if (sizes.dp, sizes.pp, sizes.tp) != (dp, pp, tp):
-        raise InputError(
-            f"recipe: dp, pp, tp = {sizes.dp}, {sizes.pp}, {sizes.tp}, expected {dp}, {pp}, {tp}, the sizes of the"
-            " processes"
-        )
+    other = {axis: size for axis in AXES if (size := getattr(given.parallelism, axis)) != sizes[axis]}
+    if other:
+        expected = {axis: sizes[axis] for axis in other}
+        raise InputError(f"recipe: {_sizes(other)}, expected {_sizes(expected)}, the sizes of the processes")
     given.check_runnable()
     return given
 
 
-def fault_of_architecture(description: Description, order: Order) -> str | None:
-    """Return why a small copy of the model, cut into stages, does not compute what the uncut one does; None if it
-    does."""
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
+
+
+def fault_of_architecture(description: Description, order: Order, recipe: Recipe) -> str | None:
+    """Return why a small copy of the model, cut into stages or its sequences into pieces, does not compute what the
+    uncut one does; None if it does."""
+    apart = recipe.batch.separate
+    beside = ' and documents = "separate"' if apart else ""
     splits = any(part.kind is Kind.I for row in order.rows for item in row if item for part in parts_of(item))
     try:
         self_check(description, split_once if splits else None, say=logger.warning)
+        if recipe.parallelism.cp > 1:
+            check_pieces(description, f"context_parallel{beside}", slices=False, apart=apart)
+        if order.slices > 1:
+            check_pieces(description, f"slices{beside}", slices=True, apart=apart)
     except InputError as error:
         return str(error)
     except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence

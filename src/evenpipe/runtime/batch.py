@@ -11,7 +11,7 @@ vocabulary shards, and both ends of an exchange of embedding rows know its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -19,19 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.attention.carry import Carries
+from evenpipe.attention.sight import Sight, seeing
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.runtime.inputs import (
+    IGNORE_INDEX,
+    INPUT_NAMES,
+    WHOLE,
+    Divisor,
+    Inputs,
+    check,
+    fields_of,
+    with_labels,
+    with_positions,
+)
 from evenpipe.runtime.trained import Trained, check_trained, gather
-
-IGNORE_INDEX = -100
-
-INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of the parts of a step's batch, equal in training. n = sequences x tokens."""
+    """One of the parts of a step's batch, equal in training, or a piece of every sequence of one. n = sequences x
+    tokens."""
 
     token_ids: Tensor
     """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
@@ -45,9 +55,26 @@ class Microbatch:
     attention_mask: Tensor | None
     """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
 
+    sight: Sight | None = None
+    """What evenpipe's attention sees of the whole rows, of which these may be a piece, with position ids; None: these
+    are whole rows, and the model's own attention sees all of them."""
+    carries: Carries | None = None
+    """Of the slices of the same sequences; None: these are not cut into slices."""
+    slice: int = 0
+
     @property
     def tokens(self) -> int:
         return self.token_ids.numel()
+
+    def through(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
+        """Return what a stage, of this number, makes of the hidden states of this microbatch."""
+        sight = self.sight
+        if sight is None:
+            return module(hidden, self.position_ids, self.attention_mask, **options)
+        if self.carries is not None:
+            sight = replace(sight, exchange=self.carries.exchange(stage, self.slice, sight.exchange))
+        with seeing(sight):
+            return module(hidden, self.position_ids, None, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +82,11 @@ class Batch:
     """All microbatches of a pipeline's step, the same on every device of it."""
 
     microbatches: tuple[Microbatch, ...]
+    """By unit: if sequences are cut into slices, the slices of each one after the other."""
     sequences: int
     sequence_length: int
     valid_tokens: int
     """Positions with a label that counts, over all replicas."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The caller's inputs of one step: tensors are [batch, sequence]; None if not given."""
-
-    input_ids: Tensor | None
-    labels: Tensor | None = None
-    position_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
-    token_weights: Tensor | None = None
-    accumulate: int = 1
-    """Number of steps whose gradients are added up before one update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,106 +99,12 @@ class Totals:
     accumulate: int = 1
 
 
-def check(inputs: Inputs, *, microbatches: int, model: Description, tensor_ranks: int = 1) -> None:
-    """Check the inputs of the first process.
-
-    Args:
-        microbatches: the number of sequences must be a multiple of it.
-        tensor_ranks: the number of tokens must be a multiple of it.
-
-    Raises:
-        InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
-    """
-    input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
-    vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
-    for name, value in zip(INPUT_NAMES, _fields(inputs), strict=True):
-        if value is not None and not isinstance(value, Tensor):
-            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
-    if type(inputs.accumulate) is not int or inputs.accumulate < 1:
-        raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
-    if input_ids is None:
-        raise InputError(
-            "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
-        )
-    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
-        raise InputError(
-            f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
-        )
-    batch, sequence = input_ids.shape
-    if batch % microbatches:
-        raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
-    if maximum_length is not None and sequence > maximum_length:
-        raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
-    if sequence % tensor_ranks:
-        raise InputError(
-            f"input_ids: {sequence} tokens per sequence, expected a multiple of the {tensor_ranks} tensor ranks"
-        )
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocabulary:
-        raise InputError(
-            f"input_ids: contains token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
-        )
-    others = {
-        "labels": (labels, torch.int64),
-        "position_ids": (position_ids, torch.int64),
-        "attention_mask": (attention_mask, None),
-        "token_weights": (token_weights, None),
-    }
-    for name, (tensor, dtype) in others.items():
-        if tensor is None:
-            continue
-        if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
-            expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
-            raise InputError(f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {expected} as input_ids")
-    if labels is not None:
-        counted = labels[labels != IGNORE_INDEX]
-        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
-            wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
-            raise InputError(
-                f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
-            )
-    for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
-        if tensor is not None and not model.takes(name):
-            raise InputError(f"{name}: {model.architecture} does not take it, expected None")
-    rows = model.position_rows
-    if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
-        accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
-        raise InputError(
-            f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
-        )
-    if attention_mask is not None:
-        is_one = attention_mask == 1
-        if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
-            raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
-    if token_weights is not None:
-        if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
-            raise InputError("token_weights: contains a value that is not a finite number")
-        if bool((token_weights < 0).any()):
-            raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
-
-
-def with_positions(inputs: Inputs, model: Description) -> Inputs:
-    """With the position ids that a model makes of token ids itself, where it does.
-
-    Raises:
-        InputError: it has none for so many tokens.
-    """
-    if inputs.position_ids is not None or inputs.input_ids is None:
-        return inputs
-    positions, rows = model.positions_of(inputs.input_ids), model.position_rows
-    if positions is not None and rows is not None and int(positions.max()) >= rows:
-        assert model.padding_index is not None
-        most = rows - 1 - model.padding_index
-        raise InputError(f"input_ids: {inputs.input_ids.shape[1]} tokens per sequence, the model allows at most {most}")
-    return replace(inputs, position_ids=positions)
-
-
 def distribute(
     inputs: Inputs,
     *,
     microbatches: int,
     model: Description,
-    tensor_ranks: int = 1,
+    tokens: Divisor = WHOLE,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
     tensor: Communicator | None = None,
@@ -197,9 +118,9 @@ def distribute(
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
-        microbatches, tensor_ranks: as for `check`.
-        communicator: of the pipeline's processes; None for one device.
-        replicas: of the processes that are this device in their pipelines; None for one pipeline.
+        microbatches, tokens: as for `check`.
+        communicator: of the replica's processes; None for one.
+        replicas: of the processes that are this one in their replicas; None for one replica.
         tensor: of the tensor ranks of this device; None for one.
         trained: flags read for this step.
 
@@ -216,7 +137,7 @@ def distribute(
         inputs if is_source else None,
         microbatches=microbatches,
         model=model,
-        tensor_ranks=tensor_ranks,
+        tokens=tokens,
         replicas=replicas,
         trained=trained,
         torch_device=torch_device,
@@ -245,7 +166,7 @@ def _agree(
     *,
     microbatches: int,
     model: Description,
-    tensor_ranks: int,
+    tokens: Divisor,
     replicas: Communicator | None,
     trained: Trained,
     torch_device: torch.device,
@@ -261,14 +182,14 @@ def _agree(
     own = [0, 0, 0, 0]
     if given is not None:
         try:
-            check(given, microbatches=microbatches, model=model, tensor_ranks=tensor_ranks)
+            check(given, microbatches=microbatches, model=model, tokens=tokens)
             given = with_positions(given, model)
         except InputError as error:
             fault = error
         else:
-            fields = zip(INPUT_NAMES, _fields(given), strict=True)
+            fields = zip(INPUT_NAMES, fields_of(given), strict=True)
             on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
-            inputs = _with_labels(replace(given, **on_cpu))
+            inputs = with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
             own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
     table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
@@ -297,7 +218,7 @@ def _send(given: Inputs | None, header: list[int], communicator: Communicator, t
         return tensor
 
     if given is not None:
-        present = [tensor for tensor in _fields(given)[:4] if tensor is not None]
+        present = [tensor for tensor in fields_of(given)[:4] if tensor is not None]
         integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
     else:
         integers = torch.empty(
@@ -344,19 +265,6 @@ def _as_float(bits: int) -> float:
     return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
 
 
-def _fields(inputs: Inputs) -> tuple[Tensor | None, ...]:
-    return inputs.input_ids, inputs.labels, inputs.position_ids, inputs.attention_mask, inputs.token_weights
-
-
-def _with_labels(inputs: Inputs) -> Inputs:
-    if inputs.labels is not None or inputs.input_ids is None:
-        return inputs
-    labels = inputs.input_ids.clone()
-    if inputs.attention_mask is not None:
-        labels[inputs.attention_mask == 0] = IGNORE_INDEX
-    return replace(inputs, labels=labels)
-
-
 def cut(
     inputs: Inputs,
     totals: Totals | None = None,
@@ -382,7 +290,7 @@ def cut(
         dtype: of the weights; fp64 if the model computes in fp64, else fp32.
         torch_device: device of weights and masks.
     """
-    input_ids, _, position_ids, attention_mask, _ = _fields(inputs)
+    input_ids, _, position_ids, attention_mask, _ = fields_of(inputs)
     assert input_ids is not None
     sequences, tokens = input_ids.shape
     targets, weights = _weights(inputs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from evenpipe.attention.function import adopt
 from evenpipe.communication.communicator import Communicator
 from evenpipe.experts.adopt import adopt_experts
 from evenpipe.host.offload import Activations, keep_on_device
@@ -18,6 +19,7 @@ from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, sp
 from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.parallel import Grid, ShardedModule
+from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
 from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
@@ -127,6 +129,8 @@ class Builder:
     """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
     tensor: tuple[ModelCut, TensorRanks] | None = None
     """How layers are cut over the tensor ranks of the device; None for one."""
+    pieces: bool = False
+    """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
     def build(self) -> HeldModel:
@@ -194,6 +198,9 @@ class Builder:
             assert isinstance(module, Stage)
             checkpointed = [index for index in layers if self.layers.checkpointing[index] != "none"]
             self.tensor[0].make_local(module, layers, self.tensor[1], checkpointed)
+        if self.pieces:
+            assert isinstance(module, Stage)
+            adopt(module.whole)
         if self.shards is None:
             own = held.by_stage[stage] = StageParameters(module, self.compute_dtype)
             masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in own}
@@ -273,7 +280,7 @@ class Builder:
             is_alone: whether only the first tensor rank holds it.
         """
         copied = {"pp"} if is_copy else set()
-        for axis in ("dp",) if is_alone else ("dp", "tp"):
+        for axis in COPIES if is_alone else (*COPIES, "tp"):
             if self.grid.coordinate(axis) and all(axis not in cut.axes for cut in placement.cuts):
                 copied.add(axis)
         return Held(parameter, replace(placement, copied_along=placement.copied_along | copied))

@@ -18,20 +18,13 @@ from evenpipe.errors import InputError
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.model import (
-    Description,
-    as_stored,
-    check_compute_dtype,
-    describe,
-    describe_modules,
-)
+from evenpipe.model import Description, as_stored, check_compute_dtype, describe, describe_modules
 from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
-from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     PipelineOptions,
     check_kinds,
@@ -44,13 +37,16 @@ from evenpipe.runtime.arguments import (
     loss_of_model,
     recipe_of,
 )
-from evenpipe.runtime.batch import Inputs, cut, distribute
+from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, Weights
+from evenpipe.runtime.inputs import Divisor, Inputs
+from evenpipe.runtime.pieces import make_cutter, meetings
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
+from evenpipe.runtime.slices import cut_sequences
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
 from evenpipe.runtime.tied import tied_gradients
@@ -111,7 +107,8 @@ class Pipeline(SpreadModel):
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
-        tensor_overlap, slices, cp, ep: as in `Parallelism` and `BatchShape`; of the last three, only 1 can run.
+        context_parallel: processes that share every sequence: the size of `cp`, likewise.
+        context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -143,19 +140,20 @@ class Pipeline(SpreadModel):
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            given = (how.get("replicas"), how.get("tensor_parallel"))
+            given = (how.get("replicas"), how.get("context_parallel"), how.get("tensor_parallel"))
             if recipe is not None:
-                given = (recipe.parallelism.dp, recipe.parallelism.tp)
+                given = (recipe.parallelism.dp, recipe.parallelism.cp, recipe.parallelism.tp)
             self._grid = grid = process_grid(mesh, *given)
             check_built(grid)
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
+            self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
             self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
-            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices, tp=self.tensor_ranks)
+            self.recipe = recipe_of(recipe, how, grid)
             self.microbatches = self.recipe.microbatches
-            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.recipe.parallelism.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
@@ -181,6 +179,9 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
+            slices, model_costs = self.layout.program.slices, self._model_costs
+            cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
+            self._pieces, self.context_exchange = cutter
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -220,7 +221,9 @@ class Pipeline(SpreadModel):
         layers, offload = self.description.layers, self.recipe.offload
         self._checkpointing = self.recipe.checkpointing_of(layers)
         check_choices(self._checkpointing)
-        self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+        self._model_costs, self.recipe, self.chosen_slices = cut_sequences(
+            self.description, self.recipe, self.torch_device.type, says=self._is_very_first
+        )
         self.layout = Layout.of(
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
         )
@@ -251,12 +254,17 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
             tensor=self._tensor,
+            pieces=self._pieces is not None,
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = None
         if router_loss is not None:
             self._router_losses = RouterLosses(
-                router_loss, replicas=self.replicas, torch_device=self.torch_device, tensor_ranks=self.tensor_ranks
+                router_loss,
+                replicas=self.replicas,
+                torch_device=self.torch_device,
+                tensor_ranks=self.tensor_ranks,
+                context=groups.context,
             )
         self._shared_gradients = None
         if groups.shared is not None:
@@ -264,7 +272,9 @@ class Pipeline(SpreadModel):
         follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
-            over_replicas = Replicas(self._held, self.layout.program, replicas, is_first=self.replica == 0)
+            over_replicas = Replicas(
+                self._held, self.layout.program, replicas, is_first=not (self.replica or self.context_rank)
+            )
             follow.append(over_replicas.follow_flags)
         self._trained = Trained(
             dict(self.named_parameters()),
@@ -279,7 +289,7 @@ class Pipeline(SpreadModel):
             self._router_losses,
             groups,
             self.layout,
-            replicas=self.replicas,
+            pipelines=self.recipe.parallelism.replicas,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
         )
@@ -302,19 +312,21 @@ class Pipeline(SpreadModel):
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
-            tensor=None if self._tensor is None else self._tensor[1],
+            meetings=meetings(self._tensor, self._pieces),
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0, cp=0), "weights of the first replica").wait(
             "the first step"
         )
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
-        fault = fault_of_architecture(self.description, self.layout.program.order) if self._is_very_first else None
+        fault = None
+        if self._is_very_first:
+            fault = fault_of_architecture(self.description, self.layout.program.order, self.recipe)
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
@@ -355,7 +367,7 @@ class Pipeline(SpreadModel):
             InputError: a batch that is not accepted, `requires_grad` that differs between processes, or autocast. No
                 gradient has changed then.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate)
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate, self._separate)
         return self._run(inputs, training=True, record_passes=record_passes)
 
     def evaluate(
@@ -372,7 +384,7 @@ class Pipeline(SpreadModel):
         Arguments and errors are those of `step`, but the batch may have any size: it need not be a multiple of
         `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
         modes = {stage: module.training for stage, module in self._held.stages.items()}
         for module in self._held.stages.values():
             module.eval()
@@ -393,9 +405,9 @@ class Pipeline(SpreadModel):
             inputs,
             microbatches=self.microbatches if training else 1,
             model=self.description,
-            tensor_ranks=self.tensor_ranks,
+            tokens=Divisor.of(self.recipe.parallelism, self.layout.program.slices),
             communicator=groups.pipeline,
-            replicas=groups.replicas,
+            replicas=groups.data,
             tensor=groups.tensor,
             trained=self._trained,
             torch_device=self.torch_device,
@@ -405,11 +417,13 @@ class Pipeline(SpreadModel):
         program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
         parts = program.microbatches
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
+        if self._pieces is not None:
+            batch = self._pieces.pieces(batch)
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
-        before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
+        before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
         shared = self._shared_gradients if training else None
         with tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext():
             if shared is not None:
@@ -418,7 +432,7 @@ class Pipeline(SpreadModel):
             if shared is not None:
                 shared.finish()
         if before is not None:
-            record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
+            record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
         return self._results.of(batch, record, started, totals.accumulate, training=training)
 
     def _evaluation(self, sequences: int) -> Program:
@@ -428,20 +442,6 @@ class Pipeline(SpreadModel):
         if parts not in self._evaluations:
             self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
         return self._evaluations[parts]
-
-    # --- over all devices ------------------------------------------------------------------------------------
-
-    def count_bytes(self) -> ByteCounter:
-        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
-
-        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
-        "buffers". Optimizer state counts only if it is created inside.
-        """
-
-        def follow(counter: ByteCounter | None) -> None:
-            self._walker.counter = counter
-
-        return ByteCounter(self._held.tensors(), follow)
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""

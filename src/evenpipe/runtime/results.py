@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from evenpipe.communication.shared import Shared
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout
-from evenpipe.runtime.batch import Batch
+from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.router_loss import RouterLosses
@@ -23,7 +24,7 @@ class Results:
     Args:
         output: this device's rows of the output layer; None if it has none.
         router_losses: of a model with a router loss; None for others.
-        replicas: number of pipelines; their losses are added.
+        pipelines: number of pipelines, of all replicas and pieces of sequences; their losses are added.
         compute_dtype: of activations; losses are fp32, with fp64 activations fp64.
         entropy: whether the output layer computes it.
     """
@@ -35,12 +36,12 @@ class Results:
         groups: Groups,
         layout: Layout,
         *,
-        replicas: int,
+        pipelines: int,
         compute_dtype: torch.dtype,
         entropy: bool,
     ) -> None:
         self._output, self._router_losses = output, router_losses
-        self._groups, self._layout, self._replicas = groups, layout, replicas
+        self._groups, self._layout, self._pipelines = groups, layout, pipelines
         self._last = layout.program.placement.last_device
         self.dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         """Of losses and token weights."""
@@ -71,10 +72,35 @@ class Results:
 
     def _log_probabilities(self, batch: Batch) -> list[Shared]:
         own = None if self._output is None else self._output.log_probabilities
-        return [
+        shared = [
             self._share(None if own is None else own[index], (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
+        if all(microbatch.sight is None for microbatch in batch.microbatches):
+            return shared
+        slices = self._layout.program.slices
+        return [
+            Shared(self._in_order(batch.microbatches[first : first + slices], shared[first : first + slices]), None)
+            for first in range(0, len(shared), slices)
+        ]
+
+    def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Shared]) -> Tensor:
+        """Return the values of whole rows, from those of every slice and of each context rank's piece of it."""
+        whole: Tensor | None = None
+        for one, values in zip(slices, shared, strict=True):
+            sight, context = one.sight, self._groups.context
+            assert sight is not None
+            own = values.value().view(one.token_ids.shape)
+            if whole is None:
+                whole = own.new_empty((len(own), sight.length))
+            table = own.unsqueeze(0)
+            if context is not None:
+                table = own.new_empty((len(context.members), *own.shape))
+                context.all_gather(table, own.contiguous(), "log-probabilities of all pieces").wait("the caller")
+            places = sight.keys[-table[:, 0].numel() :]  # of this slice
+            whole[:, places] = table.transpose(0, 1).flatten(1)
+        assert whole is not None
+        return whole.flatten()
 
     def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Shared:
         """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
@@ -86,7 +112,7 @@ class Results:
     def _mean(self, own: Tensor | None) -> Shared:
         """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
         mean."""
-        if self._replicas == 1:
+        if self._pipelines == 1:
             return self._share(own, ())
         return self._groups.share_sum(own, self._last, self.dtype)
 
@@ -95,6 +121,6 @@ class Results:
         if self._router_losses is None:
             return None
         own = self._router_losses.value
-        if self._replicas == 1:
+        if self._pipelines == 1:
             return self._groups.share(own, self._last, torch.float64, ())
         return self._groups.share_sum(own, self._last, torch.float64)

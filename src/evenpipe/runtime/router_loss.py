@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.model import RouterLoss
 from evenpipe.runtime.batch import Microbatch
 from evenpipe.schedule import Program
@@ -27,10 +28,19 @@ class RouterLosses:
     Args:
         replicas: pipelines side by side, which the mean includes.
         tensor_ranks: processes of a device: each routes all tokens, and has its share of the gradient.
+        context: of the processes that share every sequence: each routes its own tokens. None for one.
     """
 
-    def __init__(self, loss: RouterLoss, *, replicas: int, torch_device: torch.device, tensor_ranks: int = 1) -> None:
-        self._loss = loss
+    def __init__(
+        self,
+        loss: RouterLoss,
+        *,
+        replicas: int,
+        torch_device: torch.device,
+        tensor_ranks: int = 1,
+        context: Communicator | None = None,
+    ) -> None:
+        self._loss, self._context = loss, context
         self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device
         self.accumulate = 1
@@ -39,6 +49,8 @@ class RouterLosses:
         self._gradient: Tensor | None = None
         self._at_the_end: dict[int, Tensor] = {}
         """By unit, the gradient of the last stage, from its F to its B or I."""
+        self._earlier: dict[int, Tensor] = {}
+        """By microbatch, the totals of its slices so far: the loss is that of whole sequences."""
         self.value: Tensor | None = None
         """fp64, on the last stage's device: this step's loss with its coefficient, and its share of the mean over
         replicas and accumulated steps."""
@@ -46,7 +58,7 @@ class RouterLosses:
     def begin(self, program: Program) -> None:
         """Start a step."""
         self._share = 1.0 / (program.microbatches * self._replicas * self.accumulate)
-        self._last_stage = program.placement.last_stage
+        self._last_stage, self._slices = program.placement.last_stage, program.slices
         self._gradients = not program.forward_only
         self.clear()
 
@@ -54,11 +66,12 @@ class RouterLosses:
         """Release the last step's loss, and its inputs."""
         self._totals = self._gradient = self.value = None
         self._at_the_end.clear()
+        self._earlier.clear()
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Return units whose gradient has not been used."""
-        return tuple(self._at_the_end)
+        """Return units whose gradient has not been used, and microbatches without a loss."""
+        return *self._at_the_end, *self._earlier
 
     def before_forward(self, totals: Tensor | None = None) -> None:
         """Before F. totals: of earlier stages; None for the first stage."""
@@ -70,10 +83,22 @@ class RouterLosses:
         assert totals is not None
         if stage < self._last_stage:
             return (totals,)
-        value = self._loss.value(totals).double() * (self._loss.coefficient * self._share)
+        microbatch, index = divmod(unit, self._slices)
+        if index:
+            totals = totals + self._earlier.pop(microbatch)
+        if index < self._slices - 1:
+            self._earlier[microbatch] = totals
+            return ()
+        pieces = 1
+        if self._context is not None:
+            pieces = len(self._context.members)
+            self._context.all_reduce(totals, "totals of routers").wait("the loss of routers")
+        value = self._loss.value(totals).double() * (self._loss.coefficient * self._share / pieces)  # all have it
         self.value = value if self.value is None else self.value + value
         if self._gradients:
-            self._at_the_end[unit] = self._loss.gradient(totals, self._share / self._tensor_ranks)
+            gradient = self._loss.gradient(totals, self._share / self._tensor_ranks)
+            first = microbatch * self._slices
+            self._at_the_end.update(dict.fromkeys(range(first, first + self._slices), gradient))
         return ()
 
     def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:
@@ -81,10 +106,10 @@ class RouterLosses:
         self._gradient = self._at_the_end.pop(unit) if gradient is None else gradient
         return self._gradient
 
-    def call(self, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
+    def call(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
         logits: list[Tensor] = []
-        output = module(hidden, microbatch.position_ids, microbatch.attention_mask, router_logits=logits)
+        output = microbatch.through(stage, module, hidden, router_logits=logits)
         before = self._loss.start(self._torch_device) if self._totals is None else self._totals
         totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
         if self._totals is not None:  # F already has the values: R needs only the graph

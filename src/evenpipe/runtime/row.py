@@ -112,11 +112,6 @@ def refuse_unfit(program: Program, tensor_ranks: int = 1) -> None:
     """Raise InputError for a program that the runtime cannot execute, though it is sound."""
     if tensor_ranks > 1:
         Report(tuple(check_tensor_ranks(program, tensor_ranks)), ()).raise_if_faulty()
-    if program.slices > 1:
-        raise InputError(
-            f"schedule: sequences of {program.slices} slices can be planned, simulated and drawn, but the runtime"
-            " trains whole sequences only; expected an order without slices"
-        )
     if not program.placement.is_chain:
         raise InputError(
             "schedule: a graph of stages can be planned, simulated and drawn, but the runtime trains a chain only;"
@@ -125,11 +120,11 @@ def refuse_unfit(program: Program, tensor_ranks: int = 1) -> None:
 
 
 def _fits(item: Item, program: Program) -> bool:
-    """Return whether an item has a microbatch and a whole sequence, as the walker assumes, and belongs to training only
-    in a training program. All other faults of a program make the walker fail."""
+    """Return whether an item has a microbatch, as the walker assumes, and belongs to training only in a training
+    program. All other faults of a program make the walker fail."""
     i = item.microbatch
     if item.kind is Kind.OVERLAP_F_B:
         return False  # it has no parts
-    shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and not item.slice
+    shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and 0 <= (item.slice or 0) < program.slices
     there = i is None or 0 <= i < program.microbatches
     return shaped and there and not (program.forward_only and item.kind in BACKWARD_KINDS)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,21 @@ from evenpipe.model.placement import Held
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
+from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     check_kinds,
     check_positive,
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.device import HeldModel
+from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.trace import gather_trace
+from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Order, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
@@ -60,11 +65,16 @@ class SpreadModel:
     tensor_rank: int
     tensor_ranks: int
     """Processes of a device, which share each of its layers."""
+    context_rank: int
+    context_ranks: int
+    """Processes that share every sequence, each with the same parameters."""
     replica: int
     replicas: int
     _model_costs: ModelCosts
     _held: HeldModel
     _groups: Groups
+    _walker: Walker
+    _pieces: Cutter | None
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -74,6 +84,7 @@ class SpreadModel:
             f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
             f"device {self.device} of {self.devices}",
             *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
+            *([f"context rank {self.context_rank} of {self.context_ranks}"] if self.context_ranks > 1 else []),
             *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
             count(self.layout.program.placement.stages, "stage"),
             count(self.microbatches, "microbatch"),
@@ -107,14 +118,53 @@ class SpreadModel:
         return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     @property
+    def feeds(self) -> bool:
+        """Whether this is the first process of its replica, which passes the data of every step."""
+        return not (self.device or self.context_rank or self.tensor_rank)
+
+    @property
     def _is_very_first(self) -> bool:
-        """Whether this is the first process of the first pipeline."""
-        return self.device == 0 and self.replica == 0 and self.tensor_rank == 0
+        """Whether this is the first process of the first replica."""
+        return self.feeds and not self.replica
+
+    @property
+    def _separate(self) -> bool:
+        """Whether documents of a sequence do not see each other."""
+        return self.recipe.batch.separate
+
+    @property
+    def keeps_documents_apart(self) -> str | None:
+        """What keeps separate documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if
+        they are joined."""
+        if not self._separate:
+            return None
+        return "the model's attention" if self._pieces is None else "evenpipe's attention"
 
     @property
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
-        return ("pp", "tp", "dp") if self._sharded else ("pp", "tp")
+        return ("pp", "tp", *COPIES) if self._sharded else ("pp", "tp")
+
+    def slice_lengths(self, tokens: int) -> tuple[int, ...]:
+        """Return the tokens of each slice of a sequence of `tokens` tokens; they are a multiple of what `step` needs.
+
+        Slices are cut so that the layers take equal time, by the costs of the recipe if these were measured on slices,
+        else by FLOPs.
+        """
+        ends = (tokens,) if self._pieces is None else self._pieces.ends_of(tokens)
+        return tuple(end - start for start, end in pairwise((0, *ends)))
+
+    def count_bytes(self) -> ByteCounter:
+        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
+
+        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
+        "buffers". Optimizer state counts only if it is created inside.
+        """
+
+        def follow(counter: ByteCounter | None) -> None:
+            self._walker.counter = counter
+
+        return ByteCounter(self._held.tensors(), follow)
 
     # --- the schedule ----------------------------------------------------------------------------------------
 
@@ -131,6 +181,8 @@ class SpreadModel:
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
         """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
 
+        With context ranks, each of them has a trace of its own.
+
         about: further facts for the reader of the trace. Collective.
         """
         if result.record.clock is None:
@@ -140,7 +192,7 @@ class SpreadModel:
         return gather_trace(
             result.record,
             layout.program,
-            self._groups.pipeline,
+            self._groups.over("pp", "tp"),
             self.torch_device,
             costs=layout.costs,
             about={"vocabulary": layout.mode, **ranks, **about},
@@ -243,7 +295,7 @@ class SpreadModel:
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        if self.replica > 0 and not self._sharded:
+        if (self.replica or self.context_rank) and not self._sharded:
             return iter(())
         placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
         held = {

@@ -8,7 +8,7 @@ import logging
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.parallel.grid import Grid
+from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.symmetric_memory import Fused, obstacle_to_fused
 from evenpipe.parallel.tensor_ranks import TensorRanks
@@ -81,12 +81,13 @@ def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None)
 
 
 def places_of(grid: Grid) -> dict[int, str]:
-    """Return what messages say of a process beside its number, by process; nothing without tensor ranks."""
-    replicas, devices, ranks = (grid.size(axis) for axis in ("dp", "pp", "tp"))
+    """Return what messages say of a process beside its number, by process; nothing if each is a device of its own."""
+    if grid.size("cp") == grid.size("tp") == 1:
+        return {}
+    named = {"dp": "replica", "pp": "device", "cp": "context rank", "tp": "tensor rank"}
+    shown = [axis for axis in AXES if axis == "pp" or grid.size(axis) > 1]
     found: dict[int, str] = {}
-    if ranks == 1:
-        return found
-    for replica, device, rank in itertools.product(range(replicas), range(devices), range(ranks)):
-        place = f"device {device}, tensor rank {rank}"
-        found[grid.at(dp=replica, pp=device, tp=rank)] = place if replicas == 1 else f"replica {replica}, {place}"
+    for place in itertools.product(*(range(grid.size(axis)) for axis in AXES)):
+        at = dict(zip(AXES, place, strict=True))
+        found[grid.at(**at)] = ", ".join(f"{named[axis]} {at[axis]}" for axis in shown)
     return found

@@ -9,7 +9,7 @@ arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -36,7 +36,6 @@ from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
 from evenpipe.schedule.passes import SHARDING_KINDS, StageUnit
 
 if TYPE_CHECKING:
-    from evenpipe.parallel.tensor_ranks import TensorRanks
     from evenpipe.runtime.replicas import Replicas
 
 
@@ -49,6 +48,15 @@ class StageModule(Protocol):
         """hidden: [sequences, tokens, hidden_size], the raw rows of the embedding for the first stage. Returns the same
         shape; for the last stage, the input of the head."""
         ...
+
+
+class Meeting(Protocol):
+    """An exchange between the processes that share a pass."""
+
+    during: str
+    """Text of the current pass, for messages."""
+    repeats: bool
+    """The pass repeats a forward whose backward follows at once."""
 
 
 @dataclass(slots=True)
@@ -79,7 +87,7 @@ class Walker:
         replicas: work for other pipelines with the same parameters; None: there are none.
         router_losses: of a model with a router loss; None for others.
         activations: moves activations to the host, for orders with O, D and L; None: there are none.
-        tensor: the exchange of the tensor ranks of the device, which learns what passes run; None for one.
+        meetings: the exchanges of the processes that share a pass, which learn what passes run.
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class Walker:
         replicas: Replicas | None = None,
         router_losses: RouterLosses | None = None,
         activations: Activations | None = None,
-        tensor: TensorRanks | None = None,
+        meetings: Sequence[Meeting] = (),
     ) -> None:
         self._device = device
         self._stages = stages
@@ -111,7 +119,7 @@ class Walker:
         self._replicas = replicas
         self._router_losses = router_losses
         self._activations = activations
-        self._tensor = tensor
+        self._meetings = meetings
         self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
@@ -171,8 +179,8 @@ class Walker:
                     for part in step.awaits:
                         self._replicas.ready(part)
                 values.begin(step.text)
-                if self._tensor is not None:
-                    self._tensor.during = step.text
+                for meeting in self._meetings:
+                    meeting.during = step.text
                 step.run(item)
                 values.finish(item)
                 in_flight += step.adds
@@ -191,7 +199,8 @@ class Walker:
         moved = () if self._activations is None else self._activations.left
         unfinished = () if self._output is None else self._output.left
         routed = () if self._router_losses is None else self._router_losses.left
-        left = (*values.left, *self._forwarded, *moved, *unfinished, *routed)
+        carried = [one.slice for one in batch.microbatches if one.carries and row.gradients and not one.carries.empty]
+        left = (*values.left, *self._forwarded, *moved, *unfinished, *routed, *carried)
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
         return record
@@ -285,13 +294,13 @@ class Walker:
             forwarded.input = hidden.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
-        if self._tensor is not None:
-            self._tensor.repeats = key in self._row.recomputed
+        for meeting in self._meetings:
+            meeting.repeats = key in self._row.recomputed
         with saving:
             output = self._call(stage, unit, hidden)
         self._checkpointing.off = False
-        if self._tensor is not None:
-            self._tensor.repeats = False
+        for meeting in self._meetings:
+            meeting.repeats = False
         self._weight_gradients.under_way = None
         # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
         forwarded.output = get_gradient_edge(output)
@@ -301,8 +310,8 @@ class Walker:
     def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
         module, microbatch = self._stages[stage], self._microbatches[unit]
         if self._router_losses is not None:
-            return self._router_losses.call(module, hidden, microbatch)
-        return module(hidden, microbatch.position_ids, microbatch.attention_mask)
+            return self._router_losses.call(stage, module, hidden, microbatch)
+        return microbatch.through(stage, module, hidden)
 
     def _recompute(self, item: Pass) -> None:
         """R: rebuild the graph that F did not keep, from the stage's input and with the same random numbers."""
@@ -396,7 +405,7 @@ class Walker:
 
     def _offload(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.offload(self._row.place(item))
+        self._activations.offload(self._row.place(item), str(item))
         self._values.ready()
 
     def _give_back(self, item: Pass) -> None:
@@ -407,7 +416,7 @@ class Walker:
 
     def _load(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.load(self._row.place(item))
+        self._activations.load(self._row.place(item), str(item))
         self._values.ready()
 
     def _come_back(self, item: Pass) -> None:

@@ -101,13 +101,14 @@ def check_file(
     order, peak_bytes = schedule.order, None
     report = check_program(schedule, limits) if isinstance(schedule, Program) else check_order(schedule, limits)
     if costs is not None:
-        times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
+        times, sizes = PassTimes(costs, order.placement, order.slices), costs.stage_bytes(order.placement)
         if report.ok:
             for device in range(order.devices):
                 for item in order.passes(device):
                     times.of(item, device)
         if sizes is not None:
-            peak_bytes = tuple(peak_activations(_known(order, device), sizes) for device in range(order.devices))
+            rows = (_known(order, device) for device in range(order.devices))
+            peak_bytes = tuple(peak_activations(row, sizes, costs.token_factors) for row in rows)
     return FileReport(schedule, report.faults, report.in_flight, peak_bytes)
 
 

@@ -39,19 +39,20 @@ def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
     if limits.activations is not None:
         bounds = limits_per_device(limits.activations, schedule.devices)
         counted = {kind: (float(change),) * schedule.placement.stages for kind, change in IN_FLIGHT.items()}
-        yield from _exceeded(schedule, bounds, counted, "stage activations")
+        yield from _exceeded(schedule, bounds, (counted,) * schedule.slices, "stage activations")
     if limits.bytes is not None:
         bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
-        deltas = None if limits.costs is None else limits.costs.memory_deltas(schedule.placement)
-        if deltas is None:
+        each = () if limits.costs is None else limits.costs.by_slice(schedule.slices)
+        deltas = [found for one in each if (found := one.memory_deltas(schedule.placement)) is not None]
+        if not deltas:
             raise InputError("a limit in bytes needs costs with the field bytes or memory")
         yield from _exceeded(schedule, bounds, deltas, "bytes")
 
 
 def _exceeded(
-    schedule: Order | Program, limits: Sequence[float], deltas: dict[Kind, tuple[float, ...]], unit: str
+    schedule: Order | Program, limits: Sequence[float], deltas: Sequence[dict[Kind, tuple[float, ...]]], unit: str
 ) -> Iterator[Fault]:
-    """`deltas`: bytes that each kind adds, per stage, or per device for vocabulary passes."""
+    """`deltas`: by slice, bytes that each kind adds, per stage, or per device for vocabulary passes."""
     if schedule.forward_only:
         return
     for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
@@ -59,8 +60,10 @@ def _exceeded(
         for position, item in enumerate(row):
             before = held
             for part in parts_of(item) if isinstance(item, Pass) else ():
-                sizes, index = deltas.get(part.kind, ()), device if part.stage is None else part.stage
-                held += sizes[index] if index < len(sizes) else 0.0  # A stage that does not exist is a separate fault.
+                # A stage or slice that does not exist is a separate fault.
+                of_slice = deltas[part.slice] if part.slice < len(deltas) else {}
+                sizes, index = of_slice.get(part.kind, ()), device if part.stage is None else part.stage
+                held += sizes[index] if index < len(sizes) else 0.0
                 if held > limit * (1 + 1e-9) and held > before:
                     break
             else:

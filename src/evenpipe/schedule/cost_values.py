@@ -70,3 +70,42 @@ def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float,
         has = f"{words.count(len(value), 'number')} for {words.count(count, what)}"
         raise InputError(f"costs: {name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
     return value
+
+
+def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
+    """Return a cost times the factor `name` of a slice, both one number or one per stage (or device)."""
+    if isinstance(value, tuple) and isinstance(factor, tuple):
+        if len(value) != len(factor):
+            has = words.count(len(factor), "factor")
+            raise InputError(f"costs: slices.{name} has {has} for {words.count(len(value), 'stage')}")
+        return tuple(one * other for one, other in zip(value, factor, strict=True))
+    if isinstance(factor, tuple):
+        value, factor = factor, value
+    assert isinstance(factor, float)
+    return tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
+
+
+def added(*values: Cost | None) -> Cost | None:
+    """Return the sum of costs, as one number if all are one; None if one of them is not given."""
+    numbers = [value for value in values if value is not None]
+    longest = max((len(value) for value in numbers if isinstance(value, tuple)), default=0)
+    if len(numbers) < len(values):
+        return None
+    if not longest:
+        return sum(value for value in numbers if isinstance(value, float))
+    rows = [value if isinstance(value, tuple) else (value,) * longest for value in numbers]
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
+def factors(name: str, value: Any, known: Sequence[str], lists: Sequence[str]) -> dict[str, tuple[Cost, ...]]:
+    """Return a table of factors for slices, one per slice each; those in `lists` may be one per stage."""
+    found: dict[str, tuple[Cost, ...]] = {}
+    for key, given in table(name, value, known).items():
+        if not isinstance(given, (list, tuple)) or not given:
+            raise InputError(f"costs: {name}.{key} must be a list of one factor per slice, not {shown(given)}")
+        read = cost if key in lists else number
+        found[key] = tuple(read(f"{name}.{key}[{index}]", one) for index, one in enumerate(given))
+    if len({len(row) for row in found.values()}) > 1:
+        sizes = ", ".join(f"{len(row)} in {key}" for key, row in found.items())
+        raise InputError(f"costs: {name} must have as many factors in each list, one per slice, not {sizes}")
+    return found

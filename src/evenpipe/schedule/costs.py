@@ -9,7 +9,8 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.given import shown
 
-from .cost_values import Cost, cost, number, refuse_unknown, spread, table
+from . import words
+from .cost_values import Cost, added, cost, factors, multiplied, number, refuse_unknown, spread, table
 from .effects import ON_DEVICE
 from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict
 from .passes import (
@@ -31,8 +32,11 @@ COLLECTIVES = LINKS[1:-1]
 RECEIVE = "receive"
 """Key of `Costs.memory` for the buffers of hops."""
 
-_PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
+LAYERS = ("F", "B", "I", "W", "R")
+"""Kinds of pass of a stage that compute."""
+_PER_STAGE = (*LAYERS, "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
+_SLICES = ("layers", "tokens", *LAYERS)
 _SHARDING = tuple(kind.value for kind in sorted(SHARDING_KINDS - FREEING_KINDS))
 """Kinds that send data to replicas."""
 _FACTORS = ("overlap_slowdown", "contention")
@@ -111,6 +115,10 @@ class Costs:
     UNSHARD_E, ...); `receive` is the buffer of one hop,
     from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
     time. For the full simulator."""
+    slices: Mapping[str, tuple[Cost, ...]] = field(default_factory=dict)
+    """If sequences are cut, factors for each slice, in whose place times and bytes above are those of a slice on
+    average. `layers`: for F, B, I, W and R (one number per slice, or a list of one per stage); F, B, I, W, R: for that
+    kind alone; `tokens`: for everything else, but for what is sent to replicas."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -139,6 +147,7 @@ class Costs:
         exchange = table("tensor_exchange", self.tensor_exchange, (*_PER_STAGE[:5], *_PER_DEVICE))
         put("tensor_exchange", {name: cost(f"tensor_exchange.{name}", value) for name, value in exchange.items()})
         put("engine", CopyEngine.from_dict(self.engine))
+        put("slices", factors("slices", self.slices, _SLICES, lists=("layers", *LAYERS)))
         if self.memory is not None:
             deltas = table("memory", self.memory, _MEMORY)
             signed = {name: cost(f"memory.{name}", value, signed=True) for name, value in deltas.items()}
@@ -180,6 +189,52 @@ class Costs:
                 value = {name: _said(one) if isinstance(one, Link) else _listed(one) for name, one in value.items()}
             values[entry.name] = _listed(value)
         return values
+
+    def by_slice(self, slices: int) -> tuple[Costs, ...]:
+        """Return the costs of each of so many slices of a sequence, without factors: all the same if there are none.
+
+        Raises InputError if the factors are for another number of slices.
+        """
+        if not self.slices:
+            return (self,) * slices
+        known = len(next(iter(self.slices.values())))
+        if known != slices:
+            has = f"factors for {words.count(known, 'slice')}, but sequences have {words.count(slices, 'slice')}"
+            raise InputError(f"costs: slices has {has}")
+        return tuple(map(self._of_slice, range(slices)))
+
+    def _of_slice(self, index: int) -> Costs:
+        factor = {name: values[index] for name, values in self.slices.items()}
+        layers: Cost = factor.get("layers", 1.0)
+        tokens = self.token_factors[index] if self.token_factors else 1.0
+        own: dict[str, Any] = {name: getattr(self, name) for name in LAYERS}
+        for name, others in (("B", ("I", "W")), ("R", ("F",))):
+            if own[name] is None and name in factor:  # times that follow from others have factors of their own, too
+                own[name] = added(*(getattr(self, other) for other in others))
+
+        def scaled(values: Any) -> Any:
+            if isinstance(values, Mapping):
+                return {name: scaled(value) for name, value in values.items()}
+            if isinstance(values, Link):
+                return values if values.bytes is None else replace(values, bytes=values.bytes * tokens)
+            return None if values is None else multiplied("tokens", values, tokens)
+
+        given = {name: time for name, time in own.items() if time is not None}
+        changed: dict[str, Any] = {
+            name: multiplied(name, time, factor.get(name, layers)) for name, time in given.items()
+        }
+        rest = ("O", "L", "bytes", *_PER_DEVICE, "p2p", "collectives", "links", "tensor_exchange", "memory")
+        return replace(self, **changed, **{name: scaled(getattr(self, name)) for name in rest}, slices={})
+
+    @property
+    def token_factors(self) -> tuple[float, ...]:
+        """Return the factors on bytes and on everything but layers, one per slice; nothing if they are the same."""
+        return tuple(value for value in self.slices.get("tokens", ()) if isinstance(value, float))
+
+    @property
+    def on_average(self) -> Costs:
+        """Return the costs of a slice on average, for all slices."""
+        return replace(self, slices={}) if self.slices else self
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """Return one time per stage for each kind, None for kinds without a time. Raises InputError if a list has the
@@ -323,18 +378,20 @@ def _spread(table_name: str, name: str, value: Cost, placement: Placement) -> tu
 
 
 class PassTimes:
-    """Duration of every pass under one placement."""
+    """Duration of every pass under one placement, with sequences of so many `slices`."""
 
-    def __init__(self, costs: Costs, placement: Placement) -> None:
-        """Raises InputError if a list of `costs` does not have one number per stage or device."""
-        self._times = costs.stage_times(placement) | costs.device_times(placement)
+    def __init__(self, costs: Costs, placement: Placement, slices: int = 1) -> None:
+        """Raises InputError if a list of `costs` does not have one number per stage or device, or per slice."""
+        each = costs.by_slice(slices if costs.slices else 1)
+        self._by_slice = [one.stage_times(placement) | one.device_times(placement) for one in each]
 
     def of(self, item: Pass, device: int) -> float:
         """Return the duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
         kind = item.kind
-        if kind not in self._times:
+        of_kind = self._by_slice[min(item.slice, len(self._by_slice) - 1)]
+        if kind not in of_kind:
             return sum(self.of(part, device) for part in item.parts)
-        times, index = self._times[kind], device if kind in VOCABULARY_KINDS else item.stage
+        times, index = of_kind[kind], device if kind in VOCABULARY_KINDS else item.stage
         assert index is not None
         if times is None:
             raise InputError(f"costs: {kind.value} is missing, but the order has {item}; give a number or a list")

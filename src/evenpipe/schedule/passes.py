@@ -182,7 +182,7 @@ class Transfer:
 
     def __str__(self) -> str:
         text = _text(self.kind.value, self.stage, self.microbatch, self.slice)
-        return text if self.peer is None else f"{text}{TOWARDS[self.kind]}{self.peer}"
+        return text if self.peer is None else f"{text}{TOWARDS.get(self.kind, '-')}{self.peer}"
 
 
 Item = Pass | Transfer

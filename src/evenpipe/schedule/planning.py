@@ -148,6 +148,7 @@ def _scheduled(
     devices: int,
     microbatches: int,
     slices: int | None,
+    costs: Costs | None,
     **options: Any,
 ) -> tuple[Order, int]:
     """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut."""
@@ -157,7 +158,7 @@ def _scheduled(
     cut = 1 if given or slices is None else slices
     units = microbatches * cut
     if isinstance(schedule, str):
-        order = generate(schedule, devices, units, **options)
+        order = generate(schedule, devices, units, costs=None if costs is None else costs.on_average, **options)
     else:
         order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, units)
         if order.forward_only:

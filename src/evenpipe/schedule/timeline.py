@@ -51,6 +51,7 @@ class Timeline:
     placement: of the stages, if known.
     exchange: of each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
         device; empty if there are none.
+    token_factors: of each slice of a sequence, on `stage_bytes` and `exchange`; empty if all are 1.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -60,6 +61,7 @@ class Timeline:
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
     placement: Placement | None = None
     exchange: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    token_factors: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         if not any(self.events):
@@ -130,7 +132,7 @@ class Timeline:
         for part in parts_of(event.item):
             place = event.device if part.kind in VOCABULARY_KINDS else part.stage
             if part.kind in self.exchange and place is not None:
-                found += self.exchange[part.kind][place]
+                found += self.exchange[part.kind][place] * factor_of(part, self.token_factors)
         return found
 
     @property
@@ -189,7 +191,7 @@ class Timeline:
 
     def _peaks(self, weights: tuple[float, ...] | None) -> tuple[float, ...]:
         return tuple(
-            peak_activations((event.item for event in row if isinstance(event.item, Pass)), weights)
+            peak_activations((event.item for event in row if isinstance(event.item, Pass)), weights, self.token_factors)
             for row in self.events
         )
 
@@ -202,8 +204,16 @@ def _highest(curve: tuple[tuple[float, float], ...]) -> float:
     return max((held for _, held in curve), default=0.0)
 
 
-def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = None) -> float:
-    """Return the most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
+def factor_of(part: Pass, factors: tuple[float, ...]) -> float:
+    """Return the factor of a pass among those of all slices; 1 if there are none."""
+    return factors[part.slice] if factors else 1.0
+
+
+def peak_activations(
+    row: Iterable[Pass], weights: tuple[float, ...] | None = None, factors: tuple[float, ...] = ()
+) -> float:
+    """Return the most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage
+    and `factors` on them per slice.
 
     A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
     and stores nothing.
@@ -214,7 +224,10 @@ def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = No
         for part in parts_of(item):
             change = IN_FLIGHT.get(part.kind)
             if change is not None:
-                held += change if weights is None or part.stage is None else change * weights[part.stage]
+                size = 1.0
+                if weights is not None and part.stage is not None:
+                    size = weights[part.stage] * factor_of(part, factors)
+                held += change * size
                 peak = held if held > peak else peak
                 trains = trains or change < 0
     return peak if trains else 0.0

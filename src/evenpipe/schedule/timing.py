@@ -48,7 +48,11 @@ def time_order(order: Order, costs: Costs) -> Timeline:
         rows.append(tuple(Event(device, graph.items[n], times.start[n], times.end[n]) for n in numbers))
     placement = order.placement
     return Timeline(
-        tuple(rows), costs.stage_bytes(placement), placement=placement, exchange=costs.exchange_times(placement)
+        tuple(rows),
+        costs.stage_bytes(placement),
+        placement=placement,
+        exchange=costs.exchange_times(placement),
+        token_factors=costs.token_factors,
     )
 
 
@@ -60,16 +64,23 @@ def timed(order: Order, costs: Costs) -> tuple[Graph, EventTimes]:
 
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
     """Return the duration of everything in the graph of `order`, by number."""
-    times = PassTimes(costs, order.placement)
-    of_site: dict[int, float] = {}
+    slices = order.slices if costs.slices else 1
+    times = PassTimes(costs, order.placement, order.slices)
+    known: dict[int, float] = {}  # by site, and slice where these differ
     takes = []
     for item, site, device in zip(graph.items, graph.site, graph.device_of, strict=True):
-        duration = of_site.get(site)
+        key = site if slices == 1 else site * slices + item.slice
+        duration = known.get(key)
         if duration is None:
-            duration = of_site[site] = times.of(item, device)
+            duration = known[key] = times.of(item, device)
         takes.append(duration)
+    each = costs.by_slice(slices)
     for route, numbers in graph.transfers.by_route():
-        takes += [costs.transfer_time(route.kind)] * len(numbers)
+        carried = [one.transfer_time(route.kind) for one in each]
+        if len(numbers) < slices:  # irregular ones
+            takes += [carried[min(graph.transfers.carried(number)[2], slices - 1)] for number in numbers]
+        else:
+            takes += carried * (len(numbers) // slices)
     return takes
 
 

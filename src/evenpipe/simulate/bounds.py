@@ -1,5 +1,6 @@
 """Lower bounds that no order of the same passes can beat.
 
+If sequences are cut, a microbatch is a slice: work is counted on average over slices, and chains for the shortest.
 All of them hold for any order with the given placement, microbatches, kinds of pass and costs, in the event model and
 in the full one, which only adds waiting. Each is a few lines of proof, below; `best_bound` takes the largest.
 
@@ -57,7 +58,7 @@ class Bound:
 def best_bound(
     placement: Placement,
     microbatches: int,
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     *,
     of: str = "makespan",
     split: bool = False,
@@ -68,13 +69,15 @@ def best_bound(
 ) -> Bound:
     """Return the largest known lower bound on the span or makespan (`of`) of all such orders.
 
-    split: whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
+    costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
+    whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
     activations of a device from F to B or W, one number or one per device. proved: exclude the V bound. Raises
     InputError if a kind has no time, and for a limit below 1.
     """
     if of not in ("span", "makespan"):
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
-    graph = Microbatch.of(placement, costs, split=split, barriers=barriers, forward_only=forward_only)
+    each = (costs,) if isinstance(costs, Costs) else tuple(costs)
+    graph = Microbatch.of(placement, each, split=split, barriers=barriers, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
     found = list(_free(microbatches, graph, of))
     if limits and not forward_only:
@@ -91,15 +94,16 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     passes = [part for row in program.rows for item in row if isinstance(item, Pass) for part in parts_of(item)]
     kinds = {part.kind for part in passes}
     split = Kind.I in kinds
+    each = costs.by_slice(program.slices) if costs.slices else (costs,)
     if split and Kind.B in kinds:
-        costs = either_backward(costs, program.placement)
+        each = tuple(either_backward(one, program.placement) for one in each)
     limits = None if kinds & OFFLOAD_KINDS or program.forward_only else [max(1, peak) for peak in peak_in_flight]
     microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
     return {
         of: best_bound(
             program.placement,
             microbatches,
-            costs,
+            each,
             of=of,
             split=split,
             barriers=program.barriers,
@@ -125,6 +129,7 @@ def _free(microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
     busiest = max(range(placement.devices), key=work.__getitem__)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"device {busiest} has {value:g} of work")
+    work_of_all = [microbatches * mean for mean in graph.mean]
     for reference in _references(placement, work, of):
         before, behind = _ways(graph, reference)
         whose = "the step" if reference is None else f"device {reference}"
@@ -136,7 +141,7 @@ def _free(microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
                     f"{whose} needs {head:g} before, {time:g} during and {tail:g} after passes of device {device}",
                 )
                 for device in range(placement.devices)
-                for value, head, time, tail in [_one_device(graph, device, microbatches, before, behind)]
+                for value, head, time, tail in [_one_device(graph, device, work_of_all, before, behind)]
             ),
             key=lambda bound: bound.value,
         )
@@ -162,11 +167,12 @@ def _some(placement: Placement) -> range:
 
 
 def _one_device(
-    graph: Microbatch, device: int, microbatches: int, before: list[float], behind: list[float]
+    graph: Microbatch, device: int, work: list[float], before: list[float], behind: list[float]
 ) -> tuple[float, float, float, float]:
-    """Return the largest head + time + tail over sets of passes of `device`, and these three."""
+    """Return the largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
+    passes of a node."""
     nodes = [
-        (before[node], behind[node], graph.takes[node] * microbatches)
+        (before[node], behind[node], work[node])
         for node in graph.nodes_of[device]
         if before[node] > UNREACHED and behind[node] > UNREACHED
     ]
@@ -192,7 +198,8 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         lifespan = before[release] + graph.takes[release]
         most = math.floor(limits[device])
         rounds, rest = divmod(microbatches - 1, most)
-        last = max(_one_device(graph, other, rest + 1, before, behind)[0] for other in range(placement.devices))
+        work = [(rest + 1) * least for least in graph.takes]
+        last = max(_one_device(graph, other, work, before, behind)[0] for other in range(placement.devices))
         # Time before the first of these forwards, and after the last of these releases.
         around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
         yield Bound(
@@ -216,6 +223,8 @@ def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> It
 
 
 def _v_shape(microbatches: int, graph: Microbatch, limits: tuple[float, ...], split: bool) -> Iterator[Bound]:
+    if graph.takes != graph.mean:
+        return
     unit = graph.takes[graph.forward[0]]
     passes = {graph.takes[node] for node, device in enumerate(graph.device) if device >= 0}
     transfers = any(graph.takes[node] for node, device in enumerate(graph.device) if device < 0)

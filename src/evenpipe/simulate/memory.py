@@ -28,14 +28,15 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     Raises InputError if the bytes of a device are not 0 at the end, or become negative: then the deltas of one
     microbatch do not add up to 0.
     """
-    deltas = costs.memory_deltas(program.placement)
-    if deltas is None:
+    each = costs.by_slice(program.slices)
+    deltas = [one.memory_deltas(program.placement) for one in each]
+    if deltas[0] is None:
         return None
     changes: list[list[Change]] = [[] for _ in work.rows]
     for n, (item, device) in enumerate(zip(work.items, work.device_of, strict=True)):
         begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
         for part in () if program.forward_only else parts_of(item):
-            values = deltas.get(part.kind)
+            values = (deltas[part.slice] or {}).get(part.kind)
             if values is None:
                 continue
             delta = values[device if part.stage is None else part.stage]
@@ -45,10 +46,8 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
         for k, route in enumerate(work.transfers.route):
             if route.kind in _HOPS:
                 user = max(work.transfers.feeds[k], key=loop.end.__getitem__)
-                changes[route.members[1]] += [
-                    (loop.posted[k], 2 * user, costs.receive_bytes),
-                    (loop.end[user], 2 * user + 1, -costs.receive_bytes),
-                ]
+                size = each[work.transfers.unit[k] % program.slices].receive_bytes
+                changes[route.members[1]] += [(loop.posted[k], 2 * user, size), (loop.end[user], 2 * user + 1, -size)]
     return tuple(_curve(device, row) for device, row in enumerate(changes))
 
 

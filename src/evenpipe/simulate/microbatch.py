@@ -6,7 +6,7 @@ Every microbatch of a step has the same passes, so lower bounds need only this s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -27,14 +27,15 @@ Name = tuple[int, Kind, int | None]
 class Microbatch:
     """The graph of one microbatch. Nodes are numbered so that each comes after all its needs.
 
-    By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it. By device:
-    `nodes_of`, its passes.
+    By node: `takes`, its time, of the slice where it is shortest if sequences are cut; `mean`, on average over slices;
+    `device`, -1 for a transfer; `needs`, the nodes directly before it. By device: `nodes_of`, its passes.
     forward, backward, release: node by stage of F, of B or I, and of the pass that releases the activation, B or W; the
     last two are empty for an order that only evaluates.
     """
 
     placement: Placement
     takes: list[float]
+    mean: list[float]
     device: list[int]
     needs: list[list[int]]
     forward: list[int]
@@ -44,36 +45,44 @@ class Microbatch:
 
     @classmethod
     def of(
-        cls, placement: Placement, costs: Costs, *, split: bool = False, barriers: int = 0, forward_only: bool = False
+        cls,
+        placement: Placement,
+        costs: Sequence[Costs],
+        *,
+        split: bool = False,
+        barriers: int = 0,
+        forward_only: bool = False,
     ) -> Microbatch:
-        """Return the graph. With `split` backwards are I and W, else B. Raises InputError if a kind has no time."""
+        """Return the graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
+        has no time."""
         dependencies = dependencies_of(placement, barriers, forward_only)
-        stage_times, device_times = costs.stage_times(placement), costs.device_times(placement)
-        takes: list[float] = []
+        times = [one.stage_times(placement) | one.device_times(placement) for one in costs]
+        takes: list[tuple[float, ...]] = []
         device_of: list[int] = []
         names: dict[Name, int] = {}
 
-        def add(device: int, kind: Kind, stage: int | None, time: tuple[float, ...] | None, where: int) -> int:
-            if time is None:
+        def add(device: int, kind: Kind, stage: int | None) -> int:
+            found = [of_kind for of_slice in times if (of_kind := of_slice[kind]) is not None]
+            if not found:
                 raise InputError(f"costs: {kind.value} is missing, but a lower bound needs it; give a number or a list")
             names[device, ROLE[kind], stage] = len(takes)
-            takes.append(time[where])
+            takes.append(tuple(of_kind[device if stage is None else stage] for of_kind in found))
             device_of.append(device)
             return len(takes) - 1
 
         forward, backward, release = [], [], []
         for stage, device in enumerate(placement.stage_device):
-            forward.append(add(device, Kind.F, stage, stage_times[Kind.F], stage))
+            forward.append(add(device, Kind.F, stage))
             if not forward_only:
                 kind = Kind.I if split else Kind.B
-                backward.append(add(device, kind, stage, stage_times[kind], stage))
-                release.append(add(device, Kind.W, stage, stage_times[Kind.W], stage) if split else backward[-1])
+                backward.append(add(device, kind, stage))
+                release.append(add(device, Kind.W, stage) if split else backward[-1])
         for kind in sorted(vocabulary_kinds(barriers, forward_only)):
             for device in range(placement.devices):
-                add(device, kind, None, device_times[kind], device)
+                add(device, kind, None)
         routes = range(len(takes), len(takes) + len(dependencies.routes))
         for route in dependencies.routes:
-            takes.append(costs.transfer_time(route.kind, route.communicator))
+            takes.append(tuple(one.transfer_time(route.kind, route.communicator) for one in costs))
             device_of.append(-1)
         needs: list[list[int]] = [[] for _ in takes]
         for (device, kind, of), node in names.items():
@@ -94,7 +103,8 @@ class Microbatch:
         rank = {node: place for place, node in enumerate(ranked)}
         return cls(
             placement,
-            [takes[node] for node in ranked],
+            [min(takes[node]) for node in ranked],
+            [sum(takes[node]) / len(costs) for node in ranked],
             [device_of[node] for node in ranked],
             [[rank[earlier] for earlier in needs[node]] for node in ranked],
             [rank[node] for node in forward],
@@ -105,8 +115,8 @@ class Microbatch:
 
     @property
     def work(self) -> list[float]:
-        """Return the time in passes, per device."""
-        return [sum(self.takes[node] for node in nodes) for nodes in self.nodes_of]
+        """Return the time in passes, per device, on average over slices."""
+        return [sum(self.mean[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:
         """Return, per node, the longest path to its start from that of one of `sources`; UNREACHED without a path."""

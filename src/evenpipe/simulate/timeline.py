@@ -37,7 +37,8 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
         beside.append(tuple(others))
     memory = memory_curves(program, costs, work, loop)
     copies = any(work.items[n].kind in COPIES for n in work.beside)
-    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if copies else None
+    alike = replace(costs, bytes=1.0, memory=None, slices={})
+    on_device = memory_curves(program, alike, work, loop) if copies else None
     placement = program.placement
     return Timeline(
         tuple(events),
@@ -47,6 +48,7 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
         on_device,
         placement,
         costs.exchange_times(placement),
+        costs.token_factors,
     )
 
 

@@ -52,12 +52,14 @@ class Work:
         self.needs: list[int] = []
         self.beside: dict[int, list[int]] = {}
         self.transfers = Transfers()
-        self._program, self._costs, self._dependencies = program, costs, Dependencies.of(program)
+        self._program, self._dependencies = program, Dependencies.of(program)
         self._numbers: dict[int, int] = {}  # by number of a route * units + unit
         self._communicators: dict[str, int] = {}
-        self._carried_by: dict[int, tuple[int, float]] = {}  # by number of a route
-        self._pass_times = PassTimes(costs, program.placement)
-        self._beside_times = costs.copy_times(program.placement) | costs.sharding_times(program.placement)
+        self._carried_by: dict[tuple[int, int], tuple[int, float]] = {}  # by number of a route, and slice
+        self._each = costs.by_slice(program.slices)
+        self._pass_times = PassTimes(costs, program.placement, program.slices)
+        self._copy_times = [one.copy_times(program.placement) for one in self._each]
+        self._sharding_times = costs.sharding_times(program.placement)
         for device in range(program.devices):
             self._row(device)
 
@@ -65,7 +67,7 @@ class Work:
         program, items, needs, takes, feeds = self._program, self.items, self.needs, self.takes, self.transfers.feeds
         numbers, units, slices = self._numbers, program.units, program.slices
         row: list[int] = []
-        times: dict[tuple[Kind, int | None], float] = {}
+        times: dict[tuple[Kind, int | None, int], float] = {}
         waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
         copies: dict[tuple[Kind, int | None, int], int] = {}
         gathering: dict[Part, int] = {}
@@ -83,7 +85,7 @@ class Work:
             needs.append(0)
             kind, stage = item.kind, item.stage
             if kind in COPIES or kind in SHARDING_KINDS:
-                alone = self._beside_times.get(kind)
+                alone = (self._copy_times[item.slice] if kind in COPIES else self._sharding_times).get(kind)
                 takes.append(0.0 if alone is None else alone[device if stage is None else stage])
                 self.beside[n] = []
                 if kind in COPIES:
@@ -97,9 +99,9 @@ class Work:
             if gathering:
                 for used in users.parts(item):
                     self._after(gathering.pop(used, None), n)
-            time = None if item.parts else times.get((kind, stage))
+            time = None if item.parts else times.get((kind, stage, item.slice))
             if time is None:
-                time = times[kind, stage] = self._pass_times.of(item, device)
+                time = times[kind, stage, item.slice] = self._pass_times.of(item, device)
             takes.append(time)
             for part in parts_of(item):
                 assert part.microbatch is not None
@@ -138,9 +140,10 @@ class Work:
     def _number(self, key: int, route: Route, unit: int) -> int:
         transfers = self.transfers
         k = self._numbers[key] = len(transfers.route)
-        carried = self._carried_by.get(route.number)
+        slice_ = unit % self._program.slices
+        carried = self._carried_by.get((route.number, slice_))
         if carried is None:
-            carried = self._carried_by[route.number] = self._carried(route)
+            carried = self._carried_by[route.number, slice_] = self._carried(route, self._each[slice_])
         queue, time = carried
         transfers.route.append(route)
         transfers.unit.append(unit)
@@ -150,10 +153,10 @@ class Work:
         transfers.feeds.append([])
         return k
 
-    def _carried(self, route: Route) -> tuple[int, float]:
+    def _carried(self, route: Route, costs: Costs) -> tuple[int, float]:
         """Return the number of the queue of a route (-1 without one), and the time of its transfers."""
-        time = self._costs.transfer_time(route.kind, route.communicator)
-        if self._costs.link(route.kind, route.communicator) is None:
+        time = costs.transfer_time(route.kind, route.communicator)
+        if costs.link(route.kind, route.communicator) is None:
             return -1, time
         queue = self._communicators.setdefault(route.communicator, len(self._communicators))
         self.transfers.queues = len(self._communicators)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.train.input_sections import DEFAULT_TOKENIZER_ENTRIES, DataConfig, ModelConfig, TokenizerConfig
@@ -37,8 +37,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self) -> None:
-        keeps_weights = self.model.source is not None and not self.model.fresh_weights
-        if keeps_weights and self.tokenizer.vocabulary_size is not None:
+        if self.keeps_weights and self.tokenizer.vocabulary_size is not None:
             raise InputError(
                 f"tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}, but must be left out when training "
                 f"continues from the weights of model.source ({show(self.model.source)})"
@@ -53,7 +52,19 @@ class Config:
 
     def recipe(self) -> Recipe:
         """Return the recipe of [pipeline] and [offload]. Raises InputError for a file that cannot be read."""
-        return self.pipeline.recipe(self.offload, self.data.sequence_length)
+        return self.pipeline.recipe(self.offload, self.data.sequence_length, self.documents)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether training continues from the weights of `model.source`."""
+        return self.model.source is not None and not self.model.fresh_weights
+
+    @property
+    def documents(self) -> Literal["separate", "joined"]:
+        """`data.documents`, or its default."""
+        if self.data.documents is not None:
+            return self.data.documents
+        return "separate" if self.keeps_weights and self.data.is_json_lines else "joined"
 
     @property
     def run_folder(self) -> Path:

@@ -2,7 +2,8 @@
 
 One process calls `prepare` before the workers start; workers call `open_data`. `prepare` writes:
 
-    CACHE/FINGERPRINT/   tokens.bin, tokenizer/, data.json: published by one rename, used again by the next run
+    CACHE/FINGERPRINT/   tokens.bin, documents.bin, tokenizer/, data.json: published by one rename, used again by the
+                         next run
     RUN/tokenizer/       a copy, for the exported model
     RUN/data.json        the data of this run
 """
@@ -27,7 +28,16 @@ from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
-from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, unread_rows, write_tokens
+from evenpipe.train.packing import (
+    PLACE,
+    TOKEN,
+    Batches,
+    open_ends,
+    open_rows,
+    split_rows,
+    unread_rows,
+    write_tokens,
+)
 from evenpipe.train.run_sections import DEFAULT_STEPS
 from evenpipe.train.sources import Documents, find_documents, find_validation_documents
 
@@ -39,7 +49,7 @@ class PreparedData:
     """The data of a run; the contents of RUN/data.json."""
 
     folder: str
-    """Folder of tokens.bin and tokenizer/."""
+    """Folder of tokens.bin, documents.bin and tokenizer/."""
     fingerprint: str
     """Hex digest of sources and tokenizer."""
     documents: int
@@ -56,16 +66,20 @@ class PreparedData:
         return Path(self.folder) / "tokens.bin"
 
     @property
+    def ends_path(self) -> Path:
+        """File of int64 numbers: of tokens up to the end of each document."""
+        return Path(self.folder) / "documents.bin"
+
+    @property
     def tokenizer_folder(self) -> Path:
         """Saved transformers tokenizer."""
         return Path(self.folder) / "tokenizer"
 
     def is_complete(self) -> bool:
         """Return whether the files exist with their full size."""
-        tokens = self.tokens_path
+        sizes = {self.tokens_path: self.tokens * TOKEN.itemsize, self.ends_path: self.documents * PLACE.itemsize}
         return (
-            tokens.is_file()
-            and tokens.stat().st_size == self.tokens * TOKEN.itemsize
+            all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
             and (self.tokenizer_folder / "tokenizer_config.json").is_file()
             and (self.validation is None or self.validation.is_complete())
         )
@@ -114,10 +128,13 @@ def open_data(config: Config) -> PreparedData:
 def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> Batches:
     """Return the batches of a run. Only a process that feeds a pipeline `reads` them; others learn how many there are,
     and open no file."""
-    length = config.data.sequence_length
+    length, separate = config.data.sequence_length, config.documents == "separate"
 
     def rows_of(found: PreparedData) -> np.ndarray[Any, Any]:
         return open_rows(found.tokens_path, length) if reads else unread_rows(found.tokens // length, length)
+
+    def ends_of(found: PreparedData) -> np.ndarray[Any, Any] | None:
+        return open_ends(found.ends_path) if reads and separate else None
 
     return Batches(
         rows=rows_of(data),
@@ -125,6 +142,8 @@ def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> B
         seed=config.training.seed,
         validation_fraction=config.data.held_back,
         validation=None if data.validation is None else rows_of(data.validation),
+        ends=ends_of(data),
+        validation_ends=None if data.validation is None else ends_of(data.validation),
     )
 
 
@@ -146,6 +165,7 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
         "training.seed": config.training.seed,
         "sequences per step": config.pipeline.sequences_per_step,
         _VALIDATION: None if data.validation is None else data.validation.fingerprint,
+        _DOCUMENTS: config.documents,
     }
 
 
@@ -153,12 +173,15 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """Describe changes of the data in a resumed run, from the `data_identity` of the checkpoint and of now."""
     lines = []
     for name, value in now.items():
-        if before.get(name) == value:
+        earlier = before.get(name, "joined" if name == _DOCUMENTS else None)
+        if earlier == value:
             continue
-        if name == _VALIDATION:
+        if name == _DOCUMENTS:
+            lines.append(f"{name} is now {value}, was {earlier}: losses do not compare with earlier ones")
+        elif name == _VALIDATION:
             lines.append("the validation data has changed: validation losses do not compare with earlier ones")
         else:
-            lines.append(f"{name} is now {value}, was {before.get(name)}: the order of the data changes")
+            lines.append(f"{name} is now {value}, was {earlier}: the order of the data changes")
             if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
                 lines[-1] += (
                     ", and so do the validation rows: the run may have trained on some of the new ones, so the"
@@ -168,6 +191,7 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 _VALIDATION = "validation data"
+_DOCUMENTS = "data.documents"
 _DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
@@ -235,7 +259,9 @@ def _tokens(
             ids: list[list[int]] = encoded["input_ids"]
             return ids
 
-        number, tokens = write_tokens(documents, encode, tokenizer.eos_token_id, building / "tokens.bin")
+        number, tokens = write_tokens(
+            documents, encode, tokenizer.eos_token_id, building / "tokens.bin", building / "documents.bin"
+        )
         if tokens == 0:
             raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
         data = PreparedData(

@@ -15,6 +15,8 @@ MOST_TOKENIZER_ENTRIES = 10_000_000
 """The trainer allocates memory for all entries at once, and kills the process if there is not enough."""
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 BYTE_VALUES = 256
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+"""Ends of the names of files with one JSON object per line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +77,13 @@ class DataConfig(Section):
     """For bytes that are not UTF-8: "strict" ends with an error that names file and byte, "replace" reads a replacement
     character."""
     sequence_length: int = 1024
-    """Tokens per row. Documents are joined by the end-of-text token and cut into rows of this length, so a row may
-    contain several documents, and attention crosses their borders. The last incomplete row is dropped."""
+    """Tokens per row. Each document is followed by the end-of-text token, and all of them, one after the other, are cut
+    into rows of this length. So a row may contain several documents. The last incomplete row is dropped."""
+    documents: Literal["separate", "joined"] | None = None
+    """What documents that share a row see of each other. "separate": nothing. Positions begin at 0 in every document,
+    no token looks at another document, and none is predicted from one. A document that goes on in the next row begins
+    anew there. "joined": rows are one stream of text. Default: "separate" if training continues from weights of
+    model.source and the names of all `files` are those of JSON lines, else "joined"."""
     validation_files: tuple[str, ...] = ()
     """Files or patterns of documents to evaluate on, read like `files`. Documents that `files` matches too are not
     trained on."""
@@ -113,6 +120,11 @@ class DataConfig(Section):
             field = "validation_split" if split else "validation_files"
             accepted = f"left out or 0 when data.{field} is {show(own)}"
             self.require("validation_fraction", not self.held_back, accepted)
+
+    @property
+    def is_json_lines(self) -> bool:
+        """Whether all documents are in JSON lines, by the names in `files`."""
+        return bool(self.files) and all(name.lower().endswith(JSON_LINES) for name in self.files)
 
     @property
     def held_back(self) -> float:

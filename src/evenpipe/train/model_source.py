@@ -32,8 +32,9 @@ def check_pipeline(config: Config) -> None:
     model = model_config(config.model)
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
-        most = f"{layers * pipeline.replicas * pipeline.tensor_parallel}, the layers of the model"
+        most = f"{layers * pipeline.processes // pipeline.devices}, the layers of the model"
         most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        most += f" times {pipeline.context_parallel} context ranks" if pipeline.context_parallel > 1 else ""
         most += f" times {pipeline.tensor_parallel} tensor ranks" if pipeline.tensor_parallel > 1 else ""
         raise InputError(f"pipeline.processes is {pipeline.processes}, but must be at most {most}")
     split = pipeline.layers_per_stage
@@ -48,11 +49,7 @@ def check_pipeline(config: Config) -> None:
         raise InputError(
             f"pipeline.checkpointing has {choices} choices, but must have one, or {layers}, one per layer of the model"
         )
-    if config.data.sequence_length % pipeline.tensor_parallel:
-        raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of"
-            f" {pipeline.tensor_parallel}, pipeline.tensor_parallel"
-        )
+    _check_chunks(config)
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
         raise InputError(
@@ -60,6 +57,25 @@ def check_pipeline(config: Config) -> None:
             "sequence of the model"
         )
     _check_schedule(config, layers)
+
+
+def _check_chunks(config: Config) -> None:
+    """Refuse sequences that cannot be shared by the processes, or cut into slices."""
+    from evenpipe.recipe.parallelism import divisor_of
+
+    pipeline = config.pipeline
+    divisor = divisor_of(pipeline.context_parallel, pipeline.tensor_parallel)
+    if config.data.sequence_length % divisor:
+        whose = "2 x pipeline.context_parallel, and of pipeline.tensor_parallel in each chunk"
+        raise InputError(
+            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of {divisor},"
+            f" {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}"
+        )
+    if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
+        raise InputError(
+            f"data.sequence_length is {config.data.sequence_length}, but must be at least {divisor * pipeline.slices}"
+            f" for {pipeline.slices} slices"
+        )
 
 
 def _check_schedule(config: Config, layers: int) -> None:
@@ -79,7 +95,7 @@ def _check_schedule(config: Config, layers: int) -> None:
         replicas = f" for each of {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         raise InputError(
             f"pipeline.processes is {pipeline.processes}, but must be"
-            f" {order.devices * pipeline.replicas * pipeline.tensor_parallel}: the order in {pipeline.schedule} has"
+            f" {order.devices * pipeline.processes // pipeline.devices}: the order in {pipeline.schedule} has"
             f" {order.devices} devices{replicas}"
         )
     if order.microbatches != microbatches:

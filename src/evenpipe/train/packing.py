@@ -3,6 +3,9 @@
 One pass over the documents writes one long file of int32 tokens: each document, then the end-of-text token. The rows
 are this file cut at the sequence length; the last incomplete row is dropped. (Packing in `datasets.map` drops the rest
 of every *batch* of documents, so its rows depend on the batch size and the number of processes.)
+
+A second file has the places where documents end. They cannot be read from the tokens: a text may contain the
+end-of-text token. Positions of separate documents follow from it, and from the number of the row.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,29 +24,35 @@ if TYPE_CHECKING:
     import torch
 
 TOKEN = np.dtype("<i4")
+PLACE = np.dtype("<i8")  # number of tokens from the beginning of the file
 PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces, cut after a line end, to bound the memory
 BATCH_CHARACTERS = 1 << 22  # encoded together, on the threads of the tokenizer
 IGNORED = -100  # label without a loss
 
 
 def write_tokens(
-    texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], end_of_text: int, path: Path
+    texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], end_of_text: int, path: Path, ends_path: Path
 ) -> tuple[int, int]:
-    """Encode all texts into a file of int32 tokens. Returns (documents, tokens); an empty text is no document.
+    """Encode all texts into a file of int32 tokens, and write where each document ends into another one, as int64.
 
     `encode` turns a list of texts into their token ids without special tokens.
+
+    Returns (documents, tokens); an empty text is no document.
     """
     documents = tokens = 0
-    with path.open("wb") as file:
+    with path.open("wb") as file, ends_path.open("wb") as ends:
         for batch in _batches(_pieces(texts)):
             encoded = encode([text for text, _ in batch])
             for ids, (text, is_end) in zip(encoded, batch, strict=True):
                 if text:
                     file.write(np.asarray([*ids, end_of_text] if is_end else ids, dtype=TOKEN).tobytes())
-                    documents += is_end
                     tokens += len(ids) + is_end
-        file.flush()
-        os.fsync(file.fileno())
+                    if is_end:
+                        documents += 1
+                        ends.write(np.asarray(tokens, dtype=PLACE).tobytes())
+        for one in (file, ends):
+            one.flush()
+            os.fsync(one.fileno())
     return documents, tokens
 
 
@@ -53,6 +62,11 @@ def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
     if rows == 0:
         return np.empty((0, sequence_length), dtype=TOKEN)
     return np.memmap(path, dtype=TOKEN, mode="r", shape=(rows, sequence_length))
+
+
+def open_ends(path: Path) -> np.ndarray[Any, Any]:
+    """Map the places where documents end into memory: int64 [documents], the number of tokens up to there."""
+    return np.memmap(path, dtype=PLACE, mode="r")
 
 
 def unread_rows(rows: int, sequence_length: int) -> np.ndarray[Any, Any]:
@@ -66,6 +80,16 @@ def split_rows(rows: int, validation_fraction: float) -> tuple[np.ndarray[Any, A
     held_back = max(1, round(rows * validation_fraction)) if validation_fraction > 0 and rows > 0 else 0
     validation = (np.arange(held_back) * rows + rows // 2) // max(held_back, 1)
     return np.setdiff1d(np.arange(rows), validation, assume_unique=True), validation
+
+
+class Sequences(NamedTuple):
+    """Rows of a batch, as `Pipeline.step` and `evaluate` take them: int64 [rows, sequence_length] each."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor | None = None
+    """None: `input_ids`."""
+    position_ids: torch.Tensor | None = None
+    """They begin at 0 in every document, and in every row. None: 0, 1, 2, ..."""
 
 
 @dataclass(slots=True)
@@ -85,6 +109,10 @@ class Batches:
     """Share of the rows that are validation rows; 0 if `validation` has separate ones."""
     validation: np.ndarray[Any, Any] | None = None
     """[rows, sequence_length] int32."""
+    ends: np.ndarray[Any, Any] | None = None
+    """[documents] int64: the number of tokens in `rows` up to the end of each document, if documents are separate."""
+    validation_ends: np.ndarray[Any, Any] | None = None
+    """The same of `validation`."""
     training_rows: np.ndarray[Any, Any] = field(init=False)
     validation_rows: np.ndarray[Any, Any] = field(init=False)
     """Numbers of validation rows, in `validation` if it is given, else in `rows`."""
@@ -123,20 +151,19 @@ class Batches:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch_order(n // len(self.training_rows))[n % len(self.training_rows)]) for n in numbers]
 
-    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> torch.Tensor:
-        """Return one replica's token ids of batch `step` (0 is the first): int64 [batch_size / replicas,
-        sequence_length]."""
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Sequences:
+        """Return one replica's rows of batch `step` (0 is the first), batch_size / replicas of them."""
         assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
         each = self.batch_size // replicas
-        return _read(self.rows, self.row_numbers(step)[replica * each : (replica + 1) * each])
+        return _read(self.rows, self.ends, self.row_numbers(step)[replica * each : (replica + 1) * each])
 
     @property
     def validation_batches(self) -> int:
         """Number of validation batches; the last one may be smaller."""
         return -(-len(self.validation_rows) // self.batch_size)
 
-    def validation_batch(self, index: int, replica: int = 0, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one replica's (token ids, labels) of a validation batch, both int64 [rows, sequence_length].
+    def validation_batch(self, index: int, replica: int = 0, replicas: int = 1) -> Sequences:
+        """Return one replica's rows of a validation batch, with labels.
 
         A batch has `batch_size` rows, spread evenly over the replicas. The last batch may have fewer, so means must be
         weighted by valid tokens. A replica without a row gets one with only ignored labels, because every pipeline
@@ -145,10 +172,14 @@ class Batches:
         rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
         assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
         own = np.array_split(rows, replicas)[replica]
-        input_ids = _read(self.rows if self.validation is None else self.validation, own if len(own) else rows[:1])
-        labels = input_ids.clone()
+        numbers = own if len(own) else rows[:1]
+        if self.validation is None:
+            found = _read(self.rows, self.ends, numbers)
+        else:
+            found = _read(self.validation, self.validation_ends, numbers)
+        labels = found.input_ids.clone()
         labels[len(own) :] = IGNORED
-        return input_ids, labels
+        return found._replace(labels=labels)
 
     def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
         if self._order is None or self._order[0] != epoch:
@@ -158,10 +189,29 @@ class Batches:
         return self._order[1]
 
 
-def _read(rows: np.ndarray[Any, Any], numbers: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
+def _read(
+    rows: np.ndarray[Any, Any], ends: np.ndarray[Any, Any] | None, numbers: Sequence[int] | np.ndarray[Any, Any]
+) -> Sequences:
     import torch
 
-    return torch.from_numpy(np.asarray(rows[numbers], dtype=np.int64))
+    positions = None if ends is None else torch.from_numpy(positions_of(ends, numbers, rows.shape[1]))
+    return Sequences(torch.from_numpy(np.asarray(rows[numbers], dtype=np.int64)), position_ids=positions)
+
+
+def positions_of(
+    ends: np.ndarray[Any, Any], numbers: Sequence[int] | np.ndarray[Any, Any], length: int
+) -> np.ndarray[Any, Any]:
+    """Return the position ids of rows, by number, of `length` tokens: int64 [rows, length].
+
+    They begin at 0 in every document. A document that is cut by the end of a row begins anew in the next one.
+    """
+    begins = np.zeros((len(numbers), length), dtype=np.int64)  # for each token, where its document begins in the row
+    for row, number in zip(begins, numbers, strict=True):
+        start = int(number) * length
+        first, last = np.searchsorted(ends, np.array([start + 1, start + length], dtype=PLACE))
+        inside = ends[first:last] - start
+        row[inside] = inside
+    return np.arange(length) - np.maximum.accumulate(begins, axis=1)
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:

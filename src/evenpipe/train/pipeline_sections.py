@@ -10,6 +10,7 @@ from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
 from evenpipe.train.section import Section
 
 if TYPE_CHECKING:
+    from evenpipe.recipe.batch_shape import Documents
     from evenpipe.recipe.offload import OffloadOptions
     from evenpipe.recipe.recipe import Recipe
 
@@ -25,10 +26,16 @@ class PipelineConfig(Section):
     section: ClassVar[str] = "pipeline"
 
     processes: int = 1
-    """Processes of the run: the devices of a pipeline times `replicas` times `tensor_parallel`. Under torchrun, the
-    number of processes that it starts."""
+    """Processes of the run: the devices of a pipeline times `replicas`, `context_parallel` and `tensor_parallel`. Under
+    torchrun, the number of processes that it starts."""
     replicas: int = 1
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
+    context_parallel: int = 1
+    """Processes that share every sequence, each with the same parameters and its part of the tokens."""
+    context_exchange: Literal["auto", "keys", "heads"] = "auto"
+    """With context_parallel: every attention layer gathers the keys and values of all tokens ("keys"), or exchanges
+    heads for tokens ("heads"), which moves less with many processes. "auto": "heads" if that moves less and the
+    processes can share the heads, else "keys"."""
     tensor_parallel: int = 1
     """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
     exchange hidden states in every layer, so they should be GPUs of one machine."""
@@ -64,6 +71,10 @@ class PipelineConfig(Section):
     vocab-2."""
     microbatches: int | None = None
     """Microbatches per step in each pipeline. Default: 4 per device, or the number in the CSV file."""
+    slices: int | Literal["auto"] = 1
+    """Slices of every sequence, which follow one after the other: activations of fewer sequences are in flight, and
+    devices wait less. "auto": the fewest whose predicted step is at most 1 % longer than the shortest; a line at the
+    start says why."""
     microbatch_size: int = 1
     """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -88,7 +99,7 @@ class PipelineConfig(Section):
     timeout_seconds: float = 600.0
     """Maximum seconds without progress. The run then ends with an error that names the pass and the peer."""
 
-    def recipe(self, offload: OffloadConfig, sequence_length: int) -> Recipe:
+    def recipe(self, offload: OffloadConfig, sequence_length: int, documents: Documents) -> Recipe:
         """Return the recipe of these sections, for sequences of this length."""
         from evenpipe.recipe.recipe import Recipe, RecipeOptions
         from evenpipe.schedule.files import read_costs
@@ -102,20 +113,27 @@ class PipelineConfig(Section):
         return Recipe.of(
             dp=self.replicas,
             pp=self.devices,
+            cp=self.context_parallel,
             tp=self.tensor_parallel,
             sequence_length=sequence_length,
+            documents=documents,
             offload=offload.options(),
             **{**alike, **converted},
         )
 
     def check(self) -> None:
-        self.at_least(1, "processes", "replicas", "tensor_parallel")
+        self.at_least(1, "processes", "replicas", "context_parallel", "tensor_parallel")
+        self.require("slices", self.slices == "auto" or self.slices >= 1, 'at least 1, or "auto"')
         self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
         self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
         left = self.processes // self.replicas
         whose = f"the {left} processes" + (" of a replica" if self.replicas > 1 else "")
+        self.require("context_parallel", left % self.context_parallel == 0, f"a divisor of {whose}")
+        if self.context_parallel > 1:
+            left //= self.context_parallel
+            whose = f"the {left} processes of a piece"
         self.require("tensor_parallel", left % self.tensor_parallel == 0, f"a divisor of {whose}")
         if self.layers_per_stage is not None:
             accepted = "numbers of at least 0, one per stage, and not all 0"
@@ -153,7 +171,7 @@ class PipelineConfig(Section):
     @property
     def devices(self) -> int:
         """Devices of a pipeline."""
-        return self.processes // (self.replicas * self.tensor_parallel)
+        return self.processes // (self.replicas * self.context_parallel * self.tensor_parallel)
 
     @property
     def schedule_options(self) -> dict[str, Any]:

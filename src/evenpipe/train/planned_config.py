@@ -45,7 +45,7 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
-    reason = refusal(problem, plan.configuration.recipe.parallelism)
+    reason = refusal(problem, plan.configuration.recipe)
     if reason:
         raise InputError(
             f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it;"
@@ -90,7 +90,7 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     recipe = one.recipe
     parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
-        "processes": parallelism.dp * parallelism.pp * parallelism.tp,
+        "processes": parallelism.gpus,
         "replicas": parallelism.dp,
         "tensor_parallel": parallelism.tp,
         "data_parallel": parallelism.data_parallel,
@@ -100,6 +100,10 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatches": batch.microbatches,
         "microbatch_size": batch.microbatch_size,
     }
+    if recipe.slices > 1:
+        values["slices"] = recipe.slices
+    if parallelism.cp > 1:
+        values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage
     if not BARRIERS[recipe.vocabulary] or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)

@@ -26,6 +26,7 @@ from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import initialise_worker
+from evenpipe.recipe.parallelism import divisor_of
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Costs, Order, plan_program
 from evenpipe.schedule.costs import Cost
@@ -98,8 +99,9 @@ def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
     sizes = {name: Size(*size) for name, size in found[0]["sizes"].items()}
     # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
-    costs = costs_of(traces[AS_IT_IS], everything)
-    variants = {name: costs_of(traces[name], everything) for name in BACKWARDS if name in traces}
+    tokens = found[0].get("tokens_of_slices", ())
+    costs = costs_of(traces[AS_IT_IS], everything, tokens)
+    variants = {name: costs_of(traces[name], everything, tokens) for name in BACKWARDS if name in traces}
     for variant in variants.values():
         costs = completed(costs, variant)
     bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
@@ -130,22 +132,24 @@ def measure_pipeline(
         if other != order:
             with _following(pipeline, other):
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
-    ranks = pipeline.tensor_ranks
-    short = max(2, tokens // SHORTER // ranks * ranks, ranks)
+    ranks, slices = pipeline.tensor_ranks, pipeline.layout.program.slices
+    divisor = divisor_of(pipeline.context_ranks, ranks)
+    short = max(2, max(tokens // SHORTER // divisor, slices) * divisor)
     shorter = _run(pipeline, config, short, steps, warm_up) if SHORT in variants else []
-    if not _is_first(pipeline):
+    if not pipeline.feeds:
         return {}
     narrow = pipeline.torch_device.type == "cuda"
     item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
     hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
-    # Bytes per token, of which each tensor rank sends its share. The few numbers of the statistics are mostly latency:
-    # they stay a duration.
-    own = hidden // ranks
+    # Bytes per token, of which each tensor rank sends its share, and tokens of a slice on one context rank. The few
+    # numbers of the statistics are mostly latency: they stay a duration.
+    own, parts = hidden // ranks, slices * pipeline.context_ranks
     per_token = {"p2p": own, "broadcast": own, "reduce": own, "embedding": own // pipeline.devices}
     return {
         "traces": {name: [trace_to_dict(trace) for trace in found] for name, found in traces.items()},
         "shorter": [trace_to_dict(trace) for trace in shorter],
-        "sizes": {name: (size * tokens, size * short) for name, size in per_token.items()},
+        "sizes": {name: (size * tokens // parts, size * short // parts) for name, size in per_token.items()},
+        "tokens_of_slices": pipeline.slice_lengths(tokens),
     }
 
 
@@ -154,7 +158,7 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
     traces = []
     for step in range(warm_up + steps):
         ids = None
-        if _is_first(pipeline):
+        if pipeline.feeds:
             sequences = pipeline.microbatches * config.pipeline.microbatch_size
             ids = token_ids(sequences, tokens, pipeline.description.vocabulary_size, step)
         result = pipeline.step(ids, record_passes=step >= warm_up)
@@ -164,11 +168,6 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
             if trace is not None:
                 traces.append(trace)
     return traces
-
-
-def _is_first(pipeline: Pipeline) -> bool:
-    """Return whether this is the first process of its replica."""
-    return pipeline.device == pipeline.tensor_rank == 0
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class DeviceReport:
     """Numbers of the stages on the device."""
     replica: int = 0
     tensor_rank: int = 0
+    context_rank: int = 0
     """Which of the processes that share the device's layers."""
 
 
@@ -140,7 +141,7 @@ def gather_report(
     busy_seconds: time that this process spent in passes.
     """
     table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
-    if pipeline.device or pipeline.replica or pipeline.tensor_rank:
+    if not pipeline.feeds or pipeline.replica:
         return None
     from evenpipe.plan.configuration_search import cores  # only the first process should import planning
 
@@ -148,9 +149,10 @@ def gather_report(
     prediction = _prediction(timeline, pipeline.layout.mode)
     predicted_step_seconds = None
     if pipeline.torch_device.type == "cpu" and training.steps:
-        work = sum(busy for busy, _ in table) / pipeline.replicas / pipeline.tensor_ranks / training.steps
+        work = sum(busy for busy, _ in table) / (len(table) // pipeline.devices) / training.steps
         predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
     placement, ranks = pipeline.order.placement, pipeline.tensor_ranks
+    sharing = pipeline.context_ranks * ranks  # processes of a device
     return RunReport(
         training=training,
         schedule=ScheduleReport(
@@ -164,17 +166,18 @@ def gather_report(
         ),
         devices=tuple(
             DeviceReport(
-                replica=process // (pipeline.devices * ranks),
+                replica=process // (pipeline.devices * sharing),
                 device=device,
                 tensor_rank=process % ranks,
+                context_rank=process % sharing // ranks,
                 busy=busy / training.seconds if training.seconds else 0.0,
                 peak_memory_bytes=int(peak),
                 stages=placement.stages_of(device),
                 layers=sum(pipeline.layout.layers_per_stage[stage] for stage in placement.stages_of(device)),
-                vocabulary_rows=pipeline.layout.head_shards[process % (pipeline.devices * ranks)].rows,
+                vocabulary_rows=pipeline.layout.head_shards[device * ranks + process % ranks].rows,
             )
             for process, (busy, peak) in enumerate(table)
-            for device in [process // ranks % pipeline.devices]
+            for device in [process // sharing % pipeline.devices]
         ),
         prediction=prediction,
         baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
@@ -217,9 +220,10 @@ def report_text(report: RunReport) -> str:
         )
         for device in report.devices
     ]
-    if any(device.tensor_rank for device in report.devices):
-        numbers = ["tensor rank", *(str(device.tensor_rank) for device in report.devices)]
-        rows = [(row[0], number, *row[1:]) for number, row in zip(numbers, rows, strict=True)]
+    for name in ("tensor_rank", "context_rank"):
+        if any(getattr(device, name) for device in report.devices):
+            numbers = [name.replace("_", " "), *(str(getattr(device, name)) for device in report.devices)]
+            rows = [(row[0], number, *row[1:]) for number, row in zip(numbers, rows, strict=True)]
     if report.schedule.replicas > 1:
         numbers = ["replica", *(str(device.replica) for device in report.devices)]
         rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]

@@ -96,11 +96,16 @@ def show(value: Any) -> str:
 
 def optional(annotation: Any) -> tuple[Any, bool]:
     """Return (the type without None, whether None is accepted)."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        parts = [part for part in get_args(annotation) if part is not type(None)]
-        assert len(parts) == 1, f"a field is one type or None, not {annotation}"
-        return parts[0], True
-    return annotation, False
+    parts = [part for part in parts_of_union(annotation) if part is not type(None)]
+    if len(parts) == len(parts_of_union(annotation)):
+        return annotation, False
+    assert len(parts) == 1, f"a field is one type or None, not {annotation}"
+    return parts[0], True
+
+
+def parts_of_union(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a field may have: a single one, one or None, or one or a word."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def takes_text(annotation: Any) -> bool:
@@ -112,7 +117,9 @@ def takes_text(annotation: Any) -> bool:
 def type_words(annotation: Any) -> str:
     """Return a field's type in the words of the help text."""
     annotation, is_optional = optional(annotation)
-    if get_origin(annotation) is Literal:
+    if len(parts := parts_of_union(annotation)) > 1:
+        words = " or ".join(map(type_words, parts))
+    elif get_origin(annotation) is Literal:
         words = " | ".join(show(value) for value in get_args(annotation))
     elif get_origin(annotation) is tuple:
         item, *rest = get_args(annotation)
@@ -132,6 +139,13 @@ def convert(where: str, value: Any, annotation: Any) -> Any:
     annotation, is_optional = optional(annotation)
     if is_optional and (value is None or value == "none"):
         return None
+    if len(parts := parts_of_union(annotation)) > 1:  # a type, or words
+        first, words = parts
+        if value in get_args(words):
+            return value
+        if type(value) is not first:
+            raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")
+        return convert(where, value, first)
     origin = get_origin(annotation)
     if origin is Literal:
         if value in get_args(annotation):

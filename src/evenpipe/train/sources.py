@@ -20,7 +20,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.words import count
-from evenpipe.train.input_sections import DataConfig
+from evenpipe.train.input_sections import JSON_LINES, DataConfig
 from evenpipe.train.section import nearest, show
 
 READ_BYTES = 1 << 20
@@ -300,7 +300,7 @@ def _is_utf8(path: Path) -> bool:
 def kind_of(path: Path) -> str:
     """Return "jsonl", "parquet" or "text", by the name of a file."""
     suffix = path.suffix.lower()
-    return "jsonl" if suffix in (".jsonl", ".json", ".ndjson") else "parquet" if suffix == ".parquet" else "text"
+    return "jsonl" if suffix in JSON_LINES else "parquet" if suffix == ".parquet" else "text"
 
 
 def _encodable(text: str) -> str:

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
-from evenpipe.train.packing import Batches
+from evenpipe.train.packing import Batches, Sequences
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import Tracker
@@ -90,7 +90,7 @@ class _Run:
         self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
-        self.feeds = self.pipeline.device == 0 and self.pipeline.tensor_rank == 0
+        self.feeds = self.pipeline.feeds
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
@@ -151,8 +151,15 @@ class _Run:
             tensorboard=config.output.tensorboard,
         )
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
+        apart = self.pipeline.keeps_documents_apart
+        said = "joined, one stream of text" if apart is None else f"separate, kept apart by {apart}"
+        self.metrics.say(f"documents that share a row are {said}")
+        if self.pipeline.context_exchange is not None:
+            self.metrics.say(f"context ranks exchange {self.pipeline.context_exchange}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
+        if self.pipeline.chosen_slices is not None:
+            self.metrics.say(f"slices: {self.pipeline.chosen_slices}")
         for rejected in found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
@@ -282,15 +289,16 @@ class _Run:
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
         started = time.perf_counter()
-        process = (pipeline.replica * pipeline.devices + pipeline.device) * pipeline.tensor_ranks + pipeline.tensor_rank
+        process = (pipeline.replica * pipeline.devices + pipeline.device) * pipeline.context_ranks
+        process = (process + pipeline.context_rank) * pipeline.tensor_ranks + pipeline.tensor_rank
         torch.manual_seed(_seed(config.training.seed, progress.step, process))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
         traced = progress.step + 1 in config.output.trace_steps
-        batch = self.batches.batch(progress.step, pipeline.replica, pipeline.replicas) if self.feeds else None
-        result = pipeline.step(batch, record_passes=traced)
+        ids, labels, positions = self._given(self.batches.batch, progress.step)
+        result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
@@ -304,6 +312,12 @@ class _Run:
         self._pending.append(self._last)
         self._call("on_step_end")
         self._step_seconds.append(time.perf_counter() - started)
+
+    def _given(self, batch: Callable[[int, int, int], Sequences], number: int) -> Sequences | tuple[None, None, None]:
+        """Return the rows of a batch that this process feeds to its pipeline, if it feeds one."""
+        if not self.feeds:
+            return None, None, None
+        return batch(number, self.pipeline.replica, self.pipeline.replicas)
 
     def _write_trace(self, result: StepResult) -> None:
         """Write the trace of the last step. Collective."""
@@ -364,13 +378,12 @@ class _Run:
             return
         self._log()
         total, tokens = 0.0, 0
-        own = (self.pipeline.replica, self.pipeline.replicas)
         for index in range(count):
-            batch = self.batches.validation_batch(index, *own) if self.feeds else (None, None)
-            result = self.pipeline.evaluate(*batch)
+            ids, labels, positions = self._given(self.batches.validation_batch, index)
+            result = self.pipeline.evaluate(ids, labels, position_ids=positions)
             total += result.loss * result.tokens
             tokens += result.tokens
-        self._validation = total / tokens
+        self._validation = total / tokens if tokens else math.nan
         if self.metrics is not None:
             self.metrics.log_evaluation(self.progress.step, self._validation, tokens)
         self._call("on_evaluate")

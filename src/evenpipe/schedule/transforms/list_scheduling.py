@@ -78,7 +78,7 @@ def list_schedule(
     takes = durations(wishes, graph, costs)
     for route, numbers in graph.transfers.by_route():
         if reserve and route.kind not in HOP_KINDS:
-            takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
+            takes[numbers.start : numbers.stop] = [time + reserve for time in takes[numbers.start : numbers.stop]]
     ran = _run(graph, links, plans, takes, first_stage=wishes.placement.first_stage)
     return replace(wishes, rows=tuple(tuple(map(graph.items.__getitem__, row)) for row in ran))
 

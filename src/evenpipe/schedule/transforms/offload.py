@@ -144,15 +144,14 @@ class _Plan:
     ) -> None:
         self.order, self.engine, self.host_limit = order, costs.engine, host_limit
         self.rows = [list(order.passes(device)) for device in range(order.devices)]
-        self.takes = costs.with_copies(order.placement, ASSUMED_COPY).copy_times(order.placement)
-        deltas = costs.memory_deltas(order.placement)
-        self.known = deltas is not None
-        if deltas is None:
+        copied = costs.with_copies(order.placement, ASSUMED_COPY)
+        self.takes = [one.copy_times(order.placement) for one in copied.by_slice(order.slices)]
+        self.known = costs.memory is not None or costs.bytes is not None
+        if not self.known:
             if limits is not None or host_limit is not None:
                 raise InputError("offload: a limit needs costs with bytes, the bytes that passes store")
-            deltas = replace(costs, bytes=1.0).memory_deltas(order.placement)
-            assert deltas is not None
-        self.deltas = deltas
+            costs = replace(costs, bytes=1.0)
+        self.deltas = [one.memory_deltas(order.placement) or {} for one in costs.by_slice(order.slices)]
         self.limited = limits is not None
         self.limits = (0.0,) * order.devices if limits is None else limits
         self.starts, self.ends, self.eager_ends = late_forwards(order, costs)
@@ -167,8 +166,7 @@ class _Plan:
 
     def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_Stay]:
         """Return the movable activations of a device, in the order of their forwards."""
-        sizes = self.deltas.get(Kind.D)
-        if sizes is None:
+        if Kind.D not in self.deltas[0]:
             return
         found = []
         made: dict[Forward, int] = {}
@@ -185,7 +183,7 @@ class _Plan:
                     first = made.pop((stage, unit), place)
                     if first < place:
                         assert stage is not None
-                        size = -sizes[stage]
+                        size = -self.deltas[part.slice][Kind.D][stage]
                         if size > 0:
                             found.append(_Stay(device, stage, unit, size, first, place, ends[first], starts[place]))
         yield from sorted(found, key=lambda stay: stay.made)
@@ -196,7 +194,7 @@ class _Plan:
         for item in self.rows[device]:
             less = 0.0
             for part in parts_of(item):
-                values = self.deltas.get(part.kind)
+                values = self.deltas[part.slice].get(part.kind)
                 if values is not None:
                     index = device if part.kind in VOCABULARY_KINDS else part.stage
                     assert index is not None
@@ -209,6 +207,10 @@ class _Plan:
         stays = self.stays[device]
         first = bisect_left(stays, place - self.longest[device], key=_made)
         return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
+
+    def _copy(self, stay: _Stay, kind: Kind) -> float:
+        """Return the time of a copy, O or L."""
+        return self.takes[stay.unit % self.order.slices][kind][stay.stage]
 
     # --- choosing activations to move --------------------------------------------------------------------------
 
@@ -240,8 +242,8 @@ class _Plan:
         for stay in sorted(staying, key=lambda stay: -stay.used):
             trip = self._in_time(stay)
             if trip and trip.given <= where < trip.taken and self._host_has_room(stay, trip):
-                self.lanes.take(device, OUT, trip.out, self.takes[Kind.O][stay.stage])
-                self.lanes.take(device, BACK, trip.back, self.takes[Kind.L][stay.stage])
+                self.lanes.take(device, OUT, trip.out, self._copy(stay, Kind.O))
+                self.lanes.take(device, BACK, trip.back, self._copy(stay, Kind.L))
                 self._add(stay, trip)
                 return True
         return False
@@ -252,7 +254,7 @@ class _Plan:
 
     def _in_time(self, stay: _Stay) -> _Trip | None:
         """Return a trip if there is time for both copies and a pass in between."""
-        device, out, back = stay.device, self.takes[Kind.O][stay.stage], self.takes[Kind.L][stay.stage]
+        device, out, back = stay.device, self._copy(stay, Kind.O), self._copy(stay, Kind.L)
         start = self.lanes.earliest(device, OUT, stay.ready, out)
         if start + out + back > stay.needed + self.tolerance:
             return None
@@ -281,7 +283,7 @@ class _Plan:
         return max(accumulate(size for _, size in events)) <= self.host_limit * (1 + ROUNDING)
 
     def _on_host(self, stay: _Stay, trip: _Trip) -> tuple[float, float]:
-        return trip.out, trip.back + self.takes[Kind.L][stay.stage]
+        return trip.out, trip.back + self._copy(stay, Kind.L)
 
     def _drop_late(self) -> bool:
         """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
@@ -299,8 +301,8 @@ class _Plan:
             trip = self.moved[stay.device].pop(stay)
             self.stays[stay.device].remove(stay)
             self.held[stay.device].add(trip.given, trip.taken, stay.size)
-            self.lanes.release(stay.device, OUT, trip.out, self.takes[Kind.O][stay.stage])
-            self.lanes.release(stay.device, BACK, trip.back, self.takes[Kind.L][stay.stage])
+            self.lanes.release(stay.device, OUT, trip.out, self._copy(stay, Kind.O))
+            self.lanes.release(stay.device, BACK, trip.back, self._copy(stay, Kind.L))
         return bool(late)
 
     def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_Stay, None]:
@@ -317,7 +319,7 @@ class _Plan:
                     continue
                 numbers[stay, kind] = len(copies)
                 behind = numbers[stay, Kind.O] if kind is Kind.L else None
-                takes = self.takes[kind][stay.stage]
+                takes = self._copy(stay, kind)
                 copies.append(Copy(device, BACK if kind is Kind.L else OUT, clock, takes, behind))
         ends = ends_of(copies, self.engine)
         late: dict[_Stay, None] = {}

@@ -115,7 +115,15 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     costs = replace(costs, **missing)
     order = apart_at_the_loss(order)
-    times = VirtualTimes.of(order, barriers, costs)
+    best = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, costs))
+    if costs.slices:  # virtual times of equal slices keep the pattern of the order, which may be worth more
+        even = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, costs.on_average))
+        best = even if even.better_than(best) else best
+    return best.order
+
+
+def _placed(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> Timed:
+    """Return the best order of these virtual times."""
     best = Timed.of(times.sort(FIXED), costs)
     limits = None if order.forward_only else peak_limits(order, barriers)
     if limits and any(peak_activations(best.order.passes(device)) > most for device, most in enumerate(limits)):
@@ -127,7 +135,7 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
             best = timed if timed.better_than(best) else best
         if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001:
             break
-    return best.order
+    return best
 
 
 def apart_at_the_loss(order: Order) -> Order:

@@ -1,0 +1,101 @@
+"""Sequence slices: keys and values of earlier slices of a sequence, and the gradients that later slices owe them.
+
+A carry belongs to one stage and one sequence. Its forwards go from the first slice to the last and write what they
+make; its backwards go from the last to the first, and each adds its gradients to all keys that its queries saw. So when
+slice j is reached, all later slices have been there, and the gradient of its own keys is complete:
+
+    F 0   F 1   F 2 ...   keys [0, end of the slice)
+    B 2   B 1   B 0       gradients [0, end): add; [start, end): take
+
+The gradient reaches a slice's keys inside that slice's own graph, and nothing is stored twice: later slices see the
+same buffer. TeraPipe (arXiv 2102.07988) introduced such slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evenpipe.attention.sight import Exchange, Keys
+
+
+class Carry:
+    """Of one sequence in one stage."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        """ends: number of tokens of the sequence up to the end of each slice."""
+        self.ends = tuple(ends)
+        self._keys: dict[int, Keys] = {}
+        self._gradients: dict[int, Keys] = {}
+
+    def slice(self, index: int, within: Exchange) -> CarriedSlice:
+        """Return the exchange of one slice. within: that of the slice, before the carry."""
+        return CarriedSlice(self, index, within)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is kept: all backwards are done, or nothing was begun."""
+        return not self._keys and not self._gradients
+
+
+class Carries:
+    """Of one sequence in all stages of a process."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        """ends: as of `Carry`."""
+        self._ends = ends
+        self._by_stage: dict[int, Carry] = {}
+
+    def exchange(self, stage: int, index: int, within: Exchange) -> CarriedSlice:
+        """Return the exchange of a slice in a stage. within: gathers the slice from several processes first."""
+        return self._by_stage.setdefault(stage, Carry(self._ends)).slice(index, within)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no stage keeps anything."""
+        return all(carry.empty for carry in self._by_stage.values())
+
+
+class CarriedSlice:
+    """An `Exchange` with earlier slices."""
+
+    keeps_keys = False
+
+    def __init__(self, carry: Carry, index: int, within: Exchange) -> None:
+        self._carry, self._within = carry, within
+        self._first, self._last = index == 0, index == len(carry.ends) - 1
+        self._end = carry.ends[index]
+        self._own = slice(0 if index == 0 else carry.ends[index - 1], self._end)
+
+    def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
+        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
+        kept, length = self._carry._keys, self._carry.ends[-1]
+        made = self._within.keys(layer, key, value)
+        if layer not in kept:
+            key, value = (one.new_empty((*one.shape[:2], length, one.shape[3])) for one in made)
+            kept[layer] = key, value
+        for whole, own in zip(kept[layer], made, strict=True):
+            whole[:, :, self._own] = own
+        return self.again(layer)
+
+    def again(self, layer: int, *own: Tensor) -> Keys:
+        """Return the keys of all slices up to this one."""
+        key, value = self._carry._keys[layer]
+        return key[:, :, : self._end], value[:, :, : self._end]
+
+    def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
+        """Add to the gradients of all slices up to this one, and return its own, which are complete."""
+        sums = self._carry._gradients
+        if layer not in sums:
+            assert self._last, "the backward of the last slice comes first"
+            wide = torch.promote_types(dtype, torch.float32)  # as many terms as there are slices
+            sums[layer] = key.to(wide), value.to(wide)
+        else:
+            for whole, part in zip(sums[layer], (key, value), strict=True):
+                whole[:, :, : self._end] += part
+        key, value = (whole[:, :, self._own].clone() for whole in sums[layer])
+        if self._first:
+            del sums[layer], self._carry._keys[layer]
+        return self._within.gradients(layer, key, value, dtype)

@@ -1,0 +1,287 @@
+"""The attention of evenpipe: any family's own attention, on the keys of other pieces too, and of no other document.
+
+`adopt` makes a model call `attention` and `mask` in place of what its config named. There are two ways:
+
+    kernel   where transformers would call torch's fused attention without anything else, on a CPU: saves queries, own
+             keys and values, result and log-sum-exp; blocks of queries look only at the keys that they may see
+    again    everything else (soft-caps, sinks, attention written in Python, other devices): saves queries, own keys and
+             values, and the backward runs the family's own function again
+
+Both save through `save_for_backward`, so that checkpointing and offload see every tensor, and keep no mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from evenpipe.attention.heads import heads_of, to_heads, to_tokens
+from evenpipe.attention.rotary import depends_on_length, of_whole_rows
+from evenpipe.attention.sight import Block, Exchange, Mask, Predicate, current
+from evenpipe.errors import InputError
+
+NAME = "evenpipe"
+_INNER = "_evenpipe_inner_attention"
+_OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
+"""Arguments that the kernel way honours, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
+the family's own function runs."""
+ROWS = 1024
+"""Rows of a product of queries and keys that are masked at a time."""
+
+
+def adopt(model: nn.Module) -> None:
+    """Make all attention layers of a model call `attention`, and its forward `mask`. Its configs must be its own."""
+    inner: dict[int, tuple[PreTrainedConfig, str]] = {}
+    for module in model.modules():
+        if depends_on_length(module):
+            of_whole_rows(module)
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation not in (None, NAME):
+            inner[id(config)] = config, config._attn_implementation
+    for config, name in inner.values():  # only now: setting one of these sets those that are parts of it, too
+        setattr(config, _INNER, name)
+        config._attn_implementation = NAME
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Predicate,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Mask:
+    """Return what attention layers get in place of a mask; arguments as transformers gives them.
+
+    Raises:
+        InputError: the family's mask is a function of local places.
+    """
+    sight = current()
+    assert sight is not None, "the model's forward runs outside of `seeing`"
+    if use_vmap:
+        raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
+    apart = (sight.apart or sight.looks_for_documents) and sight.documents is not None
+    sight.looks_for_documents = False
+    return Mask(sight, mask_function, batch_size, apart=apart)
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend to all keys that `attention_mask.sight` has, as the family would.
+
+    Args:
+        query, key, value: [batch, heads, tokens, size], with positions in them; keys and values may have fewer heads.
+        options: what else the family passes on.
+
+    Returns: [batch, tokens, heads, size], and no weights.
+
+    Raises:
+        InputError: the layer has no mask of ours, or drops weights of attention.
+    """
+    if not isinstance(attention_mask, Mask):
+        raise InputError("its attention gets no mask that transformers made.")
+    if module.training and options.get("dropout"):
+        raise InputError(
+            "the attention of pieces of sequences drops no weights, and this layer asks for it; expected no attention"
+            " dropout in the model's config"
+        )
+    heads = attention_mask.sight.heads
+    inner = _Inner(module, options) if heads is None else _Inner(*heads_of(module, options, query, heads))
+    if heads is not None:
+        query, key, value = to_heads(query, key, value, heads)
+    call = Call(attention_mask, attention_mask.sight.exchange, int(getattr(module, "layer_idx", 0)), inner)
+    given = {
+        name for name, option in options.items() if option is not None and option is not False and name != "dropout"
+    }
+    fused = getattr(module.config, _INNER) == "sdpa" and given <= _OF_THE_KERNEL
+    if fused and query.device.type == "cpu" and value.shape[-1] <= query.shape[-1]:
+        result = _Kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
+    else:
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        result = _Again.apply(query, key, value, call, *own)
+    return (result if heads is None else to_tokens(result, heads)), None
+
+
+class Call(NamedTuple):
+    """A call of a layer's attention."""
+
+    mask: Mask
+    exchange: Exchange
+    layer: int
+    inner: _Inner
+    """What the family would call."""
+
+
+# --- torch's kernel for CPUs -----------------------------------------------------------------------------------------
+
+
+class _Kernel(torch.autograd.Function):
+    """Fused attention, block of queries by block. Queries of heads that share keys are rows of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # as the layer wants it
+        weight = torch.float64 if query.dtype == torch.float64 else torch.float32
+        sums = query.new_empty(query.shape[:3], dtype=weight)
+        for part in _parts(query, keys, values, call.mask):
+            found, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                part.query, part.key, part.value, 0.0, False, attn_mask=part.bias, scale=call.inner.scale
+            )
+            part.rows_of(result).copy_(part.spread(found[..., : value.shape[-1]]))
+            part.rows_of(sums).copy_(part.spread(logarithms))
+            del part, found, logarithms  # before the next block is made
+        own = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *own, result, sums)
+        ctx.call = call
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, *own, result, sums = ctx.saved_tensors
+        call = ctx.call
+        keys, values = call.exchange.again(call.layer, *own)
+        of_query = torch.empty_like(query)
+        wide = torch.promote_types(query.dtype, torch.float32)  # sums of many blocks, and of later pieces
+        of_keys, of_values = (torch.zeros_like(one, dtype=wide) for one in (keys, values))
+        for part in _parts(query, keys, values, call.mask):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                part.padded(part.joined(part.rows_of(gradient))),
+                *(part.query, part.key, part.value),
+                part.padded(part.joined(part.rows_of(result))),
+                part.joined(part.rows_of(sums)),
+                *(0.0, False),
+                attn_mask=part.bias,
+                scale=call.inner.scale,
+            )
+            part.rows_of(of_query).copy_(part.spread(found[0]))
+            of_keys[:, :, part.block.keys] += found[1]
+            of_values[:, :, part.block.keys] += found[2][..., : values.shape[-1]]
+            del part, found
+        return of_query, *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None
+
+
+class _Part(NamedTuple):
+    """A block of queries as the kernel wants it: [batch, heads of keys, shared heads x queries, size]."""
+
+    block: Block
+    shared: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Return the block's rows of [batch, heads, tokens, ...]; a view."""
+        return tensor[:, :, self.block.queries]
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """Return [batch, heads, queries, ...] in the kernel's form."""
+        return _joined(rows, self.shared)
+
+    def spread(self, joined: Tensor) -> Tensor:
+        """Return [batch, heads, queries, ...] of the kernel's form."""
+        count = self.block.queries.stop - self.block.queries.start
+        return joined.unflatten(2, (self.shared, count)).flatten(1, 2)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Return rows as wide as queries: the kernel knows one size."""
+        return _padded(rows, self.query.shape[-1])
+
+
+def _joined(rows: Tensor, shared: int) -> Tensor:
+    return rows.unflatten(1, (-1, shared)).flatten(2, 3)
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    return rows if rows.shape[-1] == size else functional.pad(rows, (0, size - rows.shape[-1]))
+
+
+def _parts(query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Iterator[_Part]:
+    shared, size = query.shape[1] // keys.shape[1], query.shape[-1]
+    for block in mask.blocks(max(1, ROWS // shared)):
+        yield _Part(
+            block,
+            shared,
+            _joined(query[:, :, block.queries], shared),
+            _padded(keys[:, :, block.keys], size),
+            _padded(values[:, :, block.keys], size),
+            None if block.sees_all else _bias(mask, block, query.dtype, shared),
+        )
+
+
+def _bias(mask: Mask, block: Block, dtype: torch.dtype, shared: int) -> Tensor:
+    """Return what is added to products of queries and keys, [batch or 1, 1, shared x queries, keys]."""
+    seen = mask.tensor(block.queries, block.keys)
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return bias.repeat(1, 1, shared, 1) if shared > 1 else bias
+
+
+# --- the family's own function ---------------------------------------------------------------------------------------
+
+
+class _Inner:
+    """The attention that a family would call without us."""
+
+    def __init__(self, module: Any, options: Mapping[str, Any]) -> None:
+        self._module, self._options = module, options
+        self.scale: float | None = options.get("scaling")
+        """Of products of queries and keys; None: one over the root of their size."""
+        name = getattr(module.config, _INNER)
+        self._eager = name == "eager"
+        self._function: Callable[..., tuple[Tensor, Any]]
+        if self._eager:
+            self._function = inspect.unwrap(module.forward).__globals__["eager_attention_forward"]
+        else:
+            self._function = ALL_ATTENTION_FUNCTIONS[name]
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+        seen: Tensor = mask.tensor().expand(len(query), -1, -1, -1)
+        if self._eager:
+            nothing = torch.finfo(query.dtype).min
+            seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, nothing)
+        return self._function(self._module, query, keys, values, seen, **self._options)[0]
+
+
+class _Again(torch.autograd.Function):
+    """A family's own attention: the backward runs it again, and has gradients of the layer's own parameters too."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, *parameters: Tensor) -> Tensor:
+        keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
+        result = call.inner(query, keys, values, call.mask)
+        own = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *own)
+        ctx.call, ctx.parameters = call, parameters
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, *own = ctx.saved_tensors
+        call = ctx.call
+        keys, values = call.exchange.again(call.layer, *own)  # no transfer under autograd
+        with torch.enable_grad():
+            inputs = [one.detach().requires_grad_() for one in (query, keys, values)]
+            result = call.inner(*inputs, call.mask)
+            found = torch.autograd.grad(result, [*inputs, *ctx.parameters], gradient, allow_unused=True)
+        of_keys, of_values = (
+            torch.zeros_like(one) if part is None else part
+            for one, part in zip((keys, values), found[1:3], strict=True)
+        )
+        return (found[0], *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None, *found[3:])
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

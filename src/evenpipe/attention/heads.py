@@ -1,0 +1,83 @@
+"""Heads for tokens: every rank attends with some of the heads, on the tokens of all ranks (DeepSpeed-Ulysses, arXiv
+2309.14509).
+
+    [batch, heads, tokens / ranks, size] -> exchange -> [batch, heads / ranks, tokens, size] -> attention -> and back
+
+With many ranks less travels than if keys and values are gathered: a part of each tensor, not the whole. Heads of keys
+and values that are fewer than ranks are repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.attention.sight import HeadExchange
+from evenpipe.errors import InputError
+
+
+class Exchanged(torch.autograd.Function):
+    """`HeadExchange.exchange`; the backward goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, heads: HeadExchange, cut: int, join: int) -> Tensor:
+        ctx.heads, ctx.back = heads, {"cut": join, "join": cut}
+        return heads.exchange(own, cut=cut, join=join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.heads.exchange(gradient, **ctx.back), None, None, None
+
+
+def to_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadExchange) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [batch, heads / ranks, tokens, size] of [batch, heads, tokens / ranks, size].
+
+    Raises:
+        InputError: the heads cannot be shared out.
+    """
+    count, own = query.shape[1], key.shape[1]
+    if count % heads.size or (own % heads.size and heads.size % own):
+        raise InputError(
+            f"context_exchange: {heads.size} context ranks cannot share {count} heads with {own} of keys and values,"
+            ' expected "keys"'
+        )
+    if own % heads.size:
+        key, value = (one.repeat_interleave(heads.size // own, 1) for one in (key, value))
+    found = [Exchanged.apply(one, heads, 1, 2) for one in (query, key, value)]
+    return found[0], found[1], found[2]
+
+
+def to_tokens(result: Tensor, heads: HeadExchange) -> Tensor:
+    """Return [batch, tokens / ranks, heads, size] of [batch, tokens, heads / ranks, size]."""
+    back: Tensor = Exchanged.apply(result, heads, 1, 2)
+    return back
+
+
+def heads_of(
+    module: nn.Module, options: Mapping[str, Any], query: Tensor, heads: HeadExchange
+) -> tuple[_LocalHeads, dict[str, Any]]:
+    """Return what a family's attention function reads of the layer, and its options, for a rank's heads."""
+    local = _LocalHeads(module, query.shape[1], heads)
+    return local, {name: local.part(one) for name, one in options.items()}
+
+
+class _LocalHeads:
+    """An attention layer, as its attention function sees it, with a rank's heads only."""
+
+    def __init__(self, module: nn.Module, count: int, heads: HeadExchange) -> None:
+        self._module, self._count, self._heads = module, count, heads
+
+    def part(self, value: Any) -> Any:
+        """Return a rank's part of what has one entry per head, such as sinks; other values unchanged."""
+        if isinstance(value, nn.Parameter) and value.dim() and value.shape[0] == self._count:
+            return value.chunk(self._heads.size)[self._heads.rank]
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name == "num_key_value_groups":  # heads of keys are repeated if they are fewer than ranks
+            return min(value, max(1, self._count // self._heads.size))
+        return self.part(value)

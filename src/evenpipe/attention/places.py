@@ -1,0 +1,32 @@
+"""Which tokens of a slice each of the processes that share it has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
+"""Chunks of each process."""
+
+
+def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) -> list[Tensor]:
+    """Return the places of each rank's tokens of a slice, equally many.
+
+    positions: of packed rows [rows, length], which restart with each document; None: each row is one document.
+    """
+    places = torch.arange(start, end)
+    if ranks == 1:
+        return [places]
+    chunks = OF_ONE_DOCUMENT * ranks
+    if positions is not None and len(places) % (OF_SEVERAL * ranks) == 0:
+        chunks = OF_SEVERAL * ranks
+    work = places.double() if positions is None else positions[:, start:end].sum(0).double().cpu()
+    work = (work + 1).view(chunks, -1).sum(1)
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for chunk in work.argsort(descending=True, stable=True).tolist():
+        free = [rank for rank in range(ranks) if len(owned[rank]) < chunks // ranks]
+        rank = min(free, key=lambda rank: (loads[rank], rank))
+        owned[rank].append(chunk)
+        loads[rank] += float(work[chunk])
+    return [places.view(chunks, -1)[sorted(own)].flatten() for own in owned]

@@ -1,0 +1,202 @@
+"""What the queries of a pass may look at, if a pass has only a piece of every sequence, or documents that share one do
+not see each other.
+
+transformers makes a mask from a predicate on the places of a query and a key, and hands it to every attention layer.
+Our mask function (`function.mask`) hands over a `Mask` instead of a tensor: it keeps the predicate, which is evaluated
+on the places in the whole row, in whatever order a process has its tokens. An `Exchange` gives the attention the keys
+and values of other pieces.
+
+    stage.forward in `seeing(sight)` -> the family's own mask functions -> Mask -> every attention layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenpipe.errors import InputError
+from evenpipe.model.packed_rows import packed_as
+
+Keys = tuple[Tensor, Tensor]
+"""Keys and values, [batch, heads of keys and values, tokens, size]; or their gradients."""
+
+
+class Exchange(Protocol):
+    """Brings keys and values of other pieces to a layer, and takes their gradients back."""
+
+    keeps_keys: bool
+    """Whether `again` needs the own keys and values: the attention saves them."""
+
+    def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
+        """Return all keys and values that a layer's queries may look at, from its own."""
+        ...
+
+    def again(self, layer: int, *own: Tensor) -> Keys:
+        """Return the same in the backward. own: keys and values, with `keeps_keys`."""
+        ...
+
+    def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
+        """Return the gradients of the own keys and values, in `dtype`, from those of all that the queries looked at."""
+        ...
+
+
+class HeadExchange(Protocol):
+    """Exchanges heads for tokens: each rank attends with some heads from all tokens to all tokens."""
+
+    size: int
+    rank: int
+
+    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+        """Return [..., dimension `cut` / ranks, ..., dimension `join` x ranks, ...]: the rank's part of what is cut,
+        from all ranks, one after the other."""
+        ...
+
+
+class Alone:
+    """Nothing to exchange."""
+
+    keeps_keys = True
+
+    def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
+        return key, value
+
+    def again(self, layer: int, *own: Tensor) -> Keys:
+        key, value = own
+        return key, value
+
+    def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
+        return key.to(dtype), value.to(dtype)
+
+
+@dataclass(eq=False)
+class Sight:
+    """What a pass knows of the whole rows of its microbatch."""
+
+    queries: Tensor
+    """[q]: places of the pass's tokens in the row."""
+    keys: Tensor
+    """[k]: places of the keys that `exchange.keys` returns, in their order."""
+    exchange: Exchange
+    length: int
+    """Tokens of a row."""
+    positions: Tensor | None = None
+    """[batch, row]: position ids; None: the places."""
+    documents: Tensor | None = None
+    """[batch, row]: number of each token's document; None: one document per row."""
+    valid: Tensor | None = None
+    """[batch, row]: false for padding; None: no padding."""
+    heads: HeadExchange | None = None
+    """Heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
+    apart: bool = False
+    """Documents do not see each other, even if the family does not look for them."""
+    looks_for_documents: bool = False
+    """The family has looked for packed rows since the last mask was made."""
+
+    def last_positions(self, batch: int, torch_device: torch.device) -> Tensor:
+        """Return [batch, 1]: the highest position id of each row."""
+        if self.positions is None:
+            return torch.full((batch, 1), self.length - 1, device=torch_device)
+        return self.positions.amax(-1, keepdim=True).expand(batch, -1)
+
+    def _look(self, position_ids: Tensor) -> None:
+        self.looks_for_documents = True
+
+
+def documents_of(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's document [batch, row], as transformers finds it: a new one begins where
+    position ids do not count on. None: every row is one."""
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    documents = (steps != 1).cumsum(-1)
+    return documents if bool(documents[:, -1].any()) else None
+
+
+_current: ContextVar[Sight | None] = ContextVar("what the pass under way may look at", default=None)
+
+
+def current() -> Sight | None:
+    """Return what the pass under way may look at; None outside of `seeing`."""
+    return _current.get()
+
+
+@contextmanager
+def seeing(sight: Sight) -> Iterator[None]:
+    """Run a stage's forward for a piece of its rows."""
+    before = _current.set(sight)
+    try:
+        with packed_as(sight._look):
+            yield
+    finally:
+        _current.reset(before)
+
+
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of transformers: whether a query sees a key, from batch, head, place of the query and of the key, which broadcast."""
+
+
+class Mask:
+    """What transformers hands to the attention in place of a mask. It is no tensor: a family that computes with masks
+    fails at once instead of computing something else."""
+
+    def __init__(self, sight: Sight, predicate: Predicate, batch: int, *, apart: bool) -> None:
+        """apart: documents of a row do not see each other, and the predicate is one of position ids."""
+        self.sight, self._predicate, self._batch, self._apart = sight, predicate, batch, apart
+        self._blocks: dict[int, list[Block]] = {}
+
+    def tensor(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """Return booleans [batch or 1, heads or 1, queries, keys]: who sees whom.
+
+        Raises:
+            InputError: the predicate is about the tokens of a call, not about places in the row.
+        """
+        try:
+            return self._seen(queries, keys)
+        except IndexError as error:
+            raise InputError(
+                "its masks look tokens up in a table that it makes of the tokens of a call, a piece."
+            ) from error
+
+    def _seen(self, queries: slice, keys: slice) -> Tensor:
+        sight = self.sight
+        asking, asked = sight.queries[queries], sight.keys[keys]
+        batch = torch.arange(self._batch, device=asking.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=asking.device)
+        if self._apart:
+            assert sight.documents is not None
+            ids = torch.arange(sight.length, device=asking.device)[None] if sight.positions is None else sight.positions
+            seen = self._predicate(batch, head, ids[:, None, asking, None], ids[:, None, None, asked])
+            seen = seen & (sight.documents[:, None, asking, None] == sight.documents[:, None, None, asked])
+        else:
+            seen = self._predicate(batch, head, asking[None, None, :, None], asked[None, None, None, :])
+        if sight.valid is not None:
+            seen = seen & sight.valid[:, None, None, asked]
+        return seen.expand(-1, -1, len(asking), len(asked))
+
+    def blocks(self, length: int) -> list[Block]:
+        """Return the queries in blocks of `length`, each with the range of keys that any of them sees."""
+        if length not in self._blocks:
+            self._blocks[length] = list(self._cut(length))
+        return self._blocks[length]
+
+    def _cut(self, length: int) -> Iterator[Block]:
+        for start in range(0, len(self.sight.queries), length):
+            queries = slice(start, min(start + length, len(self.sight.queries)))
+            seen = self.tensor(queries)
+            anyone = seen.flatten(0, 2).any(0).nonzero()
+            keys = slice(int(anyone[0]), int(anyone[-1]) + 1) if len(anyone) else slice(0, 1)
+            yield Block(queries, keys, bool(seen[..., keys].all()))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some queries, and the keys that they may see."""
+
+    queries: slice
+    keys: slice
+    sees_all: bool
+    """Every query sees every one of the keys."""

@@ -1,0 +1,180 @@
+"""A piece of sequences for a stage under the tracker: what it sees, and the exchanges of its attention.
+
+The exchanges are the runtime's own, between one process and others that do not exist: they allocate, and results have
+no meaning. What earlier and later slices leave in a carry is put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from evenpipe.attention import function
+from evenpipe.attention.carry import Carry
+from evenpipe.attention.sight import Alone, Block, Exchange, Keys, Mask, Sight, seeing
+from evenpipe.memory.pieces import Piece
+from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
+
+
+class _Done:
+    """A transfer that holds its tensors until it is waited for."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors: Sequence[Tensor] = tensors
+
+    def wait(self, needed_by: str = "") -> None:
+        self._tensors = ()
+
+
+class _FirstOf:
+    """The communicator of the first of so many processes, without the others."""
+
+    position = 0
+
+    def __init__(self, size: int) -> None:
+        self.members = tuple(range(size))
+        self.gathered: list[int] = []
+        """Bytes of each table."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
+        self.gathered.append(output.nbytes)
+        return _Done(output, tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
+        return _Done(output, tensor)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
+        return _Done(output, tensor)
+
+
+class PieceBench:
+    """Made inside of the mode of the stage's tensors."""
+
+    def __init__(self, piece: Piece, sequences: int) -> None:
+        self.piece = piece
+        self._communicator = _FirstOf(piece.ranks)
+        communicator: Any = self._communicator
+        self._exchange: Exchange = ContextRanks(communicator) if piece.gathers else Alone()
+        heads = HeadRanks(communicator) if piece.trades_heads else None
+        with _disable_current_modes():
+            places, keys = piece.places
+        self._sight = Sight(
+            queries=torch.empty(len(places), dtype=torch.int64),
+            keys=torch.empty(len(keys), dtype=torch.int64),
+            exchange=self._exchange,
+            length=piece.length,
+            heads=heads,
+        )
+        self._positions = torch.empty(piece.tokens, dtype=torch.int64).expand(sequences, -1)
+        self._carry: Carry | None = None
+        self._shapes: dict[int, Keys] = {}
+        """Keys and values of each layer's carry, without memory: known after a first forward."""
+
+    def run(self, stage: nn.Module, hidden: Tensor) -> Tensor:
+        """Run a forward of the stage."""
+        sight = self._sight
+        if self._carry is not None:
+            sight = replace(sight, exchange=self._carry.slice(self.piece.index, self._exchange))
+        with seeing(sight):
+            found: Tensor = stage(hidden, self._positions, None)
+        return found
+
+    # --- the carry ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a microbatch: hold what earlier slices have left."""
+        if self.piece.carried:
+            self._carry = Carry(self.piece.ends)
+            if not self.piece.is_first:
+                self._carry._keys = {layer: _like(keys) for layer, keys in self._shapes.items()}
+
+    def turn(self) -> None:
+        """Begin a backward: hold what later slices have left."""
+        if self._carry is None:
+            return
+        if not self._shapes:
+            self._shapes = {layer: _on_meta(keys) for layer, keys in self._carry._keys.items()}
+        if not self.piece.is_last:
+            self._carry._gradients = {layer: _like(keys, wide=True) for layer, keys in self._shapes.items()}
+
+    def end(self) -> None:
+        """End a microbatch."""
+        self._carry = None
+
+    @property
+    def held(self) -> int:
+        """Bytes of the carry now."""
+        if self._carry is None:
+            return 0
+        tables = (*self._carry._keys.values(), *self._carry._gradients.values())
+        return sum(one.untyped_storage().nbytes() for table in tables for one in table)
+
+    def carried(self, layers: Sequence[nn.Module]) -> tuple[CarriedBytes, ...]:
+        """Return the bytes of each layer's carry."""
+        found = []
+        for layer in layers:
+            indices = {index for module in layer.modules() if isinstance(index := vars(module).get("layer_idx"), int)}
+            tables = [one for index in indices if index in self._shapes for one in self._shapes[index]]
+            wide = sum(one.numel() * _wide(one).itemsize for one in tables)
+            found.append(CarriedBytes(sum(one.nbytes for one in tables), wide))
+        return tuple(found)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the keys and values that a layer gathers, the largest one."""
+        found = self._communicator.gathered
+        return max((sum(pair) for pair in zip(found[::2], found[1::2], strict=True)), default=0)
+
+
+class CarriedBytes(NamedTuple):
+    """Of one layer."""
+
+    keys: int
+    gradients: int
+
+
+def _wide(one: Tensor) -> torch.dtype:
+    return torch.promote_types(one.dtype, torch.float32)
+
+
+def _like(keys: Keys, *, wide: bool = False) -> Keys:
+    key, value = (torch.empty(one.shape, dtype=_wide(one) if wide else one.dtype) for one in keys)
+    return key, value
+
+
+def _on_meta(keys: Keys) -> Keys:
+    with _disable_current_modes():
+        key, value = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in keys)
+    return key, value
+
+
+@contextmanager
+def in_pieces(piece: Piece | None) -> Iterator[None]:
+    """Blocks of queries come from places: tensors without memory have no values. Without a kernel, attention does what
+    it does on devices other than CPUs."""
+    if piece is None:
+        yield
+        return
+
+    def cut(self: Mask, length: int) -> Iterator[Block]:
+        with _disable_current_modes():
+            queries, keys = piece.places
+            real = Mask(replace(self.sight, queries=queries, keys=keys), self._predicate, self._batch, apart=False)
+            found = list(_cut(real, length))
+        for block in found:
+            self.tensor(block.queries)
+            yield block
+
+    _cut = Mask._cut
+    kernel: AbstractContextManager[Any] = (
+        nullcontext() if piece.kernel else mock.patch.object(function, "_OF_THE_KERNEL", frozenset())
+    )
+    with mock.patch.object(Mask, "_cut", cut), kernel:
+        yield

@@ -1,0 +1,123 @@
+"""Pieces of sequences: a slice of each, as one of the processes that share it has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+
+from evenpipe.attention.places import places_of_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What the first of `ranks` processes has of a slice. Rows are one document each."""
+
+    ends: tuple[int, ...]
+    """Tokens of a sequence up to the end of each slice; the last of them is its length."""
+    index: int = 0
+    """Number of the slice."""
+    ranks: int = 1
+    """Context parallelism: processes that share the slice."""
+    exchange: Literal["keys", "heads"] = "keys"
+    kernel: bool = True
+    """Attention has torch's kernel for CPUs; otherwise the backward runs a layer's own attention again."""
+
+    @property
+    def start(self) -> int:
+        return 0 if self.is_first else self.ends[self.index - 1]
+
+    @property
+    def end(self) -> int:
+        """Number of tokens that its attention may look at."""
+        return self.ends[self.index]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.ends[-1]
+
+    @property
+    def whole(self) -> int:
+        """Tokens of the slice on all processes."""
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the slice on this one."""
+        return self.whole // self.ranks
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a row that ask: those of all processes, if each attends with some of the heads."""
+        return self.whole if self.trades_heads else self.tokens
+
+    @property
+    def known_places(self) -> int:
+        """Number of places that a process keeps: of its tokens, of queries that are others, and of keys."""
+        return self.tokens + (self.queries if self.trades_heads else 0) + self.end
+
+    @property
+    def gathers(self) -> bool:
+        """Whether attention gathers keys and values."""
+        return self.ranks > 1 and self.exchange == "keys"
+
+    @property
+    def trades_heads(self) -> bool:
+        """Whether attention exchanges heads for tokens."""
+        return self.ranks > 1 and self.exchange == "heads"
+
+    @property
+    def carried(self) -> bool:
+        """Whether keys and values of earlier slices are kept for later ones."""
+        return len(self.ends) > 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.ends) - 1
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of the queries, and of the keys in their order."""
+        starts = (0, *self.ends)
+        by_slice = [places_of_ranks(starts[one], starts[one + 1], self.ranks, None) for one in range(self.index + 1)]
+        own = by_slice[-1] if self.exchange == "heads" else by_slice[-1][:1]
+        return torch.cat(own), torch.cat([places for ranks in by_slice for places in ranks])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """Numbers of queries, and of keys from the first to the last that any of them sees."""
+
+    queries: int
+    keys: int
+    sees_all: bool
+
+
+@lru_cache(maxsize=1024)
+def blocks_of(piece: Piece, rows: int, window: int | None) -> tuple[BlockSize, ...]:
+    """Return the blocks of `rows` queries that the kernel attends with, as `attention.sight.Mask.blocks`.
+
+    window: number of tokens that attention sees; None: all before.
+    """
+    queries, keys = piece.places
+    found = []
+    for asking in queries.split(rows):
+        least, most = int(asking.min()), int(asking.max())
+        seen = keys <= most
+        if window is not None:  # by the next query behind a key
+            ordered = asking.sort().values
+            behind = ordered[torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)]
+            seen &= behind - keys < window
+        anyone = seen.nonzero()
+        first, last = int(anyone[0]), int(anyone[-1]) + 1
+        inside = keys[first:last]
+        all_seen = int(inside.max()) <= least and (window is None or int(inside.min()) > most - window)
+        found.append(BlockSize(len(asking), last - first, all_seen))
+    return tuple(found)

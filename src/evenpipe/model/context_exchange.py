@@ -1,0 +1,82 @@
+"""What the processes that share every sequence move in each attention layer, and which way moves less.
+
+keys     F gathers keys and values; the backward gathers them again and sums their gradients, in which every
+         process has a part of all. Of slices the first gathering is kept, and the backward only sums
+heads    F exchanges queries, keys and values for heads of all tokens, and the result for tokens; the backward
+         exchanges their gradients the other way. Heads of keys that are fewer than processes are repeated
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from evenpipe.model.description import Description
+from evenpipe.model.flops import Attention, attention_of
+
+
+class Moved(NamedTuple):
+    """Tensors that one layer gathers, sums or exchanges: for each, its elements per own token of a process."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> Moved:
+    """Return what a layer moves.
+
+    Args:
+        exchange: "keys" or "heads".
+        ranks: processes that share a sequence.
+        tensor_ranks: processes that share the heads before that.
+        kept: keys of the forward are there in the backward, since later slices see them.
+    """
+    query, value = attention.query_size, attention.value_size
+    of_keys = attention.key_value_size / (query + value) / tensor_ranks
+    if exchange == "keys":
+        once = of_keys * query, of_keys * value
+        return Moved(once, once if kept else 2 * once)
+    of_queries, of_keys = attention.heads / tensor_ranks, max(of_keys, ranks)
+    each = of_queries * query, of_keys * query, of_keys * value, of_queries * value
+    return Moved(each, each)
+
+
+def received(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> float:
+    """Return the elements that a process receives for each of its tokens, forward and backward; arguments as for
+    `moved`."""
+    found = moved(attention, exchange, ranks=ranks, tensor_ranks=tensor_ranks, kept=kept)
+    of_each = ranks - 1 if exchange == "keys" else (ranks - 1) / ranks
+    return of_each * sum((*found.forward, *found.backward))
+
+
+def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool:
+    """Return whether the processes can share the heads; without any there is nothing to share."""
+    heads, sizes = attention.heads, attention.query_size + attention.value_size
+    of_keys, left = divmod(attention.key_value_size // sizes if heads else 0, tensor_ranks)
+    if left or heads % (tensor_ranks * ranks):
+        return False
+    return not heads or of_keys % ranks == 0 or ranks % of_keys == 0
+
+
+class Choice(NamedTuple):
+    """ "keys" or "heads", and why, for a status line."""
+
+    exchange: Literal["keys", "heads"]
+    reason: str
+
+
+def choose(
+    description: Description, wanted: Literal["auto", "keys", "heads"], *, ranks: int, tensor_ranks: int, slices: int
+) -> Choice:
+    """Return how context ranks exchange: as `wanted`, or with "auto" the way in which less travels."""
+    if wanted != "auto":
+        return Choice(wanted, "as given")
+    layers = [attention_of(description, index) for index in range(description.layers)]
+    sizes = {"ranks": ranks, "tensor_ranks": tensor_ranks}
+    if not all(heads_divide(one, **sizes) for one in layers):
+        return Choice("keys", f"{ranks} context ranks cannot share the heads")
+    keys, heads = (
+        sum(received(one, way, **sizes, kept=slices > 1) for one in layers if one.heads) for way in ("keys", "heads")
+    )
+    if not keys or keys <= heads:
+        return Choice("keys", f"heads for tokens would move {heads / keys:.2f} times as much" if keys else "no heads")
+    return Choice("heads", f"gathered keys would move {keys / heads:.2f} times as much")

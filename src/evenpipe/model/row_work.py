@@ -1,0 +1,113 @@
+"""How the work of layers grows along a row, and where a row is cut into slices of equal work.
+
+A token costs the same everywhere in matrices, and more in attention the later it stands: it looks at all tokens before
+it, or at those of a window. Slices of equal length would make devices wait for long passes beside short ones; equal
+time of the layers is better than of layers and output layer together.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from evenpipe.model.description import Description
+from evenpipe.model.flops import attention_of, matrix_flops
+
+_TILE = 128
+"""Tokens that products and kernels take at a time; long slices are whole tiles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWork:
+    """The forward of all layers on a row, in any one unit of work or time."""
+
+    per_token: float
+    """Of a token, besides attention."""
+    per_key: tuple[tuple[int | None, float], ...]
+    """Window (None: all tokens before), and the work of a token on each key that it looks at, itself among them."""
+
+    @classmethod
+    def of(cls, description: Description) -> RowWork:
+        """Return the FLOPs of a model's layers."""
+        per_key: dict[int | None, float] = {}
+        for index in range(description.layers):
+            attention = attention_of(description, index)
+            per_key[attention.window] = per_key.get(attention.window, 0.0) + attention.flops(1.0)
+        matrices = sum(matrix_flops(description, index) for index in range(description.layers))
+        return cls(per_token=matrices, per_key=tuple(per_key.items()))
+
+    def attention(self, tokens: int) -> float:
+        """Return the work of attention on the first `tokens` tokens of a row."""
+        return sum(work * _pairs(tokens, window) for window, work in self.per_key)
+
+    def on(self, tokens: int) -> float:
+        """Return all work on the first `tokens` tokens of a row."""
+        return self.per_token * tokens + self.attention(tokens)
+
+    def share(self, length: int) -> float:
+        """Return the share of attention in the work on a row of `length` tokens."""
+        whole = self.on(length)
+        return self.attention(length) / whole if whole else 0.0
+
+    def with_share(self, share: float, length: int) -> RowWork:
+        """Return the same, with another share of attention on rows of `length` tokens; unchanged without attention."""
+        attention = self.attention(length)
+        if not attention:
+            return self
+        share = min(max(share, 0.0), 1.0)
+        whole = self.on(length)
+        scale = share * whole / attention
+        per_key = tuple((window, work * scale) for window, work in self.per_key)
+        return replace(self, per_token=(1 - share) * whole / length, per_key=per_key)
+
+    def as_measured(self, layers: Sequence[float], tokens: Sequence[float], length: int) -> RowWork:
+        """Return the same, with the share of attention that fits measured times best.
+
+        layers: forward times of the slices of a row of `length` tokens, relative to each other. tokens: their lengths,
+        likewise.
+        """
+        ends = [0]
+        for before in range(1, len(tokens)):
+            ends.append(round(sum(tokens[:before]) / sum(tokens) * length))
+        own = [self.attention(end) - self.attention(start) for start, end in pairwise((*ends, length))]
+        whole = sum(own)
+        if not whole or len(layers) < 2:
+            return self
+        # layers = (1 - share) tokens + share attention, each as parts of its sum
+        times = [time / sum(layers) for time in layers]
+        lengths = [count / sum(tokens) for count in tokens]
+        apart = [one / whole - count for one, count in zip(own, lengths, strict=True)]
+        above = [time - count for time, count in zip(times, lengths, strict=True)]
+        scatter = sum(one * one for one in apart)
+        if not scatter:
+            return self
+        return self.with_share(sum(a * b for a, b in zip(apart, above, strict=True)) / scatter, length)
+
+
+def _pairs(tokens: int, window: int | None) -> float:
+    """Return the keys that the first `tokens` tokens of a row look at, together."""
+    near = tokens if window is None else min(tokens, window)
+    return near * (near + 1) / 2 + (tokens - near) * near
+
+
+def slice_ends(work: RowWork, length: int, slices: int, multiple: int) -> tuple[int, ...]:
+    """Return the number of tokens up to the end of each slice of a sequence, so that the layers' work on all slices is
+    about equal: later tokens have more keys to look at, so later slices are shorter. The last one takes the rest.
+
+    Args:
+        multiple: of which every slice has some; a divisor of the length. Long slices are also whole tiles of 128.
+    """
+    if slices == 1:
+        return (length,)
+    assert length % multiple == 0 and length >= slices * multiple
+    if length % _TILE == 0 and length >= 4 * slices * _TILE:
+        multiple = math.lcm(multiple, _TILE)
+    whole, ends = work.on(length), [0]
+    for number in range(1, slices):
+        tokens = bisect_left(range(1, length + 1), whole * number / slices, key=work.on) + 1
+        nearest = round(tokens / multiple) * multiple
+        ends.append(min(max(nearest, ends[-1] + multiple), length - (slices - number) * multiple))
+    return (*ends[1:], length)

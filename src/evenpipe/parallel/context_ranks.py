@@ -1,0 +1,85 @@
+"""The processes that share every sequence: attention layers gather keys and values, or exchange heads for tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evenpipe.attention.sight import Keys
+from evenpipe.communication.communicator import Communicator, Handle
+
+
+class ContextRanks:
+    """An `Exchange` of `attention.sight` between processes, each with a piece of every sequence.
+
+    Only the own keys and values are kept from the forward to the backward, which gathers again and sums the gradients:
+    right for every mask and every order of tokens. A step moves three times (ranks - 1) / ranks of all keys and values
+    per layer and microbatch: two gathers and a sum.
+    """
+
+    keeps_keys = True
+
+    def __init__(self, communicator: Communicator) -> None:
+        """communicator: of these processes, in their order."""
+        self._communicator = communicator
+        self.size, self.rank = len(communicator.members), communicator.position
+        self.during = ""
+        """Text of the current pass, for messages."""
+        self.repeats = False
+
+    def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
+        """Return the keys and values of all ranks, rank after rank."""
+        started = [self._start(one, what) for one, what in ((key, "keys"), (value, "values"))]
+        found = []
+        for table, handle in started:
+            handle.wait(self.during)
+            found.append(table.flatten(0, 1).permute(1, 2, 0, 3))
+        return found[0], found[1]
+
+    def again(self, layer: int, *own: Tensor) -> Keys:
+        """Return the same in the backward."""
+        key, value = own
+        return self.keys(layer, key, value)
+
+    def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
+        """Return the sums over ranks of the gradients of the own keys and values. May destroy those given."""
+        started = [
+            self._start_sum(one.to(dtype), f"gradients of {what}") for one, what in ((key, "keys"), (value, "values"))
+        ]
+        found = []
+        for own, handle in started:
+            handle.wait(self.during)
+            found.append(own.permute(1, 2, 0, 3))
+        return found[0], found[1]
+
+    # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
+
+    def _start(self, own: Tensor, what: str) -> tuple[Tensor, Handle]:
+        own = own.permute(2, 0, 1, 3).contiguous()
+        table = own.new_empty((self.size, *own.shape))
+        return table, self._communicator.all_gather(table, own, f"{what} of {self.during}")
+
+    def _start_sum(self, whole: Tensor, what: str) -> tuple[Tensor, Handle]:
+        parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
+        own = torch.empty_like(parts[0])
+        return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.during}")
+
+
+class HeadRanks:
+    """A `HeadExchange` of `attention.sight` between these processes."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """communicator: of these processes, in their order."""
+        self._communicator = communicator
+        self.size, self.rank = len(communicator.members), communicator.position
+        self.during = ""
+        """Text of the current pass, for messages."""
+        self.repeats = False
+
+    @torch.no_grad()
+    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+        """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
+        parts = torch.stack(own.chunk(self.size, cut))
+        found = torch.empty_like(parts)
+        self._communicator.all_to_all(found, parts, f"heads of {self.during}").wait(self.during)
+        return torch.cat(list(found), join)

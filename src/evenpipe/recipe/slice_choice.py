@@ -1,0 +1,120 @@
+"""The number that `slices = "auto"` stands for: the fewest slices whose predicted step is hardly longer than the best.
+
+More slices leave smaller bubbles, and by themselves would always win. But a pass of a slice also does what does not
+depend on its length: it reads all matrices, starts every kernel, and W adds to all gradients. `EXTRA` says how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from evenpipe.errors import InputError
+from evenpipe.recipe.layout import ModelCosts, arranging_costs, layers_per_stage, runnable_order
+from evenpipe.recipe.parallelism import divisor_of
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.recipe.sliced_costs import Extra
+from evenpipe.schedule import Costs, Order, Program, plan_order, time_order
+from evenpipe.schedule.flows import vocabulary_kinds
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.words import count
+
+EXTRA = {"cuda": Extra(forward=256, weights=1024), "cpu": Extra(forward=16, weights=64)}
+"""By torch device. A product of t tokens takes 2 t FLOPs per parameter. Reading a 16-bit matrix takes as long as 230 of
+them on an H100 (130 on an A100), and so does starting the kernels of a layer of hidden size 4096 on an H100. Adding to
+fp32 gradients reads and writes 12 bytes per parameter: 1380 tokens (760), of which products hide a part if they are
+long. A core of a CPU does about 10 FLOPs per byte of memory, not 200."""
+
+NEARLY = 0.01
+"""Predicted steps that differ by no more are alike: then fewer slices are taken, and no more are tried."""
+
+MOST_PASSES = 200_000
+"""Longer orders are not tried: they take seconds to arrange and to time."""
+
+
+def with_slices(
+    recipe: Recipe, model: ModelCosts, torch_device: str, refusal: Callable[[], str | None] = lambda: None
+) -> tuple[Recipe, str]:
+    """Return the recipe with a number in place of "auto", and in a few words why; unchanged, and "", with a number.
+
+    The same on every process, since it depends on nothing but these arguments.
+
+    Args:
+        torch_device: "cuda" or "cpu", where passes run.
+        refusal: returns why sequences of this model cannot be cut, or None; asked only if they would be.
+    """
+    if recipe.batch.slices != "auto":
+        return recipe, ""
+
+    def cut(slices: int) -> Recipe:
+        return replace(recipe, batch=replace(recipe.batch, slices=slices))
+
+    if isinstance(recipe.schedule, (Order, Program)):
+        slices = recipe.schedule.slices
+        return cut(slices), f"{slices}, as in the given order"
+    steps, why = _steps(cut, model, EXTRA.get(torch_device, EXTRA["cpu"]))
+    best = min(steps.values())
+    slices = min(number for number, step in steps.items() if step <= best * (1 + NEARLY))
+    if slices > 1 and (fault := refusal()) is not None:
+        return cut(1), f"1, since {fault}"
+    others = ", ".join(f"{number}: {step / steps[1]:.3f}" for number, step in steps.items() if number > 1)
+    found = f"predicted steps relative to whole sequences of {count(model.length, 'token')}: {others}" if others else ""
+    return cut(slices), "; ".join([str(slices), *filter(None, (found, why))])
+
+
+def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tuple[dict[int, float], str]:
+    """Return the predicted step by number of slices, and why there are no more."""
+    sizes = cut(1).parallelism
+    base = runnable_order(cut(1))
+    passes = 3 * len(base.rows[0]) * base.devices
+    steps: dict[int, float] = {}
+    slices = 1
+    while True:
+        try:
+            steps[slices] = _step(cut(slices), model, base, extra)
+        except InputError as error:
+            if slices == 1:
+                raise
+            return steps, f"not {slices}: {error}"
+        if slices > 1 and steps[slices] > steps[slices // 2] * (1 - NEARLY):
+            return steps, ""
+        slices *= 2
+        least = divisor_of(sizes.cp, sizes.tp)
+        if model.length < slices * least:
+            return steps, f"a sequence has no {slices} slices of at least {count(least, 'token')}"
+        if passes * slices > MOST_PASSES:
+            return steps, "more were not tried"
+
+
+def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float:
+    """Return the predicted time of a step, in the unit of its costs.
+
+    Vocabulary passes with barriers of their own fill gaps of the order: the step is that of the other passes, longer by
+    their time (`add_vocabulary` tries other places as long as it is not).
+    """
+    costs = predicted_costs(recipe, model, base, extra)
+    mode, slices = recipe.vocabulary, recipe.slices
+    fills = mode in ("vocab-1", "vocab-2")
+    order = plan_order(
+        recipe.schedule,
+        recipe.devices,
+        recipe.microbatches,
+        "first-last" if fills else mode,
+        costs,
+        slices=slices if slices > 1 else None,
+        offload=recipe.offload.activations,
+        **(recipe.options if isinstance(recipe.schedule, str) else {}),
+    )
+    step = time_order(order, costs).makespan
+    if fills:
+        times = costs.device_times(order.placement)
+        kinds = vocabulary_kinds(BARRIERS[mode], forward_only=False)
+        step += order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
+    return step
+
+
+def predicted_costs(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> Costs:
+    """Return the costs of the slices of a recipe, also of a single one, with what each pass does besides."""
+    split = layers_per_stage(recipe, model, base.placement)
+    whole = arranging_costs(replace(recipe, batch=replace(recipe.batch, slices=1)), model, base.placement, split)
+    return model.costs_of_slices(whole, recipe, recipe.slices, extra)

@@ -1,0 +1,181 @@
+"""What a caller gives for one step, and what is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenpipe.attention.sight import documents_of
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.recipe.parallelism import Parallelism, divisor_of
+
+IGNORE_INDEX = -100
+
+INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The caller's inputs of one step: tensors are [batch, sequence]; None if not given."""
+
+    input_ids: Tensor | None
+    labels: Tensor | None = None
+    position_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    token_weights: Tensor | None = None
+    accumulate: int = 1
+    """Number of steps whose gradients are added up before one update."""
+    separate: bool = False
+    """Documents of a row are trained as if each were alone."""
+
+
+class Divisor(NamedTuple):
+    """What the number of tokens of a sequence must be a multiple of."""
+
+    number: int
+    least: int
+    """The fewest tokens."""
+    reason: str
+    """For messages: where it comes from."""
+
+    @classmethod
+    def of(cls, sizes: Parallelism, slices: int) -> Divisor:
+        """Tensor ranks share the tokens of a piece; each context rank has two equal chunks of every slice."""
+        number = divisor_of(sizes.cp, sizes.tp)
+        parts = [
+            *([f"two chunks for each of {sizes.cp} context ranks"] if sizes.cp > 1 else []),
+            *([f"{sizes.tp} tensor ranks"] if sizes.tp > 1 else []),
+            *([f"{slices} slices"] if slices > 1 else []),
+        ]
+        return cls(number, number * slices, ", ".join(parts))
+
+
+WHOLE = Divisor(1, 1, "")
+
+
+def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor = WHOLE) -> None:
+    """Check the inputs of the first process.
+
+    Args:
+        microbatches: the number of sequences must be a multiple of it.
+        tokens: what the number of tokens must be a multiple of.
+
+    Raises:
+        InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
+    """
+    input_ids, labels, position_ids, attention_mask, token_weights = fields_of(inputs)
+    vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
+    for name, value in zip(INPUT_NAMES, fields_of(inputs), strict=True):
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
+    if type(inputs.accumulate) is not int or inputs.accumulate < 1:
+        raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
+    if input_ids is None:
+        raise InputError(
+            "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
+        )
+    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise InputError(
+            f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
+        )
+    batch, sequence = input_ids.shape
+    if batch % microbatches:
+        raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
+    if maximum_length is not None and sequence > maximum_length:
+        raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
+    if sequence % tokens.number or sequence < tokens.least:
+        accepted = f"a multiple of {tokens.number}" if tokens.number > 1 else ""
+        least = f"at least {tokens.least}" if tokens.least > tokens.number else ""
+        wanted = " and ".join(one for one in (accepted, least) if one)
+        raise InputError(f"input_ids: {sequence} tokens per sequence, expected {wanted} ({tokens.reason})")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocabulary:
+        raise InputError(
+            f"input_ids: contains token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
+        )
+    others = {
+        "labels": (labels, torch.int64),
+        "position_ids": (position_ids, torch.int64),
+        "attention_mask": (attention_mask, None),
+        "token_weights": (token_weights, None),
+    }
+    for name, (tensor, dtype) in others.items():
+        if tensor is None:
+            continue
+        if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
+            expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
+            raise InputError(f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {expected} as input_ids")
+    if labels is not None:
+        counted = labels[labels != IGNORE_INDEX]
+        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
+            wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+            raise InputError(
+                f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
+            )
+    for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+        if tensor is not None and not model.takes(name):
+            raise InputError(f"{name}: {model.architecture} does not take it, expected None")
+    rows = model.position_rows
+    if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
+        accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
+        raise InputError(
+            f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
+        )
+    if attention_mask is not None:
+        _check_mask(attention_mask, separate=inputs.separate)
+    if token_weights is not None:
+        if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
+            raise InputError("token_weights: contains a value that is not a finite number")
+        if bool((token_weights < 0).any()):
+            raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
+
+
+def _check_mask(attention_mask: Tensor, *, separate: bool) -> None:
+    if separate:
+        raise InputError(
+            "attention_mask: given, expected None with separate documents: padding is a document without labels (its"
+            " position ids begin at 0, its labels are -100)"
+        )
+    is_one = attention_mask == 1
+    if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
+        raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
+
+
+def with_positions(inputs: Inputs, model: Description) -> Inputs:
+    """With the position ids that a model makes of token ids itself, where it does.
+
+    Raises:
+        InputError: it has none for so many tokens.
+    """
+    if inputs.position_ids is not None or inputs.input_ids is None:
+        return inputs
+    positions, rows = model.positions_of(inputs.input_ids), model.position_rows
+    if positions is not None and rows is not None and int(positions.max()) >= rows:
+        assert model.padding_index is not None
+        most = rows - 1 - model.padding_index
+        raise InputError(f"input_ids: {inputs.input_ids.shape[1]} tokens per sequence, the model allows at most {most}")
+    return replace(inputs, position_ids=positions)
+
+
+def fields_of(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    return inputs.input_ids, inputs.labels, inputs.position_ids, inputs.attention_mask, inputs.token_weights
+
+
+def with_labels(inputs: Inputs) -> Inputs:
+    """With labels, by default those of all tokens but padding. The first tokens of separate documents have none."""
+    labels, documents = inputs.labels, None
+    if inputs.input_ids is None:
+        return inputs
+    if inputs.separate and inputs.position_ids is not None:
+        documents = documents_of(inputs.position_ids)
+    if labels is None or documents is not None:
+        labels = (inputs.input_ids if labels is None else labels).clone()
+    if inputs.labels is None and inputs.attention_mask is not None:
+        labels[inputs.attention_mask == 0] = IGNORE_INDEX
+    if documents is not None:
+        labels[:, 1:].masked_fill_(documents.diff(dim=-1) != 0, IGNORE_INDEX)
+    return replace(inputs, labels=labels)

@@ -1,0 +1,185 @@
+"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it. And keeps documents
+of a sequence apart, also of whole ones, if the model's own attention does not.
+
+slices      one after the other, of equal work: a token has more to look at, the later it stands
+processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one
+            long document a process gets the first and the last, and so on inwards; of packed documents, whose work
+            is uneven in another way, eight smaller ones. A gather of keys allows any order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from evenpipe.attention.carry import Carries
+from evenpipe.attention.check import PLAIN, attention_dropout, looks_across_documents
+from evenpipe.attention.places import places_of_ranks
+from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
+from evenpipe.errors import InputError
+from evenpipe.model import Description, RowWork, slice_ends
+from evenpipe.model.context_exchange import choose, heads_divide
+from evenpipe.model.flops import attention_of
+from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.tensor_ranks import TensorRanks
+from evenpipe.recipe.layout import ModelCosts
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.inputs import Divisor
+from evenpipe.runtime.walker import Meeting
+from evenpipe.tensor.layers import ModelCut
+
+logger = logging.getLogger(__name__)
+
+
+class Cutter:
+    """Cuts batches for one process."""
+
+    def __init__(
+        self,
+        rows: RowWork,
+        slices: int,
+        divisor: int,
+        context: ContextRanks | HeadRanks | None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """
+        Args:
+            rows: by whose work slices are cut.
+            divisor: of which every slice has some tokens.
+            context: the processes that share every sequence; None for one.
+            apart: documents of a sequence do not see each other, whatever the model does.
+        """
+        self._rows, self._slices, self._divisor, self._apart = rows, slices, divisor, apart
+        self.context = context
+        self.ends: dict[int, Sequence[int]] = {}
+        """By length of a sequence, the number of tokens up to the end of each slice."""
+
+    def ends_of(self, length: int) -> Sequence[int]:
+        """Return the number of tokens up to the end of each slice of a sequence."""
+        if length not in self.ends:
+            self.ends[length] = slice_ends(self._rows, length, self._slices, self._divisor)
+        return self.ends[length]
+
+    def pieces(self, batch: Batch) -> Batch:
+        """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
+        ends = self.ends_of(batch.sequence_length)
+        pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
+        return replace(batch, microbatches=tuple(pieces))
+
+    def _cut(self, microbatch: Microbatch, ends: Sequence[int]) -> Iterator[Microbatch]:
+        rows, length = microbatch.token_ids.shape
+        positions, mask = microbatch.position_ids, microbatch.attention_mask
+        documents = None if positions is None or mask is not None else documents_of(positions)
+        packed = None if documents is None else positions
+        ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
+        exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
+        heads = self.context if isinstance(self.context, HeadRanks) else None
+        carries = None if len(ends) == 1 else Carries(ends)
+        known: list[Tensor] = []
+        for index, (start, end) in enumerate(pairwise((0, *ends))):
+            places = places_of_ranks(start, end, ranks, packed)
+            known += places
+            own = places[rank]
+            here = own.to(microbatch.weights.device)
+            sight = Sight(
+                queries=here if heads is None else torch.cat(places).to(here.device),
+                keys=torch.cat(known).to(here.device),
+                exchange=exchange,
+                length=length,
+                positions=positions,
+                documents=documents,
+                valid=None if mask is None else mask.bool(),
+                heads=heads,
+                apart=self._apart,
+            )
+            yield Microbatch(
+                token_ids=microbatch.token_ids[:, own],
+                targets=microbatch.targets.view(rows, length)[:, own].flatten(),
+                weights=microbatch.weights.view(rows, length)[:, here].flatten(),
+                position_ids=here.expand(rows, -1) if positions is None else positions[:, here],
+                attention_mask=None if mask is None else mask[:, here],
+                sight=sight,
+                carries=carries,
+                slice=index,
+            )
+
+
+def make_cutter(
+    description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
+) -> tuple[Cutter | None, str | None]:
+    """Return the cutter of a recipe, None for whole sequences, unless evenpipe's attention has to keep documents apart;
+    and what context ranks exchange and why, for a status line, None without any. Collective.
+
+    Raises:
+        InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
+    """
+    apart, sizes = recipe.batch.separate, recipe.parallelism
+    if slices > 1 or groups.context is not None:
+        _refuse_unfit(description, slices, recipe)
+    elif not (apart and _looks_across_documents(description, groups)):
+        return None, None
+    context, said = None, None
+    if groups.context is not None:
+        how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
+        said = f"{how.exchange}: {how.reason}"
+        if groups.everyone is not None and groups.everyone.position == 0:
+            logger.info("context ranks exchange %s", said)
+    return Cutter(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, apart=apart), said
+
+
+def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
+    option = "slices" if slices > 1 else "context_parallel"
+    if description.config is None:
+        raise InputError(f"{option}: {PLAIN} 1 with them")
+    for name, share in attention_dropout(description):
+        raise InputError(
+            f"{option}: {name} is {share:g} in the model's config, expected 0: evenpipe's attention drops no weights"
+        )
+    if recipe.compile_layers and any(one != "none" for one in recipe.checkpointing_of(description.layers)):
+        raise InputError(
+            "compile_layers: True, expected False with checkpointing and sequences in pieces: a checkpointed layer is"
+            " compiled as one graph, and the attention of pieces stays outside of graphs"
+        )
+    sizes = recipe.parallelism
+    if sizes.context_exchange != "heads":
+        return
+    for attention in (attention_of(description, index) for index in range(description.layers)):
+        if not heads_divide(attention, ranks=sizes.cp, tensor_ranks=sizes.tp):
+            of_rank = f", {attention.heads // sizes.tp} on each tensor rank" if sizes.tp > 1 else ""
+            raise InputError(
+                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share {attention.heads}"
+                f" heads{of_rank}; expected 'keys', or a divisor as context_parallel"
+            )
+
+
+def _looks_across_documents(description: Description, groups: Groups) -> bool:
+    """Let the first process find out what a model does with the documents of a sequence. Collective over everyone.
+
+    Raises:
+        InputError: on every process: they cannot be kept apart.
+    """
+    found, fault = False, None
+    if groups.everyone is None or groups.everyone.position == 0:
+        try:
+            found = looks_across_documents(description)
+        except InputError as error:
+            fault = str(error)
+    fault = groups.from_the_first(fault, "the check of separate documents")
+    if fault is not None:
+        raise InputError(fault)
+    return any(one for (one,) in groups.numbers([found]))
+
+
+def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:
+    """Return the exchanges of the processes that share a pass: of tensor ranks and of context ranks."""
+    found = (None if tensor is None else tensor[1], None if cutter is None else cutter.context)
+    return [one for one in found if one is not None]

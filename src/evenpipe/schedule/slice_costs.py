@@ -1,0 +1,68 @@
+"""Costs of single slices of a sequence, and the one `Costs` with their mean times and factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import fsum
+from typing import Any
+
+from .cost_values import Cost
+from .costs import LAYERS, Costs
+
+
+def each_slice(costs: Costs) -> tuple[Costs, ...]:
+    """Return the costs of each slice that `costs` have factors for; of one, without factors."""
+    return costs.by_slice(len(next(iter(costs.slices.values()), (1,))))
+
+
+def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
+    """Return costs whose slices have the times of `each` for layers, and for everything else its mean times `tokens`.
+
+    tokens: of each slice, in any unit; by default as many in each.
+
+    All of `each` have times for the same kinds of pass, as numbers or lists of equal length.
+    """
+    count, first = len(each), each[0]
+    if count == 1:
+        return first
+    tokens = tuple(tokens) or (1.0,) * count
+    factors: dict[str, tuple[Cost, ...]] = {"tokens": tuple(one * count / fsum(tokens) for one in tokens)}
+    changed: dict[str, Any] = {}
+    for name in LAYERS:
+        times = [time for one in each if (time := getattr(one, name)) is not None]
+        if times:
+            changed[name] = mean = _mean(times)
+            factors[name] = tuple(_relative(time, mean) for time in times)
+    for name in _OTHERS:
+        values = [getattr(one, name) for one in each]
+        if isinstance(values[0], dict):
+            changed[name] = {key: _mean([value[key] for value in values]) for key in values[0]}
+        elif values[0] is not None:
+            changed[name] = _mean(values)
+    links = {
+        name: link
+        if link.bytes is None
+        else replace(link, bytes=fsum(one.links[name].bytes or 0 for one in each) / count)
+        for name, link in first.links.items()
+    }
+    return replace(first, **changed, links=links, slices=factors)
+
+
+_OTHERS = ("O", "L", "bytes", "S", "C", "T", "E", "G", "p2p", "collectives", "tensor_exchange", "memory")
+
+
+def _mean(values: Sequence[Cost]) -> Cost:
+    """Return the mean of numbers, or of lists number by number."""
+    if isinstance(values[0], tuple):
+        return tuple(fsum(row) / len(values) for row in zip(*values, strict=True))  # type: ignore[arg-type]
+    return fsum(values) / len(values)  # type: ignore[arg-type]
+
+
+def _relative(value: Cost, mean: Cost) -> Cost:
+    """Return the factors on `mean` that give `value`, as one number if they are equal; 1 where the mean is 0."""
+    if not isinstance(value, tuple) or not isinstance(mean, tuple):
+        assert isinstance(value, float) and isinstance(mean, float)
+        return value / mean if mean else 1.0
+    factors = tuple(one / of if of else 1.0 for one, of in zip(value, mean, strict=True))
+    return factors[0] if len(set(factors)) == 1 else factors
