@@ -137,25 +137,23 @@ class _Kernel(torch.autograd.Function):
         result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # as the layer wants it
         sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for part in _parts(query, keys, call.mask):
-            asking = part.rows(query)
-            total, logarithms = asking.new_zeros(1), sums.new_zeros(1)  # of queries that see nothing
-            for number, look in enumerate(part.block.looks):
-                found, of_look = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *(asking, part.keys(keys, look), part.keys(values, look)),
+            found: _Attended | None = None
+            for look in part.block.looks:
+                of_look: _Attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *(part.rows(query), part.keys(keys, look), part.keys(values, look)),
                     *(0.0, look.how == "diagonal"),
                     attn_mask=part.bias(look),
                     scale=call.inner.scale,
                 )
-                if number:  # softmax over both: their share is known from the logarithms of their sums
-                    share = torch.sigmoid(of_look - logarithms)[..., None]
-                    found = torch.lerp(total.to(share.dtype), found.to(share.dtype), share)
-                    of_look = torch.logaddexp(logarithms, of_look)
-                    del share
-                total, logarithms = found, of_look
-                del found, of_look
-            part.rows(result).copy_(total[..., :size])
-            part.rows(sums).copy_(logarithms)
-            del asking, total, logarithms  # before the next block
+                found = of_look if found is None else _together(found, of_look)
+                del of_look
+            if found is None:
+                part.rows(result).zero_()
+                part.rows(sums).zero_()
+            else:
+                part.rows(result).copy_(found[0][..., :size])
+                part.rows(sums).copy_(found[1])
+            del found  # before the next block
         own = (key, value) if call.exchange.keeps_keys else ()
         ctx.save_for_backward(query, *own, result, sums)
         ctx.call = call
@@ -172,21 +170,35 @@ class _Kernel(torch.autograd.Function):
         values = _padded(values, query)
         for part in _parts(query, keys, call.mask):
             given = [_padded(part.rows(one), query) for one in (gradient, result)]
-            total = query.new_zeros(1)
-            for number, look in enumerate(part.block.looks):
+            total: Tensor | None = None
+            for look in part.block.looks:
                 found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     *(given[0], part.rows(query), part.keys(keys, look), part.keys(values, look)),
                     *(given[1], part.rows(sums), 0.0, look.how == "diagonal"),
                     attn_mask=part.bias(look),
                     scale=call.inner.scale,
                 )
-                total = total.to(wide) + found[0] if number else found[0]
+                total = found[0] if total is None else total.to(wide) + found[0]
                 part.keys(of_keys, look).add_(found[1])
                 part.keys(of_values, look).add_(found[2][..., : of_values.shape[-1]])
                 del found
-            part.rows(of_query).copy_(total)
+            if total is None:
+                part.rows(of_query).zero_()
+            else:
+                part.rows(of_query).copy_(total)
             del given, total
         return of_query, *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None
+
+
+_Attended = tuple[Tensor, Tensor]
+"""Values that queries attended to, and the logarithms of the sums of exponentials [sequences, heads, queries]."""
+
+
+def _together(one: _Attended, other: _Attended) -> _Attended:
+    """Return what queries attend to in two ranges of keys: the sums tell the share of each."""
+    share = torch.sigmoid(other[1] - one[1])[..., None]
+    values = torch.lerp(one[0].to(share.dtype), other[0].to(share.dtype), share)
+    return values, torch.logaddexp(one[1], other[1])
 
 
 class _Part(NamedTuple):

@@ -79,6 +79,12 @@ class OwnAttention(Norms):
         tape.end(node, result)
         return self._traded(result, "attention, all heads") if piece.trades_heads else result
 
+    @property
+    def _values_return_by_heads(self) -> bool:
+        """Whether the gradient of values comes back by heads."""
+        piece = self._sizes.piece
+        return piece is not None and (piece.carried or (piece.gathers and self._sizes.batch > 1))
+
     def _has_kernel(self, piece: Piece) -> bool:
         return piece.kernel and self._is_flash
 
@@ -139,8 +145,8 @@ class OwnAttention(Norms):
         for one in given:
             narrow = one if one.element == element else tape.new(one.elements, element)
             sent.append(narrow if lie_by_tokens else tape.new(*narrow.size))
-            del narrow
             found.append(tape.new(one.elements // piece.ranks, element))
+            del narrow
         return found[0], found[1]
 
     # --- heads for tokens -----------------------------------------------------------------------------------------
@@ -195,24 +201,26 @@ class _Kernel:
         for block in self._parts():
             rows = _length(block.queries)
             size = rows * self._row
-            total: Sketch | None = None
-            logarithms: Sketch | None = None
+            attended: tuple[Sketch, Sketch] | None = None
             for look in block.looks:
                 bias = self._bias(rows, look)
                 found = tape.product(size, element, "attention, look by look")
-                of_look = tape.product(self._heads * rows, WIDE, "log-sum-exp of looks")
+                of_look = found, tape.product(self._heads * rows, WIDE, "log-sum-exp of looks")
                 del bias
-                if total is not None:
-                    share = tape.new(*of_look.size)
-                    wide = [one if one.element == WIDE else tape.new(size, WIDE) for one in (total, found)]
-                    found = tape.new(size, WIDE)
-                    del wide
-                    of_look = tape.new(*of_look.size)
-                    del share
-                total, logarithms = found, of_look
+                attended = of_look if attended is None else self._together(attended, of_look)
                 del found, of_look
-            del total, logarithms
+            del attended
         return result, sums
+
+    def _together(self, one: tuple[Sketch, Sketch], other: tuple[Sketch, Sketch]) -> tuple[Sketch, Sketch]:
+        tape, (values, sums) = self._tape, other
+        share = tape.new(*sums.size)
+        wide = [made if made.element == WIDE else tape.new(made.elements, WIDE) for made in (one[0], values)]
+        values = tape.new(values.elements, WIDE)
+        del wide
+        sums = tape.new(*sums.size)
+        del share
+        return values, sums
 
     def backward(self) -> tuple[Sketch, Sketch, Sketch]:
         tape, element = self._tape, self._element
