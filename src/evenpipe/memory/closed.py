@@ -203,8 +203,7 @@ class _Stage:
             self._lasting += whole
         if start == "positions":  # learned positions of one sequence
             self._lasting += tokens * sizes.hidden * sizes.element
-        self._indices = indices
-        self._gathered = gathered
+        self._gathered, self._indices = gathered, indices
         """Rows that its look-ups save for the backward."""
         shared = {"indices": indices}
         self._lasts_here: list[dict[str, int]] = []
