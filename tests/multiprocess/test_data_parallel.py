@@ -21,7 +21,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from harness import run_processes
+from harness import check_cases, run_processes
 from test_gradients import described, llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,6 +59,7 @@ class Case:
     checkpointing: str = "none"
     microbatches: int = 3
     gathering: tuple[tuple[str, Any], ...] = ()
+    processes: int = 4
 
 
 def make(case: Case, *, dtype: torch.dtype = FP64, vocabulary: int = VOCABULARY, **options: Any) -> Pipeline:
@@ -155,9 +156,7 @@ MATRIX = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_train_as_one_process_on_both_batches(kind: str, sample) -> None:
-    cases = sample([case for case in MATRIX if case.kind == kind], 8)
-    faults = run_processes(run_cases, 4, cases)
-    assert not faults[0], "\n".join(faults[0])
+    check_cases(run_cases, sample([case for case in MATRIX if case.kind == kind], 8))
 
 
 def test_tied_matrices_in_shards_meet_row_by_row_whatever_the_ranks_of_the_mesh() -> None:

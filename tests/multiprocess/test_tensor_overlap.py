@@ -15,7 +15,7 @@ import pytest
 import reference
 import torch
 import torch.distributed._symmetric_memory as symmetric
-from harness import run_processes
+from harness import check_cases, run_processes
 from test_tensor_parallel import CHECKPOINTING, TOKENS, Case, described, noisy
 from test_tensor_parallel import run_cases as run_alike
 from test_tensor_traffic import MICROBATCHES
@@ -133,10 +133,7 @@ def cases() -> list[Case]:
 
 @pytest.mark.parametrize("overlap", ["ring", "fused"])
 def test_gradients_and_weights_are_those_of_one_process(sample, overlap: str) -> None:
-    chosen = sample([case for case in cases() if case.overlap == overlap], 4)
-    for processes in sorted({case.processes for case in chosen}):
-        faults = run_processes(run_cases, processes, [case for case in chosen if case.processes == processes])
-        assert not faults[0], "\n".join(faults[0])
+    check_cases(run_cases, sample([case for case in cases() if case.overlap == overlap], 4))
 
 
 SMALL = {

@@ -54,7 +54,7 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
         tolerance = _tolerance(dtype, expected[0])
         _adopt(small, description)
         for row, whole in zip(rows, expected, strict=True):
-            _check_row(small, row, whole.detach(), tolerance, [_WHOLE, *_pieces(slices)], apart=apart)
+            _check_row(small, row, whole.detach(), tolerance, [_whole(), *_pieces(slices)], apart=apart)
 
 
 def looks_across_documents(description: Description) -> bool:
@@ -74,7 +74,7 @@ def looks_across_documents(description: Description) -> bool:
         if _error(_logits(small, row).detach(), alone, None) <= tolerance:
             return False
         _adopt(small, description)
-        _check_row(small, row, alone, tolerance, [_WHOLE], apart=True)
+        _check_row(small, row, alone, tolerance, [_whole()], apart=True)
         return True
 
 
@@ -132,7 +132,10 @@ def _tolerance(dtype: torch.dtype, logits: Tensor) -> float:
 
 _Piece = tuple[Tensor, Tensor]
 """Places of queries and of keys."""
-_WHOLE: _Piece = (torch.arange(ROW), torch.arange(ROW))
+
+
+def _whole() -> _Piece:
+    return torch.arange(ROW), torch.arange(ROW)
 
 
 def _pieces(slices: bool) -> list[_Piece]:

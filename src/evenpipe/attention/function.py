@@ -23,9 +23,10 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from evenpipe.attention.blocks import Block, Look
 from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
-from evenpipe.attention.sight import Block, Exchange, Mask, Predicate, current
+from evenpipe.attention.sight import Exchange, Mask, Predicate, current
 from evenpipe.errors import InputError
 
 NAME = "evenpipe"
@@ -33,8 +34,6 @@ _INNER = "_evenpipe_inner_attention"
 _OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
 """Arguments that the kernel way honours, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
 the family's own function runs."""
-ROWS = 1024
-"""Rows of a product of queries and keys that are masked at a time."""
 
 
 def adopt(model: nn.Module) -> None:
@@ -71,7 +70,7 @@ def mask(
         raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
     apart = (sight.apart or sight.looks_for_documents) and sight.documents is not None
     sight.looks_for_documents = False
-    return Mask(sight, mask_function, batch_size, apart=apart)
+    return sight.mask(mask_function, batch_size, apart=apart)
 
 
 @torch.compiler.disable
@@ -105,7 +104,7 @@ def attention(
         name for name, option in options.items() if option is not None and option is not False and name != "dropout"
     }
     fused = getattr(module.config, _INNER) == "sdpa" and given <= _OF_THE_KERNEL
-    if fused and query.device.type == "cpu" and value.shape[-1] <= query.shape[-1]:
+    if fused and attention_mask.sight.has_kernel and query.device.type == "cpu" and value.shape[-1] <= query.shape[-1]:
         result = _Kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
     else:
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -127,22 +126,34 @@ class Call(NamedTuple):
 
 
 class _Kernel(torch.autograd.Function):
-    """Fused attention, block of queries by block. Queries of heads that share keys are rows of one product."""
+    """Fused attention, block of queries by block, and what they look at one after the other."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
+        size = value.shape[-1]
+        values = _padded(values, query)
         batch, heads, tokens, _ = query.shape
-        result = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # as the layer wants it
-        weight = torch.float64 if query.dtype == torch.float64 else torch.float32
-        sums = query.new_empty(query.shape[:3], dtype=weight)
-        for part in _parts(query, keys, values, call.mask):
-            found, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                part.query, part.key, part.value, 0.0, False, attn_mask=part.bias, scale=call.inner.scale
-            )
-            part.rows_of(result).copy_(part.spread(found[..., : value.shape[-1]]))
-            part.rows_of(sums).copy_(part.spread(logarithms))
-            del part, found, logarithms  # before the next block is made
+        result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # as the layer wants it
+        sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for part in _parts(query, keys, call.mask):
+            found: _Attended | None = None
+            for look in part.block.looks:
+                of_look: _Attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *(part.rows(query), part.keys(keys, look), part.keys(values, look)),
+                    *(0.0, look.how == "diagonal"),
+                    attn_mask=part.bias(look),
+                    scale=call.inner.scale,
+                )
+                found = of_look if found is None else _together(found, of_look)
+                del of_look
+            if found is None:
+                part.rows(result).zero_()
+                part.rows(sums).zero_()
+            else:
+                part.rows(result).copy_(found[0][..., :size])
+                part.rows(sums).copy_(found[1])
+            del found  # before the next block
         own = (key, value) if call.exchange.keeps_keys else ()
         ctx.save_for_backward(query, *own, result, sums)
         ctx.call = call
@@ -156,77 +167,77 @@ class _Kernel(torch.autograd.Function):
         of_query = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)  # sums of many blocks, and of later pieces
         of_keys, of_values = (torch.zeros_like(one, dtype=wide) for one in (keys, values))
-        for part in _parts(query, keys, values, call.mask):
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                part.padded(part.joined(part.rows_of(gradient))),
-                *(part.query, part.key, part.value),
-                part.padded(part.joined(part.rows_of(result))),
-                part.joined(part.rows_of(sums)),
-                *(0.0, False),
-                attn_mask=part.bias,
-                scale=call.inner.scale,
-            )
-            part.rows_of(of_query).copy_(part.spread(found[0]))
-            of_keys[:, :, part.block.keys] += found[1]
-            of_values[:, :, part.block.keys] += found[2][..., : values.shape[-1]]
-            del part, found
+        values = _padded(values, query)
+        for part in _parts(query, keys, call.mask):
+            given = [_padded(part.rows(one), query) for one in (gradient, result)]
+            total: Tensor | None = None
+            for look in part.block.looks:
+                found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *(given[0], part.rows(query), part.keys(keys, look), part.keys(values, look)),
+                    *(given[1], part.rows(sums), 0.0, look.how == "diagonal"),
+                    attn_mask=part.bias(look),
+                    scale=call.inner.scale,
+                )
+                total = found[0] if total is None else total.to(wide) + found[0]
+                part.keys(of_keys, look).add_(found[1])
+                part.keys(of_values, look).add_(found[2][..., : of_values.shape[-1]])
+                del found
+            if total is None:
+                part.rows(of_query).zero_()
+            else:
+                part.rows(of_query).copy_(total)
+            del given, total
         return of_query, *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None
 
 
+_Attended = tuple[Tensor, Tensor]
+"""Values that queries attended to, and the logarithms of the sums of exponentials [sequences, heads, queries]."""
+
+
+def _together(one: _Attended, other: _Attended) -> _Attended:
+    """Return what queries attend to in two ranges of keys: the sums tell the share of each."""
+    share = torch.sigmoid(other[1] - one[1])[..., None]
+    values = torch.lerp(one[0].to(share.dtype), other[0].to(share.dtype), share)
+    return values, torch.logaddexp(one[1], other[1])
+
+
 class _Part(NamedTuple):
-    """A block of queries as the kernel wants it: [batch, heads of keys, shared heads x queries, size]."""
+    """A block of queries, of one of the heads that share keys: the kernel knows as many heads of keys as of queries."""
 
     block: Block
+    head: int
     shared: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
+    mask: Mask
+    dtype: torch.dtype
 
-    def rows_of(self, tensor: Tensor) -> Tensor:
-        """Return the block's rows of [batch, heads, tokens, ...]; a view."""
-        return tensor[:, :, self.block.queries]
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return [sequences, heads of keys, queries, ...] of [batch, heads, tokens, ...]; a view."""
+        heads = tensor[self.block.sequences].unflatten(1, (-1, self.shared))[:, :, self.head]
+        return heads[:, :, self.block.queries]
 
-    def joined(self, rows: Tensor) -> Tensor:
-        """Return [batch, heads, queries, ...] in the kernel's form."""
-        return _joined(rows, self.shared)
+    def keys(self, tensor: Tensor, look: Look) -> Tensor:
+        """Return [sequences, heads of keys, keys, size] of [batch, heads of keys, keys, size]; a view."""
+        return tensor[self.block.sequences, :, look.keys]
 
-    def spread(self, joined: Tensor) -> Tensor:
-        """Return [batch, heads, queries, ...] of the kernel's form."""
-        count = self.block.queries.stop - self.block.queries.start
-        return joined.unflatten(2, (self.shared, count)).flatten(1, 2)
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """Return rows as wide as queries: the kernel knows one size."""
-        return _padded(rows, self.query.shape[-1])
+    def bias(self, look: Look) -> Tensor | None:
+        """Return what is added to products of queries and keys, [batch or 1, 1, queries, keys]."""
+        if look.how != "some":
+            return None
+        seen = self.mask.tensor(self.block.queries, look.keys)
+        return torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 
 
-def _joined(rows: Tensor, shared: int) -> Tensor:
-    return rows.unflatten(1, (-1, shared)).flatten(2, 3)
+def _parts(query: Tensor, keys: Tensor, mask: Mask) -> Iterator[_Part]:
+    shared = query.shape[1] // keys.shape[1]
+    for block in mask.blocks:
+        for head in range(shared):
+            yield _Part(block, head, shared, mask, query.dtype)
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
-    return rows if rows.shape[-1] == size else functional.pad(rows, (0, size - rows.shape[-1]))
-
-
-def _parts(query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Iterator[_Part]:
-    shared, size = query.shape[1] // keys.shape[1], query.shape[-1]
-    for block in mask.blocks(max(1, ROWS // shared)):
-        yield _Part(
-            block,
-            shared,
-            _joined(query[:, :, block.queries], shared),
-            _padded(keys[:, :, block.keys], size),
-            _padded(values[:, :, block.keys], size),
-            None if block.sees_all else _bias(mask, block, query.dtype, shared),
-        )
-
-
-def _bias(mask: Mask, block: Block, dtype: torch.dtype, shared: int) -> Tensor:
-    """Return what is added to products of queries and keys, [batch or 1, 1, shared x queries, keys]."""
-    seen = mask.tensor(block.queries, block.keys)
-    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-    return bias.repeat(1, 1, shared, 1) if shared > 1 else bias
+def _padded(rows: Tensor, query: Tensor) -> Tensor:
+    """Return rows as wide as queries: the kernel knows one size."""
+    missing = query.shape[-1] - rows.shape[-1]
+    return functional.pad(rows, (0, missing)) if missing else rows
 
 
 # --- the family's own function ---------------------------------------------------------------------------------------

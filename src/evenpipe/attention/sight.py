@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
+from evenpipe.attention.blocks import Block, Look, causal_blocks
 from evenpipe.errors import InputError
 from evenpipe.model.packed_rows import packed_as
 
@@ -97,6 +100,12 @@ class Sight:
     """Documents do not see each other, even if the family does not look for them."""
     looks_for_documents: bool = False
     """The family has looked for packed rows since the last mask was made."""
+    has_kernel: bool = True
+    """Attention may take torch's kernel for CPUs."""
+
+    def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
+        """Return what a model's attention layers get as mask."""
+        return Mask(self, predicate, batch, apart=apart)
 
     def last_positions(self, batch: int, torch_device: torch.device) -> Tensor:
         """Return [batch, 1]: the highest position id of each row."""
@@ -135,6 +144,9 @@ def seeing(sight: Sight) -> Iterator[None]:
         _current.reset(before)
 
 
+ROWS = 1024
+"""Queries of a block that takes a mask, which is made when it is used."""
+
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of transformers: whether a query sees a key, from batch, head, place of the query and of the key, which broadcast."""
 
@@ -146,7 +158,6 @@ class Mask:
     def __init__(self, sight: Sight, predicate: Predicate, batch: int, *, apart: bool) -> None:
         """apart: documents of a row do not see each other, and the predicate is one of position ids."""
         self.sight, self._predicate, self._batch, self._apart = sight, predicate, batch, apart
-        self._blocks: dict[int, list[Block]] = {}
 
     def tensor(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Return booleans [batch or 1, heads or 1, queries, keys]: who sees whom.
@@ -177,26 +188,25 @@ class Mask:
             seen = seen & sight.valid[:, None, None, asked]
         return seen.expand(-1, -1, len(asking), len(asked))
 
-    def blocks(self, length: int) -> list[Block]:
-        """Return the queries in blocks of `length`, each with the range of keys that any of them sees."""
-        if length not in self._blocks:
-            self._blocks[length] = list(self._cut(length))
-        return self._blocks[length]
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries see all of their document up to themselves, as places tell."""
+        return self._predicate is causal_mask_function
 
-    def _cut(self, length: int) -> Iterator[Block]:
-        for start in range(0, len(self.sight.queries), length):
-            queries = slice(start, min(start + length, len(self.sight.queries)))
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The queries in blocks, with what they look at."""
+        sight = self.sight
+        if self.is_causal:
+            documents = sight.documents if self._apart else None  # positions count on within them, as places do
+            return causal_blocks(sight.queries, sight.keys, documents, sight.valid)
+        return list(self._cut())
+
+    def _cut(self) -> Iterator[Block]:
+        """Find out by asking, query by key."""
+        for start in range(0, len(self.sight.queries), ROWS):
+            queries = slice(start, min(start + ROWS, len(self.sight.queries)))
             seen = self.tensor(queries)
             anyone = seen.flatten(0, 2).any(0).nonzero()
             keys = slice(int(anyone[0]), int(anyone[-1]) + 1) if len(anyone) else slice(0, 1)
-            yield Block(queries, keys, bool(seen[..., keys].all()))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Some queries, and the keys that they may see."""
-
-    queries: slice
-    keys: slice
-    sees_all: bool
-    """Every query sees every one of the keys."""
+            yield Block(slice(None), queries, (Look(keys, "all" if bool(seen[..., keys].all()) else "some"),))

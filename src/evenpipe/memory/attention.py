@@ -50,7 +50,7 @@ class Attention(OwnAttention):
         query = norm(self._turned(self._columns(hidden, widths[0], shape.bias, "queries")), heads[0], late=False)
         key = norm(self._turned(self._columns(hidden, widths[1], shape.bias, "keys")), heads[1], late=False)
         value = self._columns(hidden, widths[2], shape.bias, "values")
-        value = value if self._is_flash else self._turned(value)
+        value = value if self._is_flash and not self._values_return_by_heads else self._turned(value)
         return norm(query, heads[0], late=True), norm(key, heads[1], late=True), value
 
     def _columns(self, hidden: Sketch, width: int, bias: bool, name: str) -> Sketch:

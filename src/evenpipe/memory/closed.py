@@ -203,13 +203,15 @@ class _Stage:
             self._lasting += whole
         if start == "positions":  # learned positions of one sequence
             self._lasting += tokens * sizes.hidden * sizes.element
-        self._indices = indices
-        self._gathered = gathered
+        self._gathered, self._indices = gathered, indices
         """Rows that its look-ups save for the backward."""
         shared = {"indices": indices}
+        self._lasts_here: list[dict[str, int]] = []
+        """Tables that the backward of a layer is the last to need."""
         self._goes_with: dict[int, int] = {}
         given: set[str] = set()
         for place, layer in enumerate(layers):
+            self._lasts_here.append({name: size for name, size in layer.tables.items() if name not in shared})
             shared |= layer.tables
             new = {name: size for name, size in layer.given.items() if name not in given}
             given |= new.keys()
@@ -319,7 +321,9 @@ class _Stage:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
             holds_input = not place and not self._begins and not self._takes_rows
-            row.append(Stretch(layer.peaks.backward[received, holds_input][split], kept))
+            tables = self._lasts_here[place]
+            holds = received, holds_input, not holds_input and tables.keys() != layer.tables.keys()
+            row.append(Stretch(layer.peaks.backward[holds][split], kept - sum(tables.values())))
         if self._takes_rows:
             row.append(Stretch(self._whole, self._whole - stream))
-        return joined([*row, Stretch(0, -self._shared)])
+        return joined([*row, Stretch(0, -self._indices)])

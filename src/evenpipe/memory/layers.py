@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 from evenpipe.errors import InputError
@@ -57,9 +56,9 @@ class LayerPeaks:
     """Within F; the layer's output was not live."""
     bare_forward: int
     """Within an F without a graph."""
-    backward: Mapping[tuple[bool, bool], tuple[int, int]]
-    """(another owner holds the gradient of the layer's output, another owner holds its input) -> within B and within I;
-    both were live before, and the gradients of parameters exist."""
+    backward: Mapping[tuple[bool, bool, bool], tuple[int, int]]
+    """(another owner holds the gradient of the layer's output, its input, its tables) -> within B and within I; all
+    were live before, and the gradients of parameters exist."""
     weight: int
     """Within W."""
 
@@ -117,7 +116,9 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
     bare.forward()
     kept.forward()
     peaks = {}
-    for holds in product((True, False), (True, False)):
+    for holds in product((True, False), (True, False), (True, False)):
+        if holds[1:] == (True, True):
+            continue  # a stage's input is that of its first layer, whose tables no layer needs afterwards
         fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()
@@ -175,7 +176,7 @@ class LayerRun:
         self._ends_sequence = sizes.piece is None or sizes.piece.is_last
         if self._carried is not None and not self._begins_carry:
             self._carried.hold_keys(tape.meter)
-        self._run = partial(part, block)
+        self._part, self._block, self._needs_tables = part, block, True
         self._output: Sketch | None = None
         self.peak = self.saved = 0
 
@@ -185,7 +186,7 @@ class LayerRun:
         live = meter.live
         meter.reset()
         assert self.hidden is not None
-        if self._checkpointing in ("full", "selective") and tape.recording:
+        if self._runs_again and tape.recording:
             keeps_products = self._checkpointing == "selective"
             self._output = tape.checkpointed(self._run, self.hidden, keeps_products=keeps_products)
         else:
@@ -194,9 +195,20 @@ class LayerRun:
         made = 0 if self._carried is None or not self._begins_carry else sum(one.bytes for one in self._carried.keys)
         self.saved = meter.live - live - self._output.bytes - made
 
-    def backward(self, holds_gradient: bool, holds_input: bool) -> int:
-        """Return the peak, above the live bytes before. Gradient and input may be held by another owner until the
-        end."""
+    @property
+    def _runs_again(self) -> bool:
+        return self._checkpointing in ("full", "selective")
+
+    def _run(self, hidden: Sketch) -> Sketch:
+        try:
+            return self._part(self._block, hidden)
+        finally:
+            if not self._needs_tables:
+                self._block.release_tables()
+
+    def backward(self, holds_gradient: bool, holds_input: bool, holds_tables: bool = True) -> int:
+        """Return the peak, above the live bytes before. Gradient, input and tables may be held by another owner until
+        the end."""
         tape, meter = self.tape, self.tape.meter
         assert self._output is not None and self._output.node is not None
         if self._carried is not None and not self._ends_sequence:
@@ -207,6 +219,13 @@ class LayerRun:
         if holds_input and self.hidden is not None:
             held_by_others.append(self.hidden)
         self.hidden = None
+        # torch's own checkpointing, "selective", keeps inputs until the last of its nodes is gone, and parts of a layer
+        # that run again may need them.
+        self._needs_tables = holds_tables or self._checkpointing not in ("none", "full")
+        if not self._needs_tables:
+            self._tables = ()
+            if not self._runs_again:
+                self._block.release_tables()
         live = meter.live
         meter.reset()
         gradients = tape.backward(root, given)

@@ -36,6 +36,10 @@ class Norms:
         self._is_flash = not kernels.is_eager(shape)
         self.operations = self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
 
+    def release_tables(self) -> None:
+        """No forward is to come."""
+        self._tables = ()
+
     def _remade(self, made: Sketch, where: str) -> Sketch:
         """Recompute the result in the backward instead of keeping it, if wanted."""
         if where in self._again:

@@ -1,7 +1,7 @@
 """The attention of sequences in pieces, line by line as `attention.function` and the exchanges compute it.
 
     keys, values        the own ones, those of all ranks (gathered), or of all slices up to this one (carried)
-    kernel              blocks of queries, with a bias where some keys are not seen; the backward likewise
+    kernel              blocks of queries, look by look, which are then put together; the backward likewise
     again               the family's own attention without a graph; the backward runs it with one
 
 Keys and values of a carry, and their gradients, outlive the pass: `Carried` holds them.
@@ -9,13 +9,14 @@ Keys and values of a carry, and their gradients, outlive the pass: `Carried` hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from evenpipe.attention.function import ROWS
+from evenpipe.attention.blocks import Block, Look
 from evenpipe.memory.norms import Norms
 from evenpipe.memory.operations import WIDE
-from evenpipe.memory.pieces import BlockSize, Piece, blocks_of
+from evenpipe.memory.pieces import Piece, blocks_of
 from evenpipe.memory.sketch import Gradients, Meter, Node, Sketch, Storage, Tape
 
 OwnCore = Callable[[Sketch, Sketch, Sketch], Sketch]
@@ -78,6 +79,12 @@ class OwnAttention(Norms):
         tape.end(node, result)
         return self._traded(result, "attention, all heads") if piece.trades_heads else result
 
+    @property
+    def _values_return_by_heads(self) -> bool:
+        """Whether the gradient of values comes back by heads."""
+        piece = self._sizes.piece
+        return piece is not None and (piece.carried or (piece.gathers and self._sizes.batch > 1))
+
     def _has_kernel(self, piece: Piece) -> bool:
         return piece.kernel and self._is_flash
 
@@ -138,8 +145,8 @@ class OwnAttention(Norms):
         for one in given:
             narrow = one if one.element == element else tape.new(one.elements, element)
             sent.append(narrow if lie_by_tokens else tape.new(*narrow.size))
-            del narrow
             found.append(tape.new(one.elements // piece.ranks, element))
+            del narrow
         return found[0], found[1]
 
     # --- heads for tokens -----------------------------------------------------------------------------------------
@@ -177,64 +184,84 @@ class _Kernel:
     def __init__(self, attention: OwnAttention, piece: Piece, query: Sketch, key: Sketch, value: Sketch) -> None:
         sizes, shape = attention._sizes, attention._shape
         self._tape = attention._tape
-        self._batch, self._element = sizes.batch, query.element
-        size = shape.attention.head_size
-        self._heads = query.elements // (sizes.batch * piece.queries * size)
-        key_heads = key.elements // (sizes.batch * piece.queries * size)
-        self._shared, self._row = self._heads // key_heads, sizes.batch * self._heads * size
-        self._key_row = sizes.batch * key_heads * size
-        self._queries, self._end = piece.queries, piece.end
-        self._blocks: Sequence[BlockSize] = blocks_of(piece, max(1, ROWS // self._shared), shape.attention.window)
-        lies_by_heads = shape.rotary.joined or piece.trades_heads
-        self._copies_queries = self._shared > 1 and not (lies_by_heads and len(self._blocks) == 1)
+        self._element = query.element
+        row = sizes.batch * shape.attention.head_size
+        heads = query.elements // (row * piece.queries)
+        key_heads = key.elements // (row * piece.queries)
+        self._shared, self._queries, self._end = heads // key_heads, piece.queries, piece.end
+        self._heads = sizes.batch * key_heads
+        self._row = key_heads * row
+        """Elements of a token's keys, and of its queries that are attended with at a time."""
+        self._blocks = blocks_of(piece, shape.attention.window)
 
     def forward(self) -> tuple[Sketch, Sketch]:
         tape, element = self._tape, self._element
-        result = tape.new(self._queries * self._row, element, "attention")
-        sums = tape.new(self._batch * self._heads * self._queries, WIDE, "log-sum-exp")
-        for block in self._blocks:
-            query, bias = self._part(block)
-            found = tape.product(block.queries * self._row, element, "attention, block by block")
-            logarithms = tape.product(self._batch * self._heads * block.queries, WIDE, "log-sum-exp of blocks")
-            spread = tape.new(*logarithms.size) if self._spreads else None
-            del query, bias, found, logarithms, spread
+        result = tape.new(self._queries * self._row * self._shared, element, "attention")
+        sums = tape.new(self._heads * self._shared * self._queries, WIDE, "log-sum-exp")
+        for block in self._parts():
+            rows = _length(block.queries)
+            size = rows * self._row
+            attended: tuple[Sketch, Sketch] | None = None
+            for look in block.looks:
+                bias = self._bias(rows, look)
+                found = tape.product(size, element, "attention, look by look")
+                of_look = found, tape.product(self._heads * rows, WIDE, "log-sum-exp of looks")
+                del bias
+                attended = of_look if attended is None else self._together(attended, of_look)
+                del found, of_look
+            del attended
         return result, sums
 
-    @property
-    def _spreads(self) -> bool:
-        """Heads that share keys are apart in what the kernel returns by tokens: putting them together copies."""
-        return 1 < self._shared < self._heads
+    def _together(self, one: tuple[Sketch, Sketch], other: tuple[Sketch, Sketch]) -> tuple[Sketch, Sketch]:
+        tape, (values, sums) = self._tape, other
+        share = tape.new(*sums.size)
+        wide = [made if made.element == WIDE else tape.new(made.elements, WIDE) for made in (one[0], values)]
+        values = tape.new(values.elements, WIDE)
+        del wide
+        sums = tape.new(*sums.size)
+        del share
+        return values, sums
 
     def backward(self) -> tuple[Sketch, Sketch, Sketch]:
         tape, element = self._tape, self._element
-        of_query = tape.new(self._queries * self._row, element)
-        of_keys, of_values = (tape.new(self._end * self._key_row, WIDE) for _ in range(2))
-        for block in self._blocks:
-            query, bias = self._part(block)
-            size = block.queries * self._row
-            given = [tape.new(size, element) for _ in range(2)] if self._shared > 1 else []  # gradient, result
-            if self._shared > 1 and len(self._blocks) > 1:
-                given.append(tape.new(self._batch * self._heads * block.queries, WIDE))
-            found = [tape.new(size, element), *(tape.new(block.keys * self._key_row, element) for _ in range(2))]
-            del given
-            spread = tape.new(size, element) if self._spreads else None
-            del spread, found, query, bias
+        of_query = tape.new(self._queries * self._row * self._shared, element)
+        of_keys, of_values = (tape.new(self._end * self._row, WIDE) for _ in range(2))
+        for block in self._parts():
+            rows = _length(block.queries)
+            size = rows * self._row
+            total: Sketch | None = None
+            for look in block.looks:
+                bias = self._bias(rows, look)
+                found = [tape.new(size, element), *(tape.new(_length(look.keys) * self._row, element) for _ in "kv")]
+                del bias
+                if total is None:
+                    total = found[0]
+                else:
+                    wide = total if total.element == WIDE else tape.new(size, WIDE)
+                    total = tape.new(size, WIDE)
+                    del wide
+                del found
+            del total
         return of_query, of_keys, of_values
 
-    def _part(self, block: BlockSize) -> tuple[Sketch | None, Sketch | None]:
-        tape, element = self._tape, self._element
-        query = tape.new(block.queries * self._row, element) if self._copies_queries else None
-        if block.sees_all:
-            return query, None
-        size = block.queries * block.keys
-        seen = tape.new(size, 1)
-        bias = tape.new(size, element)
-        unseen = tape.new(size, 1)
-        del unseen
-        if self._shared > 1:
-            bias = tape.new(size * self._shared, element)
-        del seen
-        return query, bias
+    def _parts(self) -> Iterator[Block]:
+        """Each block once for each of the heads that share keys."""
+        for block in self._blocks:
+            yield from itertools.repeat(block, self._shared)
+
+    def _bias(self, rows: int, look: Look) -> Sketch | None:
+        if look.how != "some":
+            return None
+        size = rows * _length(look.keys)
+        seen = self._tape.new(size, 1)
+        bias = self._tape.new(size, self._element)
+        unseen = self._tape.new(size, 1)
+        del unseen, seen
+        return bias
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def _backward(

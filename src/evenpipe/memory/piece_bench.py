@@ -6,19 +6,18 @@ no meaning. What earlier and later slices leave in a carry is put there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from evenpipe.attention import function
+from evenpipe.attention.blocks import Block
 from evenpipe.attention.carry import Carry
-from evenpipe.attention.sight import Alone, Block, Exchange, Keys, Mask, Sight, seeing
+from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Predicate, Sight, seeing
 from evenpipe.memory.pieces import Piece
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 
@@ -54,6 +53,33 @@ class _FirstOf:
         return _Done(output, tensor)
 
 
+@dataclass(eq=False, kw_only=True)
+class _SightOfPiece(Sight):
+    """Its places have no values: tensors without memory."""
+
+    piece: Piece
+
+    def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
+        return _MaskOfPiece(self, predicate, batch, apart=apart)
+
+
+class _MaskOfPiece(Mask):
+    """Blocks come from the places of the piece; evaluating the predicate for them allocates as ever."""
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        assert isinstance(self.sight, _SightOfPiece)
+        with _disable_current_modes():
+            queries, keys = self.sight.piece.places
+            sight = Sight(queries, keys, self.sight.exchange, self.sight.length)
+            real = Mask(sight, self._predicate, self._batch, apart=False)
+            found = real.blocks
+        if not real.is_causal:
+            for block in found:
+                self.tensor(block.queries)
+        return found
+
+
 class PieceBench:
     """Made inside of the mode of the stage's tensors."""
 
@@ -65,12 +91,14 @@ class PieceBench:
         heads = HeadRanks(communicator) if piece.trades_heads else None
         with _disable_current_modes():
             places, keys = piece.places
-        self._sight = Sight(
+        self._sight = _SightOfPiece(
             queries=torch.empty(len(places), dtype=torch.int64),
             keys=torch.empty(len(keys), dtype=torch.int64),
             exchange=self._exchange,
             length=piece.length,
             heads=heads,
+            has_kernel=piece.kernel,
+            piece=piece,
         )
         self._positions = torch.empty(piece.tokens, dtype=torch.int64).expand(sequences, -1)
         self._carry: Carry | None = None
@@ -153,28 +181,3 @@ def _on_meta(keys: Keys) -> Keys:
     with _disable_current_modes():
         key, value = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in keys)
     return key, value
-
-
-@contextmanager
-def in_pieces(piece: Piece | None) -> Iterator[None]:
-    """Blocks of queries come from places: tensors without memory have no values. Without a kernel, attention does what
-    it does on devices other than CPUs."""
-    if piece is None:
-        yield
-        return
-
-    def cut(self: Mask, length: int) -> Iterator[Block]:
-        with _disable_current_modes():
-            queries, keys = piece.places
-            real = Mask(replace(self.sight, queries=queries, keys=keys), self._predicate, self._batch, apart=False)
-            found = list(_cut(real, length))
-        for block in found:
-            self.tensor(block.queries)
-            yield block
-
-    _cut = Mask._cut
-    kernel: AbstractContextManager[Any] = (
-        nullcontext() if piece.kernel else mock.patch.object(function, "_OF_THE_KERNEL", frozenset())
-    )
-    with mock.patch.object(Mask, "_cut", cut), kernel:
-        yield

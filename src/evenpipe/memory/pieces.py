@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
 
+from evenpipe.attention.blocks import Block, Look, causal_blocks
 from evenpipe.attention.places import places_of_ranks
+from evenpipe.attention.sight import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +94,23 @@ class Piece:
         return torch.cat(own), torch.cat([places for ranks in by_slice for places in ranks])
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSize:
-    """Numbers of queries, and of keys from the first to the last that any of them sees."""
-
-    queries: int
-    keys: int
-    sees_all: bool
-
-
 @lru_cache(maxsize=1024)
-def blocks_of(piece: Piece, rows: int, window: int | None) -> tuple[BlockSize, ...]:
-    """Return the blocks of `rows` queries that the kernel attends with, as `attention.sight.Mask.blocks`.
+def blocks_of(piece: Piece, window: int | None) -> Sequence[Block]:
+    """Return the blocks of queries that the kernel attends with, as `attention.sight.Mask.blocks`.
 
     window: number of tokens that attention sees; None: all before.
     """
+    if window is None:
+        return causal_blocks(*piece.places, None, None)
     queries, keys = piece.places
     found = []
-    for asking in queries.split(rows):
+    for start, asking in zip(range(0, len(queries), ROWS), queries.split(ROWS), strict=True):
         least, most = int(asking.min()), int(asking.max())
-        seen = keys <= most
-        if window is not None:  # by the next query behind a key
-            ordered = asking.sort().values
-            behind = ordered[torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)]
-            seen &= behind - keys < window
-        anyone = seen.nonzero()
-        first, last = int(anyone[0]), int(anyone[-1]) + 1
-        inside = keys[first:last]
-        all_seen = int(inside.max()) <= least and (window is None or int(inside.min()) > most - window)
-        found.append(BlockSize(len(asking), last - first, all_seen))
-    return tuple(found)
+        ordered = asking.sort().values  # a key is seen by the next query behind it, if by any
+        behind = ordered[torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)]
+        anyone = ((keys <= most) & (behind - keys < window)).nonzero()
+        seen = slice(int(anyone[0]), int(anyone[-1]) + 1)
+        sees_all = int(keys[seen].max()) <= least and int(keys[seen].min()) > most - window
+        look = Look(seen, "all" if sees_all else "some")
+        found.append(Block(slice(None), slice(start, start + len(asking)), (look,)))
+    return found

@@ -30,7 +30,7 @@ from evenpipe.memory.emulation import emulated
 from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
-from evenpipe.memory.piece_bench import PieceBench, in_pieces
+from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
@@ -159,7 +159,7 @@ class StageTracer:
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
             self._cut.make_local(stage, layers, exchange, again)
         try:
-            with without_memory() as tracker, emulated(stage, self._kernels), in_pieces(self._piece):
+            with without_memory() as tracker, emulated(stage, self._kernels):
                 give_storage(stage)
                 seen = None
                 if self._piece is not None:

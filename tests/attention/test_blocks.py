@@ -1,0 +1,120 @@
+"""Blocks of queries and what they look at are the causal mask: each pair that sees each other stands in one look."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from evenpipe.attention import function
+from evenpipe.attention import sight as sight_of_pieces
+from evenpipe.attention.blocks import Block, causal_blocks
+from evenpipe.attention.places import places_of_ranks
+from evenpipe.attention.sight import Alone, Mask, Sight, documents_of
+
+
+def pairs(found: list[Block], batch: int, queries: int, keys: int) -> Tensor:
+    """Return how many looks each pair stands in, [batch, queries, keys]."""
+    counts = torch.zeros(batch, queries, keys, dtype=torch.int64)
+    for block in found:
+        for look in block.looks:
+            part = counts[block.sequences, block.queries, look.keys]
+            part += torch.ones(part.shape[1:], dtype=torch.int64).tril() if look.how == "diagonal" else 1
+            assert look.how != "diagonal" or part.shape[1] == part.shape[2]
+    return counts
+
+
+def drawn(dice: random.Random) -> Sight:
+    """Return what a pass sees of two rows: some slices of them, on one of some ranks, in their order or any other."""
+    ranks, batch = dice.choice([1, 1, 2, 3]), 2
+    unit = 1 if ranks == 1 else 2 * ranks
+    length = unit * dice.randint(2, 60 // unit)
+    documents = valid = None
+    positions = torch.arange(length).expand(batch, -1).clone()
+    if dice.random() < 0.6:
+        for row in range(batch):
+            for start in dice.sample(range(1, length), min(length - 1, dice.randint(0, 4))):
+                positions[row, start:] -= positions[row, start].item()
+        documents = documents_of(positions)
+    elif dice.random() < 0.5:
+        valid = torch.arange(length) < torch.tensor([[length], [dice.randint(1, length)]])
+        valid = valid.flip(1) if dice.random() < 0.5 else valid
+    ends = [unit * end for end in sorted(dice.sample(range(1, length // unit + 1), min(length // unit, 3)))]
+    known = [places_of_ranks(start, end, ranks, positions) for start, end in zip((0, *ends), ends, strict=False)]
+    own = known[-1][dice.randrange(ranks)]
+    keys = torch.cat([places for slice_ in known for places in slice_])
+    if dice.random() < 0.2:
+        keys = keys[torch.tensor(dice.sample(range(len(keys)), len(keys)))]
+    return Sight(own, keys, Alone(), length, positions, documents, valid, apart=documents is not None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_looks_are_the_mask(seed: int) -> None:
+    dice = random.Random(seed)
+    sight = drawn(dice)
+    mask = Mask(sight, causal_mask_function, 2, apart=sight.apart)
+    expected = mask.tensor()[:, 0].expand(2, -1, -1).long()
+    found = mask.blocks
+    assert torch.equal(pairs(found, 2, *expected.shape[1:]), expected)
+    asked = torch.zeros(2, len(sight.queries), dtype=torch.int64)
+    for block in found:
+        asked[block.sequences, block.queries] += 1
+    assert asked.eq(1).all()
+
+
+def test_a_slice_looks_at_all_before_it_and_at_its_own_diagonal() -> None:
+    (block,) = causal_blocks(torch.arange(40, 60), torch.arange(60), None, None)
+    assert [(look.keys, look.how) for look in block.looks] == [(slice(0, 40), "all"), (slice(40, 60), "diagonal")]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("seed", range(20))
+def test_kernel_computes_what_a_mask_would(seed: int, window: int | None, monkeypatch) -> None:
+    """With shared heads of keys, values smaller than queries, and queries that see nothing."""
+    dice = random.Random(seed)
+    monkeypatch.setattr(sight_of_pieces, "ROWS", dice.choice([4, 16, 1024]))
+    torch.manual_seed(seed)
+    sight = drawn(dice)
+    heads, shared, size, smaller = 2, dice.choice([1, 3]), 16, dice.choice([16, 8])
+    count = len(sight.queries)
+    given = [
+        torch.randn(2, heads * shared, count, size, dtype=torch.float64),
+        torch.randn(2, heads, len(sight.keys), size, dtype=torch.float64),
+        torch.randn(2, heads, len(sight.keys), smaller, dtype=torch.float64),
+    ]
+    mask = Mask(
+        sight,
+        causal_mask_function if window is None else sliding_window_causal_mask_function(window),
+        2,
+        apart=sight.apart,
+    )
+    seen = mask.tensor().expand(2, 1, -1, -1)
+    results = []
+    for attend in (ours, plain):
+        inputs = [one.clone().requires_grad_() for one in given]
+        result = attend(inputs, mask, seen)
+        result.square().sum().backward()
+        results.append([result, *(one.grad for one in inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def ours(inputs: list[Tensor], mask: Mask, seen: Tensor) -> Tensor:
+    class Inner:
+        scale = 0.3
+
+    call = function.Call(mask, Alone(), 0, Inner())
+    return function._Kernel.apply(*inputs, call)
+
+
+def plain(inputs: list[Tensor], mask: Mask, seen: Tensor) -> Tensor:
+    query, key, value = inputs
+    shared = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(shared, 1) for one in (key, value))
+    scores = (query @ key.mT * 0.3).masked_fill(~seen, float("-inf"))
+    weights = functional.softmax(scores, -1)
+    return torch.where(seen.any(-1, keepdim=True), weights, torch.zeros(())) @ value
