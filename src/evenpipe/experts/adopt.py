@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from evenpipe.experts.function import Call, Overlap, first_of, run
+from evenpipe.experts.function import Call, Overlap, run
 from evenpipe.experts.layout import Exchange, alone
 from evenpipe.experts.layout import spread as layout_of_member
 from evenpipe.experts.products import has_grouped
@@ -73,8 +73,7 @@ def adopt_experts(module: nn.Module, queue: WeightGradients, spread: Spread | No
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
     found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
     for name, part in found:
-        count = part.num_experts if spread else getattr(part, first_of(part)).shape[0]
-        part._adopted = Adopted(name, count, queue, _as_configured(part), spread)  # type: ignore[assignment]
+        part._adopted = Adopted(name, part.num_experts, queue, _as_configured(part), spread)  # type: ignore
     for _, part in found:  # experts share one config
         part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
     return [
