@@ -154,6 +154,55 @@ def test_a_repeated_forward_takes_the_choices_of_the_first(changes: dict[str, An
     assert error < 1e-10, name
 
 
+# --- the load --------------------------------------------------------------------------------------------------------
+
+
+def load_of(case: Case) -> tuple[list[str], list[torch.Tensor]]:
+    """The names of layers with experts, and the load of two steps with an evaluation between them."""
+    found = []
+    with InFp64(), contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline:
+        for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
+            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+            found.append(pipeline.step(ids[own], labels[own]).expert_load)
+            with pytest.raises(InputError, match="expert_load: only step"):
+                _ = pipeline.evaluate(ids[own]).expert_load
+        return list(pipeline.expert_layers), found
+
+
+def load_of_one_process(case: Case) -> list[torch.Tensor]:
+    model = copy.deepcopy(described(*case.model).model)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:
+            experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
+    found = []
+    with InFp64():
+        for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2):
+            chosen.clear()
+            model(input_ids=ids, use_cache=False)
+            found.append(torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixtral"),
+        Case("mixtral", 2, members=2, checkpointing="selective"),
+        Case("deepseek-v3", 2, 2, members=2, checkpointing="full", schedule="zbv"),
+        Case("mixtral", 1, 1, 2, slices=2, microbatches=2, repeats=True),
+        Case("mixtral", 1, 1, 1, 2),
+    ],
+    ids=["alone", "members", "a layer without experts", "pieces and R", "tensor ranks"],
+)
+@pytest.mark.sampled(2)
+def test_the_load_counts_every_choice_once(case: Case) -> None:
+    wanted = load_of_one_process(case)
+    for layers, found in run_processes(load_of, case.processes, case):
+        assert len(layers) == len(wanted[0]) and all(map(torch.equal, found, wanted))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

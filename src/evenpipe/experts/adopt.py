@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evenpipe.experts.function import Call, Overlap, run
 from evenpipe.experts.layout import Exchange, alone
 from evenpipe.experts.layout import spread as layout_of_member
+from evenpipe.experts.load import Load
 from evenpipe.experts.products import has_grouped
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
@@ -60,9 +61,13 @@ class Adopted:
     """Runs them as configured."""
     spread: Spread | None
     """None: this process holds all of them."""
+    load: Load | None
+    """Counts what tokens choose."""
 
 
-def adopt_experts(module: nn.Module, queue: WeightGradients, spread: Spread | None = None) -> list[str]:
+def adopt_experts(
+    module: nn.Module, queue: WeightGradients, spread: Spread | None = None, load: Load | None = None
+) -> list[str]:
     """Let our function run the experts of a stage. Return the names of their matrices, which take part in split
     backwards.
 
@@ -73,7 +78,7 @@ def adopt_experts(module: nn.Module, queue: WeightGradients, spread: Spread | No
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
     found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
     for name, part in found:
-        part._adopted = Adopted(name, part.num_experts, queue, _as_configured(part), spread)  # type: ignore
+        part._adopted = Adopted(name, part.num_experts, queue, _as_configured(part), spread, load)  # type: ignore
     for _, part in found:  # experts share one config
         part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
     return [
@@ -82,6 +87,17 @@ def adopt_experts(module: nn.Module, queue: WeightGradients, spread: Spread | No
         for name, parameter in part.named_parameters(recurse=False)
         if parameter.dim() > 1
     ]
+
+
+def names_of_experts(description: Description) -> dict[str, int]:
+    """Return the number of experts of every layer that has some, by their name in the model."""
+    name = description.structure.layers_name
+    return {
+        prefix: part.num_experts
+        for index in range(description.layers)
+        for prefix, part in description.layer(index).named_modules(prefix=f"{name}.{index}")
+        if is_experts(part)
+    }
 
 
 def placements(
@@ -141,6 +157,8 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
     spread = adopted.spread
     if spread is None and torch.compiler.is_compiling():
         return adopted.otherwise(experts, hidden, top_k_index, top_k_weights)
+    if adopted.load is not None:
+        adopted.load.add(adopted.name, top_k_index)
     queue = adopted.queue if adopted.queue.takes(hidden) else None
     if spread is None:
         call = Call(experts, alone(top_k_index, adopted.count), None, Overlap(), queue)

@@ -195,6 +195,10 @@ class Groups:
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         return Shared(tensor, pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
 
+    def total(self, own: Tensor, what: str) -> Shared:
+        """Return the sum of a tensor over everyone, on all of them; the own one is lost."""
+        return Shared(own, None if self.everyone is None else self.everyone.all_reduce(own, what))
+
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
         values."""

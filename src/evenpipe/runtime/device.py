@@ -13,6 +13,7 @@ from evenpipe.attention.function import adopt
 from evenpipe.communication.communicator import Communicator
 from evenpipe.experts.adopt import Spread, adopt_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
+from evenpipe.experts.load import Load
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
@@ -134,6 +135,8 @@ class SharedLayers:
     """How layers are cut over the tensor ranks of the device; None for one."""
     experts: Spread | None = None
     """How the members of a group share experts; None: a device has all of its experts."""
+    load: Load | None = None
+    """Counts what tokens choose; None: there are no experts, or another tensor rank counts."""
     pieces: bool = False
     """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
 
@@ -310,7 +313,7 @@ class Builder:
         held, options = self.held, self.layers
         if options.activations is not None:
             held.checkpointing.hooks = options.activations.pack, options.activations.unpack
-        experts = adopt_experts(module, held.weight_gradients, self.ranks.experts)
+        experts = adopt_experts(module, held.weight_gradients, self.ranks.experts, self.ranks.load)
         unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index, layer in layers.items():
             choice = options.checkpointing[index]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from evenpipe.errors import InputError
-from evenpipe.experts.adopt import Spread
+from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.function import Overlap
+from evenpipe.experts.load import Load
 from evenpipe.experts.routing import Routing
 from evenpipe.model import Description
 from evenpipe.parallel.expert_ranks import ExpertRanks
@@ -27,3 +28,9 @@ def spread_experts(description: Description, groups: Groups, recipe: Recipe) -> 
         )
     ranks = ExpertRanks(groups.experts, groups.running)
     return Spread(ranks, Routing(groups.running), Overlap(columns=4, arrivals=True))
+
+
+def count_choices(description: Description, groups: Groups) -> Load | None:
+    """Return what counts the choices of tokens; None for a model without experts that transformers can replace."""
+    names = {} if description.config is None else names_of_experts(description)
+    return Load(list(names), max(names.values()), groups.running, groups.torch_device) if names else None

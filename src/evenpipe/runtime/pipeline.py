@@ -40,7 +40,7 @@ from evenpipe.runtime.arguments import (
 )
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
-from evenpipe.runtime.expert_group import spread_experts
+from evenpipe.runtime.expert_group import count_choices, spread_experts
 from evenpipe.runtime.inputs import Divisor, Inputs
 from evenpipe.runtime.pieces import make_cutter
 from evenpipe.runtime.replicas import Replicas
@@ -182,6 +182,7 @@ class Pipeline(SpreadModel):
             slices, model_costs = self.layout.program.slices, self._model_costs
             cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
+            self._load = count_choices(self.description, self._groups)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
@@ -244,6 +245,7 @@ class Pipeline(SpreadModel):
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
         gives_all = replicas is not None and self.description.model is not None
+        load = None if self.tensor_rank else self._load  # tensor ranks route the same tokens
         self._held = Builder(
             description=self.description,
             layout=self.layout,
@@ -255,7 +257,9 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
             expert_shards=groups.expert_replicas if self._sharded else None,
-            ranks=SharedLayers(self._tensor, self._experts, self._pieces is not None),
+            ranks=SharedLayers(
+                self._tensor, self._experts, None if self.tensor_rank else self._load, self._pieces is not None
+            ),
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = None
@@ -291,6 +295,7 @@ class Pipeline(SpreadModel):
             pipelines=self.recipe.parallelism.replicas,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
+            load=self._load,
         )
         self._walker = Walker(
             self.device,

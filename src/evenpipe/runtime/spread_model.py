@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.errors import InputError, RunError
+from evenpipe.experts.load import Load
 from evenpipe.model import (
     Description,
     disk_tensors,
@@ -78,6 +79,7 @@ class SpreadModel:
     _groups: Groups
     _walker: Walker
     _pieces: Cutter | None
+    _load: Load | None
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -142,6 +144,11 @@ class SpreadModel:
     def _separate(self) -> bool:
         """Whether documents of a sequence do not see each other."""
         return self.recipe.batch.separate
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Names of the modules of experts in the whole model, one for each layer that has some."""
+        return () if self._load is None else self._load.layers
 
     @property
     def keeps_documents_apart(self) -> str | None:
