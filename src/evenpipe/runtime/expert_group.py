@@ -30,7 +30,15 @@ def spread_experts(description: Description, groups: Groups, recipe: Recipe) -> 
     return Spread(ranks, Routing(groups.running), Overlap(columns=4, arrivals=True))
 
 
-def count_choices(description: Description, groups: Groups) -> Load | None:
+def count_choices(description: Description, groups: Groups, tensor_rank: int) -> Load | None:
     """Return what counts the choices of tokens; None for a model without experts that transformers can replace."""
     names = {} if description.config is None else names_of_experts(description)
-    return Load(list(names), max(names.values()), groups.running, groups.torch_device) if names else None
+    if not names:
+        return None
+    return Load(
+        list(names),
+        max(names.values()),
+        groups.running,
+        groups.torch_device,
+        counts=not tensor_rank,  # tensor ranks route the same tokens
+    )

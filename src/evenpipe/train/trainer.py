@@ -367,6 +367,7 @@ class _Run:
                     busy=tuple(busy),
                     seconds=seconds,
                     entropy=result.entropy if self.config.loss.entropy else None,
+                    experts=ExpertMetrics.of(result.expert_load) if self.pipeline.expert_layers else None,
                 )
             )
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
