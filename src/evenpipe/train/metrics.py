@@ -43,7 +43,8 @@ class ExpertMetrics:
     @classmethod
     def of(cls, load: Tensor) -> ExpertMetrics:
         """load: as in `StepResult.expert_load`."""
-        shares = load.double() / load.double().mean(1, keepdim=True).clamp(min=1.0)
+        mean = load.double().mean(1, keepdim=True)
+        shares = load / mean.where(mean > 0, 1)
         return cls(
             expert_load_most=tuple(shares.amax(1).tolist()),
             expert_load_least=tuple(shares.amin(1).tolist()),

@@ -33,7 +33,7 @@ from evenpipe.train.config import Config
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
-from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
+from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
