@@ -233,7 +233,7 @@ def test_router_biases_move_towards_experts_with_few_tokens() -> None:
     for name, router in routers.items():
         assert torch.allclose(found[f"{name}.e_score_correction_bias"], router.e_score_correction_bias, atol=1e-6)
         assert not torch.equal(before[name], router.e_score_correction_bias)
-    with pytest.raises(AssertionError, match="expert_load: only step\\(\\) gives it"):
+    with pytest.raises(InputError, match="expert_load: only step\\(\\) gives it"):
         run_processes(biases_after_two_moves, 1, replace(alone, family="llama"))
 
 
