@@ -75,6 +75,7 @@ class WeightFiles:
             return placement.of(self.tensor(name))
         stored, rows = own
         of_own = self._put_together(name, stored, lambda disk: self._lazy(disk)[rows])
+        assert of_own.shape == (len(entries), *placement.shape[1:]), f"{name} is not stored by entries"
         return placement.of_entries(len(entries)).of(of_own)
 
     def same(self, name: str, other: str) -> bool:
