@@ -128,5 +128,5 @@ def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> P
         reshard=parallelism.reshard,
         prefetch=parallelism.prefetch,
     )
-    check_program(shared).raise_if_faulty()
+    check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
     return shared
