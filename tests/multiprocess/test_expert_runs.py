@@ -251,6 +251,11 @@ def refused(family: str, options: dict[str, Any]) -> str:
     [
         ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
         (
+            "llama",
+            {"replicas": 2, "expert_parallel": 2},
+            "expert_parallel: 2, expected 1, since LlamaForCausalLM has no",
+        ),
+        (
             "mixtral",
             {"replicas": 2, "expert_parallel": 2, "compile_layers": True},
             "compile_layers: True, expected False with expert_parallel",

@@ -6,6 +6,7 @@ from evenpipe.errors import InputError
 from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.function import Overlap
 from evenpipe.experts.load import Load
+from evenpipe.experts.refusals import check_experts
 from evenpipe.experts.routing import Routing
 from evenpipe.model import Description
 from evenpipe.parallel.expert_ranks import ExpertRanks
@@ -21,6 +22,7 @@ def spread_experts(description: Description, groups: Groups, recipe: Recipe) -> 
     """
     if groups.experts is None:
         return None
+    check_experts(description, len(groups.experts.members))
     if recipe.compile_layers:
         raise InputError(
             "compile_layers: True, expected False with expert_parallel: the exchange of rows between experts stays"
