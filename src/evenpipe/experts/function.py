@@ -18,7 +18,7 @@ beside products (after COMET, arXiv 2502.19811):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,23 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.experts.layout import Exchange, Layout, Pending
+from evenpipe.experts.overlap import Overlap, blocks
 from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
-
-_WHOLE_COLUMNS = 128
-"""Blocks of columns are multiples of it, where there are that many."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What runs beside transfers."""
-
-    columns: int = 1
-    """Blocks of columns of a product that leaves."""
-    arrivals: int = 1
-    """Products of what arrives, each of which reads the matrices: 1 of all rows at once; 2, own rows while others
-    arrive; more, of each member's rows by themselves."""
 
 
 @dataclass(eq=False)
@@ -307,7 +294,7 @@ def _start_leaving(
     add: of what a block of products is before it is summed.
     """
     layout, found = call.layout, []
-    for columns in _blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
+    for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
         products = grouped_product(pairs, matrices[:, :, columns], layout.groups)
         here = layout.by_row.sum(products if add is None else add(products, columns))
         back, pending = here, NOTHING
@@ -330,13 +317,6 @@ def _arrived(call: Call, leaving: list[_Leaving]) -> Tensor:
         pending.wait()
         result[:, columns] = call.layout.by_token.sum(back)
     return result
-
-
-def _blocks(width: int, count: int) -> Iterator[slice]:
-    size = -(-width // count)
-    if width % _WHOLE_COLUMNS == 0:
-        size = -(-size // _WHOLE_COLUMNS) * _WHOLE_COLUMNS
-    return (slice(start, min(start + size, width)) for start in range(0, width, size))
 
 
 def _weighted(gated: Tensor, weight: Tensor) -> Tensor:
