@@ -8,7 +8,7 @@ other at so many MB/s, and takes 0.1 ms from end to end; each message tells when
 (`expert_layer`) take turns. Printed are medians of the slower process:
 
     ms        of F, B and I, without finding out who gets which rows, which a forward does first ("layout")
-    of none   the same by that of the same way without a link
+    of none   of the time that the same way takes without a link
     waits     percent of the waits of rows without overlap that are gone
     time      percent of the time that the link costs these in all that is gone: here, what smaller products and more
               messages take counts as not hidden
@@ -39,7 +39,7 @@ NO_LINK = float("inf")
 LATENCY_SECONDS = 1e-4
 
 Figures = dict[str, dict[str, float]]
-"""By pass: "seconds" in all, and those of "waits"."""
+"""By pass: "seconds" in all, those of "waits", and so on."""
 
 
 class Link(Gloo):
@@ -94,6 +94,7 @@ def measure(settings: Settings, rates: list[float]) -> dict[str, Any]:
     layer = Layer(settings, link)
     link.reset()
     layout = layer.layout()
+    layer.check(ways(link.size, settings.hidden_size), layout)
     seconds: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
     sent = {}
     for number in range(settings.rounds + 1):
@@ -118,32 +119,35 @@ def measure(settings: Settings, rates: list[float]) -> dict[str, Any]:
         link.reset()
         layer.layout()
         layouts.append(link.now())
-    figures = {key: tuple(statistics.median(one) for one in zip(*taken, strict=True)) for key, taken in seconds.items()}
-    return {"seconds": figures, "layout": statistics.median(layouts), "bytes": sent}
+    figures = {}
+    for (name, rate, one), taken in seconds.items():
+        without_link = seconds[name, NO_LINK, one]
+        figures[name, rate, one] = {
+            "seconds": statistics.median(total for total, _ in taken),
+            "waits": statistics.median(waits for _, waits in taken),
+            "of_none": statistics.median(a / b for (a, _), (b, _) in zip(taken, without_link, strict=True)),
+        }
+    return {"figures": figures, "layout": statistics.median(layouts), "bytes": sent}
 
 
 def slower(found: list[dict[str, Any]], way: Way, rate: float) -> Figures:
     """Return the figures of the slower process in each pass."""
     return {
         name: {
-            kind: max(one["seconds"][way.name, rate, name][place] for one in found)
-            for place, kind in enumerate(("seconds", "waits"))
+            kind: max(one["figures"][way.name, rate, name][kind] for one in found)
+            for kind in ("seconds", "waits", "of_none")
         }
         for name in PASSES
     }
 
 
-def compared(way: Figures, without_link: Figures, rows: Figures, rows_without_link: Figures) -> Figures:
-    """Return how a way on a link compares: with itself without a link, and with rows of which nothing is overlapped."""
+def hidden(way: Figures, rows: Figures, rows_without_link: Figures) -> Figures:
+    """Return which parts of the waits, and of the time, that a link costs rows without overlap are gone."""
     found = {}
     for name in PASSES:
-        seconds, waits = way[name]["seconds"], way[name]["waits"]
-        lost = rows[name]["seconds"] - rows_without_link[name]["seconds"]
-        found[name] = {
-            "of_none": seconds / without_link[name]["seconds"],
-            "hidden_waits": 1 - waits / rows[name]["waits"],
-            "hidden_time": 1 - (seconds - rows_without_link[name]["seconds"]) / lost,
-        }
+        costs = rows[name]["seconds"] - rows_without_link[name]["seconds"]
+        rest = way[name]["seconds"] - rows_without_link[name]["seconds"]
+        found[name] = {"waits": 1 - way[name]["waits"] / rows[name]["waits"], "time": 1 - rest / costs}
     return found
 
 
@@ -168,12 +172,11 @@ def main() -> None:
                 case: dict[str, Any] = {"processes": processes, "layout_seconds": layout, "way": way.name}
                 case |= {"bytes": max(one["bytes"][way.name] for one in found), "passes": figures}
                 if rate != NO_LINK:
-                    without = [slower(found, one, NO_LINK) for one in (way, ROWS)]
-                    comparison = compared(figures, without[0], slower(found, ROWS, rate), without[1])
-                    case |= {"megabytes_per_second": rate / 1e6, "compared": comparison}
-                    text += "  " + "".join(f"{comparison[name]['of_none']:6.2f}" for name in PASSES)
-                    for kind in ("hidden_waits", "hidden_time"):
-                        text += "  " + "".join(f"{100 * comparison[name][kind]:5.0f}" for name in PASSES)
+                    gone = hidden(figures, slower(found, ROWS, rate), slower(found, ROWS, NO_LINK))
+                    case |= {"megabytes_per_second": rate / 1e6, "hidden": gone}
+                    text += "  " + "".join(f"{figures[name]['of_none']:6.2f}" for name in PASSES)
+                    for kind in ("waits", "time"):
+                        text += "  " + "".join(f"{100 * gone[name][kind]:5.0f}" for name in PASSES)
                 results.add(case)
                 print(f"{'none' if rate == NO_LINK else f'{rate / 1e6:g}':>5}  {way.name:30}{text}", flush=True)
 

@@ -160,7 +160,22 @@ class Layer:
 
         for parameter in self.experts.parameters():
             parameter.requires_grad_(not (splits and way.overlap is None))
+        self._given = hidden, weights
         return forward, backward
+
+    def check(self, every: Sequence[Way], layout: Layout) -> None:
+        """Run all ways once: outputs and all gradients must be the same."""
+        expected: list[Tensor] = []
+        for way in every:
+            forward, backward = self.start(way, layout, splits=False)
+            output = forward()
+            backward(output)
+            gradients = [one.grad for one in (*self._given, *self.experts.parameters())]
+            found = [output.detach(), *(one.clone() for one in gradients if one is not None)]
+            expected = expected or found
+            assert len(found) == 5, "a gradient is missing"
+            for one, other in zip(found, expected, strict=True):
+                assert (one - other).abs().max() <= 1e-5 * other.abs().max(), f"{way.name}: another result"
 
 
 # --- one row per pair --------------------------------------------------------------------------------------------
