@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": set(),
     "tensor": {"model", "layers"},
     "attention": {"model"},
+    "experts": {"layers"},
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
@@ -35,11 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoints": {"processes", "communication", "model", "optimizers", "parallel", "host"},
     "runtime": {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
-        *{"parallel", "host", "checkpoints", "tensor", "attention"},
+        *{"parallel", "host", "checkpoints", "tensor", "attention", "experts"},
     },
     "memory": {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
-        *{"tensor", "attention"},
+        *{"tensor", "attention", "experts"},
     },
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention"},
     "train": {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import Layout, alone, spread
+from evenpipe.layers.checkpointing import Switch, checkpointed
 from evenpipe.layers.weight_gradients import WeightGradients
 
 WIDTH = 64
@@ -239,3 +240,36 @@ def test_every_pair_is_computed_once_and_rows_travel_once(size, experts, route) 
         assert layout.rows == len(rows) <= sum(len(one) for one in index)
         assert layout.expert.tolist() == sorted(layout.expert.tolist())
         assert layout.groups.ends[-1:].tolist() in ([layout.pairs], [])
+
+
+@pytest.mark.parametrize("choice", ["none", "full", "selective"])
+def test_what_travels(choice) -> None:
+    """Rows and their weights once more with "full"; nothing that "selective" repeats."""
+    experts, size = experts_of("gpt_oss"), 2
+    given = [tokens_of("even", rank, size, 4, choices=2, seed=1) for rank in range(size)]
+
+    def work(member: Member) -> tuple[Tensor, ...]:
+        own = local(experts, size, member.rank)
+        hidden, index, weights, gradient = given[member.rank]
+        hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        call = Call(own, spread(index, 4, member), member, Overlap())
+
+        def forward(hidden: Tensor, weights: Tensor) -> Tensor:
+            return run(call, hidden.tanh(), weights)
+
+        if choice != "none":
+            forward = checkpointed(forward, choice, Switch(), torch.device("cpu"))
+        output = forward(hidden, weights)
+        output.backward(gradient)
+        return output.detach(), hidden.grad, weights.grad, own.gate_up_proj.grad, own.down_proj_bias.grad
+
+    results, members = in_group(size, work)
+    there, back = ["rows", "weights"], ["sums"]
+    again = there if choice == "full" else []
+    expected = ["choices", *there, *back, *again, "gradients", "gradients of weights", *back]
+    assert members.log == [expected] * size
+    if choice != "none":
+        plain = ours(experts, [(one[0].tanh(), *one[1:]) for one in given], Overlap(), split=False)
+        for place, name in enumerate(("output", "weights")):
+            for rank in range(size):
+                assert torch.equal(results[rank][2 * place], plain[name][rank])
