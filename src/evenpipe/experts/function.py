@@ -118,6 +118,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call: Call = ctx.call
+        ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
         layout = call.layout
         rows, first, weight = (one.detach() for one in ctx.saved_tensors)
         of_rows, arriving = _dispatch(call, gradient.contiguous(), "gradients")

@@ -125,6 +125,7 @@ class Bench:
         exchange: of the tensor ranks that the stage was made for; None for one.
         repeats: every forward is that of R, for which these keep more.
         piece: of every sequence; `shape` is that of the piece. None: whole sequences.
+        adopts_experts: whether our function runs experts; otherwise what the model's config names.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Bench:
         exchange: Exchange | None = None,
         repeats: bool = False,
         piece: PieceBench | None = None,
+        adopts_experts: bool = True,
     ) -> None:
         self._stage, self._names = stage, names
         self._exchange, self._repeats, self._piece = exchange, repeats, piece
@@ -151,7 +153,8 @@ class Bench:
         self._tracker = tracker
         self._parameters = dict(StageParameters(stage, dtype))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
-        adopt_experts(stage, self._queue)
+        if adopts_experts:
+            adopt_experts(stage, self._queue)
         split_layers(stage, self._queue)
         layers = [stage.get_submodule(name) for name in names]
         for layer, choice in zip(layers, choices, strict=True):

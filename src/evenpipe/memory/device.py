@@ -153,7 +153,8 @@ def _stage(
             "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W; "
             "expected kernels 'transformers' or 'fused', or a schedule with B"
         )
-    if settings.traced or (runs and source.closed is None):
+    is_described = source.closed is not None and source.closed.describe(settings.kernels, parallelism.tp)
+    if settings.traced or (runs and not is_described):
         found = source.traced_stage(bounds, ends, settings, kinds, piece)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)

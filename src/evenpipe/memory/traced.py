@@ -178,6 +178,7 @@ class StageTracer:
                     exchange=exchange,
                     repeats=repeats,
                     piece=seen,
+                    adopts_experts=self._kernels.experts == "rows",
                 )
                 return bench.trace(split=self._split, recompute=self._recompute)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
