@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": set(),
     "model": set(),
     "layers": set(),
+    "experts": {"model", "layers"},
     "tensor": {"model", "layers"},
     "attention": {"model"},
     "experts": {"layers"},

@@ -58,6 +58,8 @@ class Call:
     overlap: Overlap
     queue: WeightGradients | None = None
     """Takes the weight gradients; None: they are made in the backward."""
+    ended: Callable[[], None] | None = None
+    """Called at the end of the backward."""
 
     def matrices(self, name: str) -> Tensor:
         """Return [experts, in, out]."""
@@ -141,6 +143,8 @@ class _Experts(torch.autograd.Function):
         else:
             entry.compute()
         of_hidden = None if leaving is None else _arrived(call, leaving)
+        if call.ended is not None:
+            call.ended()
         return of_hidden, None if sum_of_weights is None else sum_of_weights(), None, None
 
 

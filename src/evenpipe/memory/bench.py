@@ -16,12 +16,12 @@ from evenpipe.experts.adopt import adopt_experts
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
+from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.parameters import StageParameters
-from evenpipe.tensor.exchange import Exchange
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""
@@ -139,7 +139,7 @@ class Bench:
         dtype: torch.dtype,
         tracker: Tracker,
         moves: Sequence[bool] | None = None,
-        exchange: Exchange | None = None,
+        exchange: FirstRank | None = None,
         repeats: bool = False,
         piece: PieceBench | None = None,
         adopts_experts: bool = True,

@@ -106,8 +106,6 @@ class Parallelism:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
         if self.tp > 1 and not self.sequence_parallel:
             raise InputError("sequence_parallel: False, expected True: tensor ranks share the rows of norms, too")
-        if self.ep > 1:
-            raise InputError(f"ep: {self.ep}, expected 1: only estimates and plans know larger ones")
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
 

@@ -163,9 +163,11 @@ class PipelineOptions(RecipeOptions, total=False):
     """The size of `cp`."""
     tensor_parallel: int | None
     """The size of `tp`."""
+    expert_parallel: int | None
+    """The size of `ep`."""
 
 
-AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp"}
+AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "expert_parallel": "ep"}
 """Their sizes are those of the grid."""
 
 
@@ -174,17 +176,18 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    sizes = {axis: grid.size(axis) for axis in AXES}
+    axes = (*AXES, "ep")
+    sizes = {axis: grid.size(axis) for axis in axes}
     for name, axis in AXES_OF_OPTIONS.items():
         given_size = how.get(axis, sizes[axis])
         if given_size != sizes[axis]:
             raise InputError(f"{axis}: {given_size}, expected {sizes[axis]}, as {name} says")
-    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *AXES)}
+    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *axes)}
     if given is None:
         given = Recipe.of(**sizes, **cast(RecipeOptions, options))
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
-    other = {axis: size for axis in AXES if (size := getattr(given.parallelism, axis)) != sizes[axis]}
+    other = {axis: size for axis in axes if (size := getattr(given.parallelism, axis)) != sizes[axis]}
     if other:
         expected = {axis: sizes[axis] for axis in other}
         raise InputError(f"recipe: {_sizes(other)}, expected {_sizes(expected)}, the sizes of the processes")

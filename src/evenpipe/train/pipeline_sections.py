@@ -30,6 +30,9 @@ class PipelineConfig(Section):
     torchrun, the number of processes that it starts."""
     replicas: int = 1
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
+    expert_parallel: int = 1
+    """Neighbouring replicas that share the experts of every layer, a divisor of `replicas`: each has some of them, and
+    tokens travel to the experts that they have chosen."""
     context_parallel: int = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
     context_exchange: Literal["auto", "keys", "heads"] = "auto"
@@ -113,6 +116,7 @@ class PipelineConfig(Section):
         return Recipe.of(
             dp=self.replicas,
             pp=self.devices,
+            ep=self.expert_parallel,
             cp=self.context_parallel,
             tp=self.tensor_parallel,
             sequence_length=sequence_length,
@@ -122,12 +126,14 @@ class PipelineConfig(Section):
         )
 
     def check(self) -> None:
-        self.at_least(1, "processes", "replicas", "context_parallel", "tensor_parallel")
+        self.at_least(1, "processes", "replicas", "expert_parallel", "context_parallel", "tensor_parallel")
         self.require("slices", self.slices == "auto" or self.slices >= 1, 'at least 1, or "auto"')
         self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
         self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
+        fits = self.replicas % self.expert_parallel == 0
+        self.require("expert_parallel", fits, f"a divisor of the {self.replicas} replicas")
         left = self.processes // self.replicas
         whose = f"the {left} processes" + (" of a replica" if self.replicas > 1 else "")
         self.require("context_parallel", left % self.context_parallel == 0, f"a divisor of {whose}")
