@@ -26,7 +26,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experts": {"model", "layers"},
     "tensor": {"model", "layers"},
     "attention": {"model"},
-    "experts": {"layers"},
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},

@@ -56,9 +56,10 @@ class ClosedForms:
         self._start = start_of(description)
         self._layer = lru_cache(maxsize=4096)(layer_bytes)  # most layers of a model are alike
 
-    def describe(self, kernels: Kernels, tensor_ranks: int) -> bool:
-        """Return whether there is one: for experts only as this library runs them, and on a single tensor rank."""
-        return not self._has_experts or (kernels.experts == "rows" and tensor_ranks == 1)
+    def describe(self, kernels: Kernels, tensor_ranks: int, members: int = 1) -> bool:
+        """Return whether there is one: for experts only as this library runs them, on a single tensor rank that has all
+        of them."""
+        return not self._has_experts or (kernels.experts == "rows" and tensor_ranks == members == 1)
 
     def stage(
         self,
