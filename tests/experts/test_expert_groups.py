@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -11,10 +12,13 @@ import pytest
 import torch
 from families import EXPERTS, tiny_config, whole_model
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import Layout, alone, spread
+from evenpipe.layers.checkpointing import Switch, checkpointed
 from evenpipe.layers.weight_gradients import WeightGradients
+from evenpipe.memory.tracker import Tracker
 
 WIDTH = 64
 
@@ -239,3 +243,96 @@ def test_every_pair_is_computed_once_and_rows_travel_once(size, experts, route) 
         assert layout.rows == len(rows) <= sum(len(one) for one in index)
         assert layout.expert.tolist() == sorted(layout.expert.tolist())
         assert layout.groups.ends[-1:].tolist() in ([layout.pairs], [])
+
+
+@pytest.mark.parametrize("choice", ["none", "full", "selective"])
+def test_what_travels(choice) -> None:
+    """Rows and their weights once more with "full"; nothing that "selective" repeats."""
+    experts, size = experts_of("gpt_oss"), 2
+    given = [tokens_of("even", rank, size, 4, choices=2, seed=1) for rank in range(size)]
+
+    def work(member: Member) -> tuple[Tensor, ...]:
+        own = local(experts, size, member.rank)
+        hidden, index, weights, gradient = given[member.rank]
+        hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        call = Call(own, spread(index, 4, member), member, Overlap())
+
+        def forward(hidden: Tensor, weights: Tensor) -> Tensor:
+            return run(call, hidden.tanh(), weights)
+
+        if choice != "none":
+            forward = checkpointed(forward, choice, Switch(), torch.device("cpu"))
+        output = forward(hidden, weights)
+        output.backward(gradient)
+        return output.detach(), hidden.grad, weights.grad, own.gate_up_proj.grad, own.down_proj_bias.grad
+
+    results, members = in_group(size, work)
+    there, back = ["rows", "weights"], ["sums"]
+    again = there if choice == "full" else []
+    expected = ["choices", *there, *back, *again, "gradients", "gradients of weights", *back]
+    assert members.log == [expected] * size
+    if choice != "none":
+        plain = ours(experts, [(one[0].tanh(), *one[1:]) for one in given], Overlap(), split=False)
+        for place, name in enumerate(("output", "weights")):
+            for rank in range(size):
+                assert torch.equal(results[rank][2 * place], plain[name][rank])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_bytes_that_are_kept_and_that_travel(family, size) -> None:
+    """b (R h + P F) + b P are kept from F to B, b (2 R h + P (F + f)) + b P from I to W, both beside integers. Rows
+    travel twice in F and twice in I, never in W; beside those of F an int32 and a weight of each choice, and in I the
+    gradient of each weight."""
+    experts, choices = experts_of(family), 2
+    given = [tokens_of("even", rank, size, 4, choices=choices, seed=5) for rank in range(size)]
+
+    def work(member: Member) -> list[Any]:
+        own, found = local(experts, size, member.rank), []
+        hidden, index, weights, gradient = given[member.rank]
+        hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        queue = WeightGradients()
+        queue.begin((0, 0))
+        with Tracker() as tracker:
+            tracker.add(hidden, index, weights, gradient, *own.parameters(False))
+
+            def after(what: str) -> None:
+                member.members.met(member.rank, None)  # nobody holds what others have sent
+                found.append((what, tracker.live, member.members.bytes[member.rank]))
+
+            after("before")
+            layout = spread(index, 4, member)
+            layout.by_row, layout.by_token
+            after("layout")
+            output = run(Call(own, layout, member, Overlap(), queue), hidden, weights)
+            edge = get_gradient_edge(output)
+            del output
+            after("F")
+            torch.autograd.backward((edge,), (gradient,))
+            del edge
+            hidden.grad = weights.grad = None
+            after("I")
+            queue.compute((0, 0))
+            for one in own.parameters(False):
+                one.grad = None
+            after("W")
+        return [layout, *found]
+
+    results, _ = in_group(size, work)
+    b, f = 8, 96
+    for layout, *found in results:
+        live = {what: bytes_ for what, bytes_, _ in found}
+        sent = [bytes_ for _, _, bytes_ in found]
+        rows, pairs = layout.rows * WIDTH, layout.pairs
+        kept = b * (rows + pairs * 2 * f) + b * pairs
+        queued = b * (2 * rows + pairs * 3 * f) + b * pairs
+        assert (live["F"] - live["layout"], live["I"] - live["layout"]) == (kept, queued)
+        assert live["W"] == live["layout"]
+        goes, comes = sum(layout.sent), sum(layout.received)
+        sides = layout.own + goes
+        integers = 8 * (4 * pairs + layout.rows) + 8 * (2 * sides + layout.tokens) + choices * sides
+        assert live["layout"] - live["before"] == integers + 4 * len(layout.groups.ends)
+        by_pass = [late - early for early, late in itertools.pairwise(sent)]
+        small = 4 * choices * goes  # which experts
+        back = comes * (WIDTH * b + choices * b)
+        assert by_pass == [small, goes * (WIDTH + choices) * b + comes * WIDTH * b, goes * WIDTH * b + back, 0]

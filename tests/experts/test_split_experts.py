@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from families import EXPERTS, tiny_config, whole_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenpipe.experts.adopt import adopt_experts
 from evenpipe.experts.products import Groups, fill_grouped, grouped_outer, grouped_product
+from evenpipe.layers.checkpointing import Switch, checkpointed
+from evenpipe.layers.own_operations import WITHIN
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import gradient_errors
 
@@ -138,6 +142,54 @@ def test_what_torch_cannot_multiply_at_once_is_multiplied_one_by_one(family, dty
     assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < (
         1e-14 if dtype == torch.float64 else 1e-6
     )
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_hooks_of_parameters_run_once_and_find_a_gradient(split) -> None:
+    """As those that add the gradient of a copy in bf16 to its master."""
+    experts, queue, found = experts_of("gpt_oss", *ONE_AFTER_THE_OTHER), WeightGradients(), []
+    for name, parameter in experts.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one, name=name: found.append((name, one.grad is not None)))
+    adopt_experts(experts, queue)
+    gradients(experts, routed(experts, torch.float64, 2), queue if split else None)
+    assert sorted(found) == sorted((name, True) for name, _ in experts.named_parameters())
+
+
+@pytest.mark.parametrize("implementation", [ONE_AFTER_THE_OTHER, AT_ONCE], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_checkpointed_experts_compute_the_same(family, choice, implementation) -> None:
+    """Biases are added to the first product in place, which "selective" keeps."""
+    experts, dtype = experts_of(family, *implementation), implementation[1]
+    given, queue = routed(experts, dtype, 2), WeightGradients()
+    adopt_experts(experts, queue)
+    expected = gradients(experts, given, queue)
+    experts.forward = checkpointed(experts.forward, choice, Switch(), torch.device("cpu"))
+    assert all(torch.equal(one, expected[name]) for name, one in gradients(experts, given).items())
+    assert all(torch.equal(one, expected[name]) for name, one in gradients(experts, given, queue).items())
+
+
+def test_selective_checkpointing_repeats_no_product() -> None:
+    experts, queue = experts_of("mixtral", *AT_ONCE), WeightGradients()
+    adopt_experts(experts, queue)
+    hidden, chosen, weights, gradient = routed(experts, torch.float32, 2)
+    with Products() as products:
+        forward = checkpointed(experts, "selective", Switch(), torch.device("cpu"))
+        output = forward(hidden.requires_grad_(), chosen, weights)
+        assert products.count == 2
+        output.backward(gradient)
+    assert products.count == 2 + 4
+
+
+class Products(TorchDispatchMode):
+    """Counts grouped products, also inside of our own operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops.aten._grouped_mm.default
+        with self if operation in WITHIN else nullcontext():
+            return WITHIN.get(operation, operation)(*args, **(kwargs or {}))
 
 
 def test_what_is_kept_until_the_backward() -> None:

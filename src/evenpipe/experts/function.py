@@ -7,8 +7,9 @@ and the backward makes the same two trips as the forward, by one layout:
     B   dy --dispatch-->  dZ     da = dZ[row] W2^T   dpre = gate'(da w)  dX = sum of dpre W1^T       --combine-->  dx
         dw = da . gate(pre)      dW1 = X[row]^T dpre      dW2 = a^T dZ[row]
 
-Only X, pre and w stay from F to B: the gate is computed again. Between I and W stay X, dZ, dpre and a. Transfers run
-beside products (after COMET, arXiv 2502.19811):
+Only X, pre and w stay from F to B: the gate is computed again. Between I and W stay X, dZ, dpre, a and w. "selective"
+checkpointing keeps X, pre, w and out, so that a repeated forward sends nothing. Transfers run beside products (after
+COMET, arXiv 2502.19811):
 
     arrivals   the product of what arrives (W1 in F, W2^T in B) begins with own rows; then all others, or one member's
                after the other
@@ -21,14 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evenpipe.experts.layout import Exchange, Layout, Pending
 from evenpipe.experts.overlap import Overlap, blocks
 from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import only_saves
+from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
 
 
@@ -84,25 +87,29 @@ def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
 
     Returns: [tokens, hidden_size].
     """
-    trained = (one for one in call.experts.parameters(recurse=False) if one.requires_grad)
-    anchor = next(trained, None)  # without it, nothing would have a graph behind inputs without a gradient
+    anchor = None  # without it, nothing would have a graph behind inputs without a gradient
+    if any(one.requires_grad for one in call.experts.parameters(recurse=False)):
+        anchor = hidden.new_empty(0, requires_grad=True)  # no parameter: its hooks would run, without a gradient
     result: Tensor = _Experts.apply(hidden, weights, call, anchor)
     return result
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, call: Call, anchor: nn.Parameter | None) -> Tensor:
-        rows, first, weight = _to_experts(call, hidden, weights)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, call: Call, anchor: Tensor | None) -> Tensor:
+        *sent, first, weight = _operation_to_experts(hidden.detach(), weights.detach(), _number(call))
+        rows = sent[0] if sent else hidden
         ctx.save_for_backward(rows, first, weight)
         ctx.call, ctx.shape, ctx.dtype = call, weights.shape, weights.dtype
         if only_saves(3):
             return torch.empty_like(hidden)
-        return _to_tokens(call, _weighted(call.gate(first), weight), weight)
+        output: Tensor = _operation_to_tokens(first, weight, _number(call))
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call: Call = ctx.call
+        ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
         layout = call.layout
         rows, first, weight = (one.detach() for one in ctx.saved_tensors)
         of_rows, arriving = _dispatch(call, gradient.contiguous(), "gradients")
@@ -330,3 +337,33 @@ def _weighted(gated: Tensor, weight: Tensor) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+# --- as operations of torch --------------------------------------------------------------------------------------
+
+
+_calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+"""By the number that stands for them in the arguments of an operation."""
+
+
+def _number(call: Call) -> int:
+    _calls[id(call)] = call
+    return id(call)
+
+
+def _computed_to_experts(hidden: Tensor, weights: Tensor, number: int) -> list[Tensor]:
+    """Return as `_to_experts`; without X where that is all of the hidden states themselves."""
+    call = _calls[number]
+    rows, first, weight = _to_experts(call, hidden, weights)
+    return [first, weight] if call.exchange is None else [rows, first, weight]
+
+
+def _computed_to_tokens(first: Tensor, weight: Tensor, number: int) -> Tensor:
+    call = _calls[number]
+    return _to_tokens(call, _weighted(call.gate(first), weight), weight)
+
+
+_operation_to_experts = own_operation(
+    "to_experts(Tensor hidden, Tensor weights, int call) -> Tensor[]", _computed_to_experts
+)
+_operation_to_tokens = own_operation("to_tokens(Tensor first, Tensor weight, int call) -> Tensor", _computed_to_tokens)

@@ -23,9 +23,14 @@ class Groups:
         """The first row of each expert and that behind its last. Waits for the device: only used without grouped
         products."""
         if self._spans is None:
-            stops = self.ends.tolist()
-            self._spans = list(zip([0, *stops], stops, strict=False))
+            self._spans = spans_of(self.ends)
         return self._spans
+
+
+def spans_of(ends: Tensor) -> list[tuple[int, int]]:
+    """Return the first row of each expert and that behind its last."""
+    stops = ends.tolist()
+    return list(zip([0, *stops], stops, strict=False))
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:

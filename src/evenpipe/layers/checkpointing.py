@@ -116,8 +116,8 @@ PRODUCTS = [
     _aten._scaled_dot_product_attention_math.default,
     torch._higher_order_ops.flex_attention,
 ]
-"""Kept by "selective": these cost far more time than the bytes of their results are worth. Tensor ranks add theirs
-(`tensor/operations.py`)."""
+"""Kept by "selective": these cost far more time than the bytes of their results are worth. Our own are added where they
+are defined (`layers/own_operations.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,7 @@ def estimate(
         foreach=foreach,
         traced=traced,
     )
+    settings.check_experts(description)
     plan = source.planned(recipe)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(

@@ -24,7 +24,7 @@ from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE
 from evenpipe.memory.own_attention import Carried
-from evenpipe.memory.sketch import Queued, Sketch, Source, Storage, Tape, held
+from evenpipe.memory.sketch import Sketch, Source, Storage, Tape, Waiting, held
 from evenpipe.model.shape import LayerShape
 
 INPUT, GRADIENT = "input", "gradient of the output"
@@ -83,6 +83,9 @@ class LayerBytes:
     """Whether they carry tables, if those are large enough."""
     given: Mapping[str, int]
     """Other tensors that layers share and keep until they are recomputed: positions, masks."""
+    holds_given: bool
+    """Whether they stay until the end of its backward, beyond the recomputation: torch's own checkpointing keeps what a
+    layer got until the last of its nodes is gone."""
     peaks: LayerPeaks
     queued: int
     """Live between I and W: inputs and output gradients of linear layers, even if others hold them too."""
@@ -124,7 +127,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         split.forward()
         peaks[holds] = fused.backward(*holds), split.backward(*holds)
     assert split.tape.queue is not None
-    queued = {id(one): one for entry in split.tape.queue for one in (entry.hidden, entry.gradient)}
+    queued = {id(one): one for entry in split.tape.queue for one in entry.storages}
     names = {one.name for one in queued.values()}
     total = sum(one.bytes for one in queued.values())
     del queued
@@ -138,6 +141,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         moved=kept.moved(everything if again else ()),
         moves_tables=not again,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
+        holds_given=checkpointing == "selective",
         peaks=LayerPeaks(kept.peak, bare.peak, peaks, _weight_peak(split.tape, split.tape.queue)),
         queued=total,
         saves_input=kept.holds_input(),
@@ -257,7 +261,7 @@ class LayerRun:
         return self.tape.meter.live == live
 
 
-def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
+def _weight_peak(tape: Tape, queue: list[Waiting]) -> int:
     """W as in `layers/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
     when the next one is computed; a gathered input is under way during the products before those that need it."""
     meter = tape.meter

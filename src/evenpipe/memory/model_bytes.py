@@ -9,6 +9,7 @@ import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.model.expert_rows import Sharing
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import cut_of_model
@@ -141,7 +142,8 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        sizes = settings.microbatch_size, settings.sequence, piece, ranks
+        sharing = Sharing(settings.parallelism.ep)
+        sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
@@ -156,6 +158,7 @@ class ModelBytes:
                 ranks=ranks,
                 cut=self.cut(settings),
                 piece=piece,
+                sharing=sharing,
             )
         return self._tracers[key].stage(
             *bounds,
