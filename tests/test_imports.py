@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
-    "recipe": {"schedule", "interop", "vocabulary", "model", "communication"},
+    "recipe": {"schedule", "interop", "vocabulary", "model", "communication", "experts"},
     "optimizers": {"communication", "model", "parallel"},
     "parallel": {"communication", "processes", "model", "attention"},
     "host": {"schedule", "communication", "recipe", "optimizers"},
@@ -44,7 +44,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention", "experts"},
     "train": {
-        *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
+        *{
+            "experts",
+            "schedule",
+            "simulate",
+            "draw",
+            "vocabulary",
+            "model",
+            "processes",
+            "communication",
+            "costs",
+            "recipe",
+        },
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},
     },
 }

@@ -302,6 +302,8 @@ class _Run:
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
+        if config.experts.router_bias_rate:
+            pipeline.move_router_biases(result.expert_load, config.experts.router_bias_rate)
         pipeline.zero_grad()
         progress.step += 1
         progress.tokens += self.batches.tokens_per_batch
