@@ -44,19 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention", "experts"},
     "train": {
-        *{
-            "experts",
-            "schedule",
-            "simulate",
-            "draw",
-            "vocabulary",
-            "model",
-            "processes",
-            "communication",
-            "costs",
-            "recipe",
-        },
-        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},
+        *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
+        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan", "experts"},
     },
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}
