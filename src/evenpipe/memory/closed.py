@@ -322,8 +322,10 @@ class _Stage:
             row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
             holds_input = not place and not self._begins and not self._takes_rows
             tables = self._lasts_here[place]
-            holds = received, holds_input, not holds_input and tables.keys() != layer.tables.keys()
-            row.append(Stretch(layer.peaks.backward[holds][split], kept - sum(tables.values())))
+            holds_tables = not holds_input and tables.keys() != layer.tables.keys()
+            row.append(
+                Stretch(layer.peaks.backward[received, holds_input, holds_tables, split], kept - sum(tables.values()))
+            )
         if self._takes_rows:
             row.append(Stretch(self._whole, self._whole - stream))
         return joined([*row, Stretch(0, -self._indices)])
