@@ -141,6 +141,11 @@ class Call:
         return [one.storage for one, _ in self._inputs] + (self.products or [])
 
     @property
+    def takes_products(self) -> bool:
+        """All of it is being recomputed, with kept results of products."""
+        return self.again and self.products is not None
+
+    @property
     def only_saves(self) -> bool:
         """All of it is being recomputed, and the next storage is the last needed one."""
         return self.again and self.products is None and self._found == len(self._saved) - 1
