@@ -42,7 +42,7 @@ def kept(layer: LayerBytes) -> int:
 
 def backward_peak(layer: LayerBytes) -> int:
     """Within B, of a layer that is a stage of its own."""
-    return layer.peaks.backward[True, True, False][0]
+    return layer.peaks.backward[True, True, False, False]
 
 
 def per_unit(size: int, shape: LayerShape, tp: int = 1, cp: int = 1) -> float:

@@ -18,6 +18,7 @@ from drawn_runs import TOKENS, Case, continue_in_all, described, opened
 from harness import run_processes
 from transformers import PreTrainedModel
 
+import evenpipe
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.experts import adopt
@@ -264,3 +265,28 @@ def refused(family: str, options: dict[str, Any]) -> str:
 )
 def test_what_cannot_run_is_refused(family: str, options: dict[str, Any], sentence: str) -> None:
     assert all(sentence in said for said in run_processes(refused, 2, family, options))
+
+
+# --- optimizers that need whole matrices -----------------------------------------------------------------------------
+
+
+def trained_by(case: Case, kind: str) -> dict[str, torch.Tensor]:
+    with InFp64(), contextlib.closing(opened(case, 4 // case.replicas)) as pipeline:
+        optimizer = getattr(evenpipe, kind)(pipeline, lr=1e-2)
+        for ids, labels in reference.batches(61, 4, TOKENS, 2):
+            own = slice(pipeline.replica * 4 // case.replicas, (pipeline.replica + 1) * 4 // case.replicas)
+            pipeline.zero_grad()
+            pipeline.step(ids[own], labels[own])
+            optimizer.step()
+        return pipeline.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_optimizers_see_whole_matrices_of_shared_experts(kind: str) -> None:
+    alone = run_processes(trained_by, 1, Case("mixtral of 5 experts"), kind)[0]
+    for case in (Case("mixtral of 5 experts", 2, members=2), Case("mixtral of 5 experts", 4, members=2)):
+        error, name = reference.worst(run_processes(trained_by, case.processes, case, kind)[0], alone)
+        assert error < 1e-8, name
+    sharded = Case("mixtral of 5 experts", 4, members=2, data_parallel="shard")
+    with pytest.raises(InputError, match=rf"{kind}: it needs whole matrices.*expected data_parallel = 'replicate'"):
+        run_processes(trained_by, 4, sharded, kind)

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 import evenpipe
 from evenpipe import Pipeline
+from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.train.optimization import make_optimizer
 from evenpipe.train.run_sections import OptimizerConfig
@@ -394,3 +395,23 @@ def test_a_loop_of_ones_own_has_them_with_schedulers_of_torch(tmp_path: Path, ki
     assert [rates for _, rates in rows] == [rates for _, rates in whole]
     assert [rates[0] for _, rates in rows] == pytest.approx([RATE / (1 + step) for step in range(4)])
     assert [loss for loss, _ in rows] == pytest.approx([loss for loss, _ in whole], rel=1e-8)
+
+
+def sentences_with_tensor_ranks() -> list[str]:
+    torch.manual_seed(0)
+    config = tiny_config("llama", num_hidden_layers=2)
+    pipeline = Pipeline(config, tensor_parallel=2, self_check=False)
+    said = []
+    for kind in (evenpipe.Muon, evenpipe.Adafactor):
+        with pytest.raises(InputError) as raised:
+            kind(pipeline)
+        said.append(str(raised.value))
+    pipeline.close()
+    return said
+
+
+def test_parts_of_matrices_that_are_no_rows_are_refused() -> None:
+    for said in run_processes(sentences_with_tensor_ranks, 2):
+        for name, sentence in zip(("Muon", "Adafactor"), said, strict=True):
+            assert sentence.startswith(f"{name}: it needs whole matrices, or rows of them")
+            assert "o_proj.weight" in sentence and "expected tensor_parallel = 1 with it" in sentence

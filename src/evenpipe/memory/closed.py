@@ -335,8 +335,10 @@ class _Stage:
                 row.append(given)  # recomputed by now
             holds_input = not place and not self._begins and not self._takes_rows
             tables = self._lasts_here[place]
-            holds = received, holds_input, not holds_input and tables.keys() != layer.tables.keys()
-            row.append(Stretch(layer.peaks.backward[holds][split], kept - sum(tables.values())))
+            holds_tables = not holds_input and tables.keys() != layer.tables.keys()
+            row.append(
+                Stretch(layer.peaks.backward[received, holds_input, holds_tables, split], kept - sum(tables.values()))
+            )
             if layer.holds_given:
                 row.append(given)
         if self._takes_rows:

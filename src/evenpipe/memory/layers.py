@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 from evenpipe.errors import InputError
 from evenpipe.memory.blocks import Block
@@ -48,6 +47,23 @@ Megatron-LM's selective choices: a part is recomputed (core attention; MLP with 
 the results of norms or of the activation are recomputed from tensors that are saved anyway."""
 
 
+class Backwards(dict[tuple[bool, bool, bool, bool], int]):
+    """(another owner holds the gradient of the layer's output, its input, its tables; is I) -> peak within B or I.
+
+    Of the sixteen a stage needs few: each is computed when it is first asked for.
+    """
+
+    def __init__(self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> None:
+        super().__init__()
+        self._layer = shape, kernels, sizes, checkpointing
+
+    def __missing__(self, key: tuple[bool, bool, bool, bool]) -> int:
+        *holds, split = key
+        run = LayerRun(*self._layer, split=split)
+        run.forward()
+        return self.setdefault(key, run.backward(*holds))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPeaks:
     """Peaks within the passes of one layer, above the live bytes at the start of the pass."""
@@ -56,9 +72,8 @@ class LayerPeaks:
     """Within F; the layer's output was not live."""
     bare_forward: int
     """Within an F without a graph."""
-    backward: Mapping[tuple[bool, bool, bool], tuple[int, int]]
-    """(another owner holds the gradient of the layer's output, its input, its tables) -> within B and within I; all
-    were live before, and the gradients of parameters exist."""
+    backward: Backwards
+    """Within B and within I; the gradients of parameters exist."""
     weight: int
     """Within W."""
 
@@ -102,7 +117,7 @@ def check_has_closed_form(shape: LayerShape) -> None:
 
 
 def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpointing: str = "none") -> LayerBytes:
-    """Return the bytes of one layer: run it once for its saved tensors, and once for each kind of backward.
+    """Return the bytes of one layer: run it for its saved tensors, and for its queue of weight gradients.
 
     With context parallelism the keys and values of all other GPUs are counted during attention, and their gradients in
     its backward (for ring and all-gather alike).
@@ -115,17 +130,11 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
     check_has_closed_form(shape)
     sizes = sizes_of(shape, portion)
     bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))
+    split = LayerRun(shape, kernels, sizes, checkpointing, split=True)
     bare.tape.recording = False
-    bare.forward()
-    kept.forward()
-    peaks = {}
-    for holds in product((True, False), (True, False), (True, False)):
-        if holds[1:] == (True, True):
-            continue  # a stage's input is that of its first layer, whose tables no layer needs afterwards
-        fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
-        fused.forward()
-        split.forward()
-        peaks[holds] = fused.backward(*holds), split.backward(*holds)
+    for run in (bare, kept, split):
+        run.forward()
+    split.backward(True, True)
     assert split.tape.queue is not None
     queued = {id(one): one for entry in split.tape.queue for one in entry.storages}
     names = {one.name for one in queued.values()}
@@ -142,7 +151,12 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         moves_tables=not again,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
         holds_given=checkpointing == "selective",
-        peaks=LayerPeaks(kept.peak, bare.peak, peaks, _weight_peak(split.tape, split.tape.queue)),
+        peaks=LayerPeaks(
+            kept.peak,
+            bare.peak,
+            Backwards(shape, kernels, sizes, checkpointing),
+            _weight_peak(split.tape, split.tape.queue),
+        ),
         queued=total,
         saves_input=kept.holds_input(),
         queues_input=INPUT in names,

@@ -310,10 +310,12 @@ class Operations:
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
         only_saves = is_late and tape.call is not None and tape.call.only_saves()
-        made = size if not (summed and only_saves) else summed
-        result = (tape.new if only_saves else tape.product)(made, element, name)
-        if summed and not only_saves:
-            result = self._own_rows_of_sum(result, summed, name)
+        if only_saves:
+            result = tape.new(summed or size, element, name)
+        elif summed:
+            result = self._own_rows_of_product(size, summed, element, name)
+        else:
+            result = tape.product(size, element, name)
         del there, before
         if is_late:
             tape.save(node, saves)
@@ -350,10 +352,14 @@ class Operations:
         finally:
             self._given = None
 
-    def _own_rows_of_sum(self, partial: Sketch, elements: int, name: str) -> Sketch:
-        parts = self.tape.new(*partial.size)  # a copy, which the sum destroys
-        result = self.tape.new(elements, partial.element, name)
-        del parts
+    def _own_rows_of_product(self, size: int, own: int, element: int, name: str) -> Sketch:
+        """ "selective" checkpointing keeps own rows only, and repeats neither the product nor the sum."""
+        if self.tape.call is not None and self.tape.call.takes_products:
+            return self.tape.product(own, element, name)
+        partial = self.tape.new(size, element)
+        parts = self.tape.new(size, element)  # a copy, which the sum destroys
+        result = self.tape.product(own, element, name)
+        del partial, parts
         return result
 
     def own_rows(self, whole: Sketch, elements: int) -> Sketch:

@@ -141,6 +141,11 @@ class Call:
         """Return the storages that stay until recomputation."""
         return [one.storage for one, _ in self._inputs] + (self.products or [])
 
+    @property
+    def takes_products(self) -> bool:
+        """All of it is being recomputed, with kept results of products."""
+        return self.again and self.products is not None
+
     def only_saves(self, count: int = 1) -> bool:
         """Return whether all of it is being recomputed, and the next `count` storages are the last needed ones."""
         return self.again and self.products is None and self._found == len(self._saved) - count

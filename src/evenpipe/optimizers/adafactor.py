@@ -43,12 +43,16 @@ class Adafactor(torch.optim.Adafactor):
 
     Raises:
         ValueError: a value that torch's class refuses.
+        InputError: tensor parallelism, or shared experts with rows in shards over replicas.
     """
 
     def __init__(
         self, pipeline: HoldsParameters, *, lr: float = 1e-2, weight_decay: float = 0.0, **options: Any
     ) -> None:
         self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
+        for one in self._held.values():
+            if not one.has_rows:
+                raise one.refuse("Adafactor")
         super().__init__(groups_by_decay(self._held), lr=lr, weight_decay=weight_decay, **options)
 
     def is_same_on_all(self, parameter: nn.Parameter, state: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
+from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.placement import TensorPlacement, chunk
 
@@ -30,6 +32,26 @@ class HeldParameter:
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
         return self.placement.shape
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this process has the whole parameter, or each member of the communicator has other rows of it."""
+        cuts, communicator = self.placement.cuts, self.communicator
+        if not cuts:
+            return True
+        parts = math.prod(cut.parts for cut in cuts)
+        return (
+            communicator is not None and len(communicator.members) == parts and not any(one.dimension for one in cuts)
+        )
+
+    def refuse(self, optimizer: str) -> InputError:
+        """Return the error of an optimizer that cannot train this part."""
+        axes = {axis for cut in self.placement.cuts for axis in cut.axes}
+        expected = "tensor_parallel = 1" if "tp" in axes else "data_parallel = 'replicate'"
+        return InputError(
+            f"{optimizer}: it needs whole matrices, or rows of them, and this process has another part of {self.name}"
+            f" {list(self.shape)}; expected {expected} with it, or an optimizer that works element by element"
+        )
 
 
 class HoldsParameters(Protocol):

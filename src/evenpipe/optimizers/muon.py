@@ -59,6 +59,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a value that torch's classes refuse.
+        InputError: tensor parallelism, or shared experts with rows in shards over replicas.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class Muon(torch.optim.Optimizer):
         self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
         of_layer = matrices_of_layers(pipeline)
         matrices = [one.parameter for one in self._held.values() if of_layer(one)]
+        for matrix in matrices:
+            if not _fits(self._held[matrix]):
+                raise self._held[matrix].refuse("Muon")
         chosen = set(matrices)
         others = [parameter for parameter in self._held if parameter not in chosen]
         options = checked_options(lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
@@ -160,6 +164,14 @@ def checked_options(**options: Any) -> dict[str, Any]:
     checked = dict(torch.optim.Muon([nn.Parameter(torch.empty(0, 0))], **options).defaults)
     orthogonalise(torch.zeros(1, 1, 1), **_of_orthogonalisation(checked))  # torch checks the others in the first step
     return checked
+
+
+def _fits(held: HeldParameter) -> bool:
+    """Return whether this process has whole matrices, or rows of one that are next to each other."""
+    cuts = held.placement.cuts
+    if len(held.shape) == 3:
+        return not any(cut.dimension for cut in cuts)
+    return held.has_rows and len(cuts) <= 1 and not any(cut.segments for cut in cuts)
 
 
 def matrices_of_layers(pipeline: HoldsParameters) -> Callable[[HeldParameter], bool]:
