@@ -114,8 +114,9 @@ class ModelBytes:
             piece=piece,
         )
         cut = self.cut(settings)
-        kept = tuple(layer in settings.kept_layers for layer in range(first, last))
-        key = (shapes, settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
+        kept = settings.recipe.offload.kept_layers(self.description.layers)
+        moves = tuple(layer not in kept for layer in range(first, last))
+        key = (shapes, settings.checkpointing[first:last], moves, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
@@ -126,7 +127,7 @@ class ModelBytes:
                 is_first=ends[0],
                 is_last=ends[1],
                 checkpointing=settings.checkpointing,
-                kept_layers=settings.kept_layers,
+                kept_layers=kept,
                 kernels=settings.kernels,
                 whole_end=cut is not None and cut.end_is_whole,
             )
@@ -142,7 +143,7 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        sharing = Sharing(settings.parallelism.ep)
+        sharing = Sharing(settings.parallelism.ep, settings.skew)
         sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
@@ -165,5 +166,5 @@ class ModelBytes:
             is_first=ends[0],
             is_last=ends[1],
             checkpointing=settings.checkpointing,
-            kept_layers=settings.kept_layers,
+            kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
         )
