@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
-    "recipe": {"schedule", "interop", "vocabulary", "model", "communication"},
+    "recipe": {"schedule", "interop", "vocabulary", "model", "communication", "experts"},
     "optimizers": {"communication", "model", "parallel"},
     "parallel": {"communication", "processes", "model", "attention"},
     "host": {"schedule", "communication", "recipe", "optimizers"},
@@ -42,10 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
         *{"tensor", "attention", "experts"},
     },
-    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention"},
+    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention", "experts"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
-        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},
+        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan", "experts"},
     },
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}

@@ -11,7 +11,7 @@ from families import EXPERTS, tiny_config, whole_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenpipe.experts.adopt import adopt_experts
-from evenpipe.experts.products import Groups, grouped_outer, grouped_product
+from evenpipe.experts.products import Groups, fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import Switch, checkpointed
 from evenpipe.layers.own_operations import WITHIN
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
@@ -261,3 +261,18 @@ def test_products_by_group(dtype, ends) -> None:
     for expert, (start, end) in enumerate(spans):
         torch.testing.assert_close(found[start:end], rows[start:end] @ matrices[expert])
         torch.testing.assert_close(outer[expert], rows[start:end].t() @ right[start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_products_of_a_part_are_written_to_their_places(dtype) -> None:
+    """Against the product of all rows; others stay as they are."""
+    torch.manual_seed(0)
+    rows, matrices = torch.randn(12, 16).to(dtype), torch.randn(4, 16, 8).to(dtype)
+    ends, places = [5, 5, 9, 12], torch.tensor([0, 1, 2, 7, 8, 9])  # of the experts 0, 2, 2, 3
+    whole = grouped_product(rows, matrices, Groups(torch.tensor(ends, dtype=torch.int32)))
+    found = torch.full_like(whole, 7.0)
+    fill_grouped(found, places, rows[places], matrices, Groups(torch.tensor([3, 3, 5, 6], dtype=torch.int32)))
+    others = torch.ones(12, dtype=torch.bool)
+    others[places] = False
+    torch.testing.assert_close(found[places], whole[places])
+    assert (found[others] == 7.0).all()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from drawn_runs import TOKENS, Case, continue_in_all, described, opened
 from harness import run_processes
+from transformers import PreTrainedModel
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
@@ -169,20 +170,21 @@ def load_of(case: Case) -> tuple[list[str], list[torch.Tensor]]:
         return list(pipeline.expert_layers), found
 
 
-def load_of_one_process(case: Case) -> list[torch.Tensor]:
-    model = copy.deepcopy(described(*case.model).model)
+def load_of_model(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """[layers with experts, experts] of transformers."""
     chosen: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        experts = getattr(layer.mlp, "experts", None)
-        if experts is not None:
-            experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
-    found = []
-    with InFp64():
-        for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2):
-            chosen.clear()
-            model(input_ids=ids, use_cache=False)
-            found.append(torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen]))
-    return found
+    modules = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [one.register_forward_pre_hook(lambda module, args: chosen.append(args[1])) for one in modules]
+    with InFp64(), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen])
+
+
+def load_of_one_process(case: Case) -> list[torch.Tensor]:
+    model = described(*case.model).model
+    return [load_of_model(model, ids) for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2)]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,38 @@ def test_the_load_counts_every_choice_once(case: Case) -> None:
         assert len(layers) == len(wanted[0]) and all(map(torch.equal, found, wanted))
 
 
+RATES = (0.1, 0.03)
+"""Of two moves."""
+
+
+def biases_after_two_moves(case: Case) -> dict[str, torch.Tensor]:
+    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
+        for rate, (ids, labels) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
+            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+            pipeline.move_router_biases(pipeline.step(ids[own], labels[own]).expert_load, rate)
+        return {name: one for name, one in pipeline.full_state_dict().items() if "correction_bias" in name}
+
+
+def test_router_biases_move_towards_experts_with_few_tokens() -> None:
+    case = Case("deepseek-v3", 2, 2, members=2)
+    model = copy.deepcopy(described(*case.model).model)
+    routers = {f"model.layers.{number}.mlp.gate": model.model.layers[number].mlp.gate for number in (1, 2, 3)}
+    before = {name: one.e_score_correction_bias.clone() for name, one in routers.items()}
+    alone = replace(case, replicas=1, devices=1, members=1)
+    for rate, (ids, _) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
+        counts = load_of_model(model, ids)
+        for router, count in zip(routers.values(), counts, strict=True):
+            update = (count.double().mean() - count).sign()
+            router.e_score_correction_bias += rate * (update - update.mean())
+    found = run_processes(biases_after_two_moves, case.processes, case)[0]
+    assert len(found) == 3
+    for name, router in routers.items():
+        assert torch.allclose(found[f"{name}.e_score_correction_bias"], router.e_score_correction_bias, atol=1e-6)
+        assert not torch.equal(before[name], router.e_score_correction_bias)
+    with pytest.raises(InputError, match="expert_load: only step\\(\\) gives it"):
+        run_processes(biases_after_two_moves, 1, replace(alone, family="llama"))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +250,11 @@ def refused(family: str, options: dict[str, Any]) -> str:
     ("family", "options", "sentence"),
     [
         ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
+        (
+            "llama",
+            {"replicas": 2, "expert_parallel": 2},
+            "expert_parallel: 2, expected 1, since LlamaForCausalLM has no",
+        ),
         (
             "mixtral",
             {"replicas": 2, "expert_parallel": 2, "compile_layers": True},

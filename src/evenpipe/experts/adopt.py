@@ -22,6 +22,7 @@ from evenpipe.experts.products import has_grouped
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import Description
+from evenpipe.model.experts import uses_interface
 from evenpipe.model.placement import Cut, TensorPlacement
 
 try:
@@ -135,11 +136,9 @@ def split_once(module: nn.Module) -> Callable[[], None]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether our function can run a module: its forward uses the interface, whose decorator leaves these
-    attributes, and nothing stands between the second product and the weights."""
-    marks = ("_apply_gate", "is_transposed", "has_bias", "config")
-    is_dispatched = all(hasattr(module, name) for name in marks) and hasattr(type(module).forward, "__wrapped__")
-    return is_dispatched and not getattr(module, "has_post_expert_norm", False)
+    """Return whether our function can run a module: its forward uses the interface, and nothing stands between the
+    second product and the weights."""
+    return uses_interface(module) and not getattr(module, "has_post_expert_norm", False)
 
 
 def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ Only X, pre and w stay from F to B: the gate is computed again. Between I and W 
 checkpointing keeps X, pre, w and out, so that a repeated forward sends nothing. Transfers run beside products (after
 COMET, arXiv 2502.19811):
 
-    arrivals   the product of what arrives (W1 in F, W2^T in B) begins with own rows
+    arrivals   the product of what arrives (W1 in F, W2^T in B) begins with own rows; then all others, or one member's
+               after the other
     columns    the product of what leaves is made in blocks of columns: each leaves while the next one is computed
     weights    in B, weight gradients are made once the last block has left
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,23 +28,11 @@ import torch
 from torch import Tensor
 
 from evenpipe.experts.layout import Exchange, Layout, Pending
-from evenpipe.experts.products import grouped_outer, grouped_product
+from evenpipe.experts.overlap import Overlap, blocks
+from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
-
-_WHOLE_COLUMNS = 128
-"""Blocks of columns are multiples of it, where there are that many."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What runs beside transfers."""
-
-    columns: int = 1
-    """Blocks of columns of a product that leaves."""
-    arrivals: bool = False
-    """Products of own rows run while others arrive."""
 
 
 @dataclass(eq=False)
@@ -190,7 +179,11 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
     rows, arriving = _dispatch(call, hidden, "rows")
     asked = weights.detach() if layout.token_of_row is None else weights.detach()[layout.token_of_row]
     asked = asked if layout.present is None else torch.where(layout.present, asked, 0)
-    there, pending = _sent(call, asked, "weights")
+    there, pending = asked, NOTHING
+    if call.exchange is not None:
+        there = asked.new_empty(layout.rows, asked.shape[1])
+        there[: layout.own] = asked[: layout.own]
+        pending = call.exchange.start(there[layout.own :], asked[layout.own :], layout.received, layout.sent, "weights")
     first = _arrived_product(call, rows, call.matrices(call.first), arriving)
     bias = call.bias(call.first)
     if bias is not None:
@@ -199,21 +192,37 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
     return rows, first, there[layout.row, layout.slot]
 
 
-def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, Pending]:
-    """Return rows [rows, ...] on the side of the experts, of which own ones are there, and what to wait for."""
-    layout = call.layout
-    return _sent(call, tokens.detach() if layout.token_of_row is None else tokens.detach()[layout.token_of_row], what)
-
-
-def _sent(call: Call, rows: Tensor, what: str) -> tuple[Tensor, Pending]:
-    """Send rows of the side of the tokens."""
+def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Pending]]:
+    """Return rows [rows, ...] on the side of the experts, and what to wait for: one for each part that arrives."""
     layout = call.layout
     if call.exchange is None:
-        return rows, NOTHING
-    there = rows.new_empty(layout.rows, *rows.shape[1:])
-    there[: layout.own] = rows[: layout.own]
-    pending = call.exchange.start(there[layout.own :], rows[layout.own :], layout.received, layout.sent, what)
+        return tokens.detach(), []
+    assert layout.token_of_row is not None
+    tokens, own = tokens.detach(), layout.own
+    leaving = tokens[layout.token_of_row[own:]]
+    there = tokens.new_empty(layout.rows, *tokens.shape[1:])
+    if call.overlap.arrivals > 2:
+        pending = [_start_one(call, there[own:], leaving, distance, what) for distance in range(1, call.exchange.size)]
+    else:
+        pending = [call.exchange.start(there[own:], leaving, layout.received, layout.sent, what)]
+    torch.index_select(tokens, 0, layout.token_of_row[:own], out=there[:own])  # while others leave
     return there, pending
+
+
+def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what: str) -> Pending:
+    """Send rows to the member that many ranks on only, and receive those of the one as many ranks before."""
+    layout, exchange = call.layout, call.exchange
+    assert exchange is not None
+    sender, taker = (exchange.rank - distance) % exchange.size, (exchange.rank + distance) % exchange.size
+    received, sent = [0] * exchange.size, [0] * exchange.size
+    received[sender], sent[taker] = layout.received[sender], layout.sent[taker]
+    return exchange.start(
+        output[sum(layout.received[:sender]) :][: received[sender]],
+        leaving[sum(layout.sent[:taker]) :][: sent[taker]],
+        received,
+        sent,
+        what,
+    )
 
 
 class _Nothing:
@@ -224,16 +233,21 @@ NOTHING: Pending = _Nothing()
 """Waits for nothing."""
 
 
-def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: Pending) -> Tensor:
+def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[Pending]) -> Tensor:
     """Return [pairs, out]: rows, of which some arrive yet, times [experts, in, out]."""
-    layout = call.layout
-    if call.exchange is None or not call.overlap.arrivals:
-        arriving.wait()
+    layout, exchange = call.layout, call.exchange
+    if exchange is None or call.overlap.arrivals == 1:
+        for pending in arriving:
+            pending.wait()
         return grouped_product(rows[layout.row], matrices, layout.groups)
+    parts = layout.own_first
+    if call.overlap.arrivals > 2:
+        own, *others = layout.by_sender
+        parts = [own, *(others[(exchange.rank - distance) % exchange.size] for distance in range(1, exchange.size))]
     result = rows.new_empty(layout.pairs, matrices.shape[2])
-    for part, pending in zip(layout.arrivals, (NOTHING, arriving), strict=True):
+    for part, pending in zip(parts, (NOTHING, *arriving), strict=True):
         pending.wait()
-        result[part.places] = grouped_product(rows[layout.row[part.places]], matrices, part.groups)
+        fill_grouped(result, part.places, rows[layout.row[part.places]], matrices, part.groups)
     return result
 
 
@@ -275,10 +289,11 @@ def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torc
 class _Leaving(NamedTuple):
     """A block of columns on its way back."""
 
+    columns: slice
     here: Tensor
     """[rows, columns]: sums of own rows are first."""
-    there: Tensor
-    """[sent rows, columns]"""
+    back: Tensor
+    """[own + sent rows, columns]: those that return, by `token_of_row`."""
     pending: Pending
 
 
@@ -290,35 +305,29 @@ def _start_leaving(
     add: of what a block of products is before it is summed.
     """
     layout, found = call.layout, []
-    for columns in _blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
+    for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
         products = grouped_product(pairs, matrices[:, :, columns], layout.groups)
         here = layout.by_row.sum(products if add is None else add(products, columns))
-        there, pending = here[:0], NOTHING
+        back, pending = here, NOTHING
         if call.exchange is not None:
-            there = here.new_empty(sum(layout.sent), here.shape[1])
-            pending = call.exchange.start(there, here[layout.own :], layout.sent, layout.received, "sums")
-        found.append(_Leaving(here, there, pending))
+            own = layout.own
+            back = here.new_empty(own + sum(layout.sent), here.shape[1])
+            pending = call.exchange.start(back[own:], here[own:], layout.sent, layout.received, "sums")
+            back[:own] = here[:own]
+        found.append(_Leaving(columns, here, back, pending))
     return found
 
 
 def _arrived(call: Call, leaving: list[_Leaving]) -> Tensor:
     """Return [tokens, out]: the sums of all rows of each token."""
-    layout = call.layout
     if call.exchange is None:
         (only,) = leaving
         return only.here
-    blocks = []
-    for here, there, pending in leaving:
+    result = leaving[0].here.new_empty(call.layout.tokens, leaving[-1].columns.stop)
+    for columns, _, back, pending in leaving:
         pending.wait()
-        blocks.append(layout.by_token.sum(torch.cat([here[: layout.own], there])))
-    return torch.cat(blocks, 1)
-
-
-def _blocks(width: int, count: int) -> Iterator[slice]:
-    size = -(-width // count)
-    if width % _WHOLE_COLUMNS == 0:
-        size = -(-size // _WHOLE_COLUMNS) * _WHOLE_COLUMNS
-    return (slice(start, min(start + size, width)) for start in range(0, width, size))
+        result[:, columns] = call.layout.by_token.sum(back)
+    return result
 
 
 def _weighted(gated: Tensor, weight: Tensor) -> Tensor:

@@ -100,15 +100,29 @@ class Layout:
         return Sums(self.token_of_row, self.tokens)
 
     @cached_property
-    def arrivals(self) -> list[Arrival]:
+    def own_first(self) -> list[Arrival]:
         """The pairs of own rows, and those of the rows of other members."""
-        is_own = self.row < self.own
-        # Stable: in each part by expert, as before. Two sorts of flags instead of reading their number.
-        order = torch.argsort(is_own.logical_not(), stable=True)
-        first = self.pairs - sum(self.pairs_by_source[member] for member, n in enumerate(self.received) if n)
+        own, *others = self._pairs_by_sender
+        return self._arrivals(self.row >= self.own, [own, sum(others)])
+
+    @cached_property
+    def by_sender(self) -> list[Arrival]:
+        """The pairs of own rows, and those of each member's rows: none for the member itself."""
+        stops = torch.tensor([self.own, *self.received], device=self.row.device).cumsum(0)
+        return self._arrivals(torch.bucketize(self.row, stops, right=True), self._pairs_by_sender)
+
+    @property
+    def _pairs_by_sender(self) -> list[int]:
+        others = [pairs if rows else 0 for pairs, rows in zip(self.pairs_by_source, self.received, strict=True)]
+        return [self.pairs - sum(others), *others]
+
+    def _arrivals(self, part: Tensor, counts: list[int]) -> list[Arrival]:
+        """part: [pairs], to which part each pair belongs."""
+        # Stable: in each part by expert, as before. A sort of all instead of reading how many there are of each.
+        order = torch.argsort(part, stable=True)
         every = torch.arange(len(self.groups.ends), device=order.device)
         found = []
-        for places in (order[:first], order[first:]):
+        for places in order.split(counts):
             ends = torch.searchsorted(self.expert[places], every, right=True, out_int32=True)
             found.append(Arrival(places, Groups(ends)))
         return found
@@ -134,7 +148,7 @@ class Arrival:
     """Pairs whose rows arrive at one time."""
 
     places: Tensor
-    """Among all pairs."""
+    """Among all pairs: those of an expert follow each other, because rows of one member do."""
     groups: Groups
 
 

@@ -20,15 +20,24 @@ class Running(Protocol):
 class Load:
     """Counts the choices of the tokens of a training step, once each: not again in a repeated forward."""
 
-    def __init__(self, layers: Sequence[str], experts: int, running: Running, torch_device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[str],
+        experts: int,
+        running: Running,
+        torch_device: torch.device,
+        *,
+        counts: bool = True,
+    ) -> None:
         """
         Args:
             layers: names of all experts modules of the model, in order.
             experts: the most that a layer has.
+            counts: False: another process counts the same tokens.
         """
         self.layers = tuple(layers)
         self._row = {layer: row for row, layer in enumerate(layers)}
-        self._running = running
+        self._running, self._is_on = running, counts
         self._seen: set[tuple[tuple[int, int], str]] = set()
         self._counts = torch.zeros((len(layers), experts + 1), dtype=torch.int64, device=torch_device)
         self._one = torch.ones((), dtype=torch.int64, device=torch_device)
@@ -36,7 +45,7 @@ class Load:
     def add(self, layer: str, index: Tensor) -> None:
         """Count the choices [tokens, choices] of a layer's router in the pass that runs."""
         place = self._running.place
-        if place is None or (place, layer) in self._seen:
+        if not self._is_on or place is None or (place, layer) in self._seen:
             return
         self._seen.add((place, layer))
         with _disable_current_modes():  # selective checkpointing would look for the operations of its second run

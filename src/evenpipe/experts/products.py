@@ -44,6 +44,17 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return output
 
 
+def fill_grouped(result: Tensor, places: Tensor, rows: Tensor, matrices: Tensor, groups: Groups) -> None:
+    """Write [rows, a] x [experts, a, b] to these places of [more rows, b]; those of an expert follow each other."""
+    if not rows.is_cpu:
+        result[places] = grouped_product(rows, matrices, groups)
+        return
+    for expert, (start, end) in enumerate(groups.spans):  # where grouped products are no more than this, without a copy
+        if start < end:
+            first = int(places[start])
+            torch.mm(rows[start:end], matrices[expert], out=result[first : first + end - start])
+
+
 def grouped_outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     """Return [rows, a] and [rows, b] -> [experts, a, b]: left^T right over each expert's rows, zeros for experts
     without rows."""

@@ -171,6 +171,13 @@ AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel"
 """Their sizes are those of the grid."""
 
 
+def sizes_given(recipe: Recipe | None, how: PipelineOptions) -> dict[str, int | None]:
+    """Return the sizes of the axes that a caller gives, as arguments of `process_grid`; None: not given."""
+    if recipe is not None:
+        return {name: getattr(recipe.parallelism, axis) for name, axis in AXES_OF_OPTIONS.items()}
+    return {name: cast(int | None, how.get(name)) for name in AXES_OF_OPTIONS}
+
+
 def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
     """Return the recipe of a pipeline on these processes.
 

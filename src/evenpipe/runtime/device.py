@@ -136,7 +136,7 @@ class SharedLayers:
     experts: Spread | None = None
     """How the members of a group share experts; None: a device has all of its experts."""
     load: Load | None = None
-    """Counts what tokens choose; None: there are no experts, or another tensor rank counts."""
+    """Counts what tokens choose; None: there are no experts."""
     pieces: bool = False
     """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline,
 from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.arguments import (
-    AXES_OF_OPTIONS,
     PipelineOptions,
     check_kinds,
     check_no_autocast,
@@ -37,6 +36,7 @@ from evenpipe.runtime.arguments import (
     fault_of_architecture,
     loss_of_model,
     recipe_of,
+    sizes_given,
 )
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
@@ -143,11 +143,7 @@ class Pipeline(SpreadModel):
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            sizes = [
-                cast(int | None, how.get(name)) if recipe is None else getattr(recipe.parallelism, axis)
-                for name, axis in AXES_OF_OPTIONS.items()
-            ]
-            self._grid = grid = process_grid(mesh, *sizes)
+            self._grid = grid = process_grid(mesh, **sizes_given(recipe, how))
             self._take_place(grid)
             self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
@@ -182,7 +178,7 @@ class Pipeline(SpreadModel):
             slices, model_costs = self.layout.program.slices, self._model_costs
             cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
-            self._load = count_choices(self.description, self._groups)
+            self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
@@ -245,7 +241,6 @@ class Pipeline(SpreadModel):
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
         gives_all = replicas is not None and self.description.model is not None
-        load = None if self.tensor_rank else self._load  # tensor ranks route the same tokens
         self._held = Builder(
             description=self.description,
             layout=self.layout,
@@ -257,9 +252,7 @@ class Pipeline(SpreadModel):
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
             expert_shards=groups.expert_replicas if self._sharded else None,
-            ranks=SharedLayers(
-                self._tensor, self._experts, None if self.tensor_rank else self._load, self._pieces is not None
-            ),
+            ranks=SharedLayers(self._tensor, self._experts, self._load, self._pieces is not None),
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = None

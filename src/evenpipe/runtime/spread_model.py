@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.errors import InputError, RunError
+from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.experts.load import Load
 from evenpipe.model import (
     Description,
@@ -289,6 +290,23 @@ class SpreadModel:
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
+
+    def move_router_biases(self, load: Tensor, rate: float) -> None:
+        """Balance experts without a loss, after the optimizer's step: move the biases by which routers choose experts
+        (arXiv 2408.15664; DeepSeek-V3 and others have them) by `rate` towards experts with few tokens.
+
+        Args:
+            load: the sum of `StepResult.expert_load` over the steps of an update; the same on all processes.
+
+        Raises:
+            InputError: no router of the model has such a bias.
+        """
+        check_positive("rate", rate)
+        if not any(map(is_router_bias, self.description.shapes)):
+            raise InputError(
+                f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
+            )
+        move_biases(self.parameter_shards(), load, self.expert_layers, rate)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
