@@ -21,10 +21,11 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.estimate import estimate
+from evenpipe.memory.exchange import Sharing
 from evenpipe.memory.parameters import Parameters
 from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
-from evenpipe.model.expert_rows import ExpertRows, Sharing
+from evenpipe.model.expert_rows import ExpertRows
 
 BATCH, SEQUENCE, HIDDEN = 2, 12, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from evenpipe.experts.adopt import Spread, adopt_experts
-from evenpipe.experts.function import Overlap
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
@@ -25,9 +24,6 @@ from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.parameters import StageParameters
 from evenpipe.parallel.running import Running
-
-OVERLAP = Overlap(columns=4, arrivals=True)
-"""Of the exchange of experts, as in `runtime/expert_group.py`."""
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""
@@ -162,7 +158,7 @@ class Bench:
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
         self._running = Running()
         if experts:
-            spread = None if experts is True else Spread(experts, Routing(self._running), OVERLAP)
+            spread = None if experts is True else Spread(experts, Routing(self._running), experts.overlap)
             adopt_experts(stage, self._queue, spread)
         split_layers(stage, self._queue)
         layers = [stage.get_submodule(name) for name in names]

@@ -9,7 +9,6 @@ import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.model.expert_rows import Sharing
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import cut_of_model
@@ -18,6 +17,7 @@ from evenpipe.tensor.layers import ModelCut
 from .bytes import StageBytes
 from .closed import ClosedForms
 from .cut import Portion
+from .exchange import Sharing
 from .parameters import Parameters
 from .pieces import Piece
 from .programs import Planned, planned
@@ -143,7 +143,7 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        sharing = Sharing(settings.parallelism.ep, settings.skew)
+        sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
         sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
