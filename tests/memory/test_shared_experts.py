@@ -21,10 +21,11 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.estimate import estimate
+from evenpipe.memory.exchange import Sharing
 from evenpipe.memory.parameters import Parameters
 from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
-from evenpipe.model.expert_rows import ExpertRows, Sharing
+from evenpipe.model.expert_rows import ExpertRows
 
 BATCH, SEQUENCE, HIDDEN = 2, 12, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,13 +64,14 @@ def integers(rows: ExpertRows) -> int:
     if rows.members == 1:
         return pairs + rows.pairs + 4 * rows.local
     sides = rows.own + sum(rows.sent)
-    return pairs + 8 * (2 * sides + rows.tokens) + rows.choices * sides + 4 * rows.local
+    arrivals = 8 * rows.pairs + 2 * 4 * rows.local
+    return pairs + arrivals + 8 * (2 * sides + rows.tokens) + rows.choices * sides + 4 * rows.local
 
 
 def test_two_members_keep_rows_beside_pairs() -> None:
     alone, rows = (rows_of("mixtral", members) for members in (1, 2))
     assert (rows.rows, rows.pairs, rows.own, rows.sent) == (40, 48, 20, [0, 20])
-    assert (integers(alone), integers(rows)) == (1792, 2776)
+    assert (integers(alone), integers(rows)) == (1792, 3176)
 
 
 @pytest.mark.parametrize("skew", [1.0, 2.0])
@@ -111,9 +113,9 @@ def test_what_a_member_holds(family: str) -> None:
         assert traced(family, "fp32", members).parameters.input_gradients == 4 * held.unsplit
 
 
-def estimated(family: str = "mixtral", **options):
+def estimated(family: str = "mixtral", skew: float = 1.0, **options):
     recipe = Recipe.of(pp=2, sequence_length=32, microbatches=4, **options)
-    return estimate(describe(tiny_config(family)), recipe, hardware=KNOWN["H200"])
+    return estimate(describe(tiny_config(family)), recipe, hardware=KNOWN["H200"], skew=skew)
 
 
 def test_experts_are_sharded_over_the_same_member_of_all_groups() -> None:
@@ -127,9 +129,16 @@ def test_experts_are_sharded_over_the_same_member_of_all_groups() -> None:
     assert sharded[1] == pytest.approx(sharded[2], abs=8) == pytest.approx(sharded[4], abs=8)
 
 
+def test_a_skew_costs_activations() -> None:
+    even, skewed = (estimated(dp=2, ep=2, skew=skew).devices[0].memory for skew in (1.0, 2.0))
+    assert skewed.peak > even.peak
+    assert all(skewed.terms[term] == even.terms[term] for term in ("parameters", "gradients", "optimizer"))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5, expected a number of at least 1"),
         ({"family": "llama", "dp": 2, "ep": 2}, "ep: 2, expected 1: LlamaForCausalLM has no experts"),
         ({"dp": 8, "ep": 8}, "ep: 8, expected at most 4, the number of experts of a layer"),
     ],

@@ -158,7 +158,7 @@ class Bench:
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
         self._running = Running()
         if experts:
-            spread = None if experts is True else Spread(experts, Routing(self._running))
+            spread = None if experts is True else Spread(experts, Routing(self._running), experts.overlap)
             adopt_experts(stage, self._queue, spread)
         split_layers(stage, self._queue)
         layers = [stage.get_submodule(name) for name in names]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenpipe.experts.overlap import ExpertOptions
+from evenpipe.experts.overlap import Overlap as Beside
 from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.tensor.exchange import Overlap
 
@@ -56,6 +58,20 @@ class FirstRank:
         return own.new_empty((self.size, *own.shape))
 
 
+class Sharing(NamedTuple):
+    """How a group shares the experts of every layer."""
+
+    members: int = 1
+    skew: float = 1.0
+    """What the fullest member gets over the mean."""
+    options: ExpertOptions = ExpertOptions()
+    """What runs beside the exchange."""
+
+
+ALONE = Sharing()
+"""A process has all experts."""
+
+
 class _Sent(NamedTuple):
     """Rows between members, which a communicator's handle holds until the wait."""
 
@@ -71,9 +87,13 @@ class FirstMember:
 
     rank = 0
 
-    def __init__(self, rows: Mapping[str, ExpertRows]) -> None:
-        """rows: of the experts of each layer, by their name in the model."""
-        self._rows = rows
+    def __init__(self, rows: Mapping[str, ExpertRows], overlap: Beside) -> None:
+        """
+        Args:
+            rows: of the experts of each layer, by their name in the model.
+            overlap: what runs beside the exchange.
+        """
+        self._rows, self.overlap = rows, overlap
         self.size = next(iter(rows.values())).members
         self.layer = ""
 

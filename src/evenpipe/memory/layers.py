@@ -94,13 +94,10 @@ class LayerBytes:
     """Tables of positions, which the layers of a stage share and which stay until the backward."""
     moved: int
     """The part of `saved` that copies to the host carry: saved tensors that are large enough."""
-    moves_tables: bool
-    """Whether they carry tables, if those are large enough."""
+    checkpointing: str
+    """Of `REGIONS`."""
     given: Mapping[str, int]
     """Other tensors that layers share and keep until they are recomputed: positions, masks."""
-    holds_given: bool
-    """Whether they stay until the end of its backward, beyond the recomputation: torch's own checkpointing keeps what a
-    layer got until the last of its nodes is gone."""
     peaks: LayerPeaks
     queued: int
     """Live between I and W: inputs and output gradients of linear layers, even if others hold them too."""
@@ -108,6 +105,17 @@ class LayerBytes:
     """Whether the layer's input is part of it."""
     queues_gradient: bool
     """Whether the gradient of its output is part of it."""
+
+    @property
+    def moves_tables(self) -> bool:
+        """Whether copies to the host carry tables, if those are large enough."""
+        return self.checkpointing not in ("full", "selective")
+
+    @property
+    def holds_given(self) -> bool:
+        """Whether `given` tensors stay until the end of its backward, beyond the recomputation: torch's own
+        checkpointing keeps what a layer got until the last of its nodes is gone."""
+        return self.checkpointing == "selective"
 
 
 def check_has_closed_form(shape: LayerShape) -> None:
@@ -148,9 +156,8 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         tensors=kept.tensors(),
         tables={name: size for name, size in everything.items() if name in names_of_tables},
         moved=kept.moved(everything if again else ()),
-        moves_tables=not again,
+        checkpointing=checkpointing,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
-        holds_given=checkpointing == "selective",
         peaks=LayerPeaks(
             kept.peak,
             bare.peak,

@@ -9,7 +9,6 @@ import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.model.expert_rows import Sharing
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import cut_of_model
@@ -18,6 +17,7 @@ from evenpipe.tensor.layers import ModelCut
 from .bytes import StageBytes
 from .closed import ClosedForms
 from .cut import Portion
+from .exchange import Sharing
 from .parameters import Parameters
 from .pieces import Piece
 from .programs import Planned, planned
@@ -114,8 +114,9 @@ class ModelBytes:
             piece=piece,
         )
         cut = self.cut(settings)
-        kept = tuple(layer in settings.kept_layers for layer in range(first, last))
-        key = (shapes, settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
+        kept = settings.recipe.offload.kept_layers(self.description.layers)
+        moves = tuple(layer not in kept for layer in range(first, last))
+        key = (shapes, settings.checkpointing[first:last], moves, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
@@ -126,7 +127,7 @@ class ModelBytes:
                 is_first=ends[0],
                 is_last=ends[1],
                 checkpointing=settings.checkpointing,
-                kept_layers=settings.kept_layers,
+                kept_layers=kept,
                 kernels=settings.kernels,
                 whole_end=cut is not None and cut.end_is_whole,
             )
@@ -142,7 +143,7 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        sharing = Sharing(settings.parallelism.ep)
+        sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
         sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
@@ -165,5 +166,5 @@ class ModelBytes:
             is_first=ends[0],
             is_last=ends[1],
             checkpointing=settings.checkpointing,
-            kept_layers=settings.kept_layers,
+            kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
         )

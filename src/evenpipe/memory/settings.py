@@ -28,8 +28,6 @@ class Settings:
     """With a sequence length."""
     checkpointing: tuple[str, ...]
     """Checkpointing of each layer."""
-    kept_layers: frozenset[int] = frozenset()
-    """Layers whose activations are not copied to the host."""
     kernels: Kernels
     dtypes: Dtypes
     framework: Framework
@@ -39,10 +37,14 @@ class Settings:
     offloaded: float
     foreach: bool
     traced: bool
+    skew: float = 1.0
+    """What the fullest of the members that share experts gets over the mean."""
 
     def __post_init__(self) -> None:
         if self.parallelism.ep > 1 and self.framework.gathers != "blocks":
             raise InputError(f"ep: {self.parallelism.ep}, expected 1 with kernels of Megatron-LM")
+        if not 1 <= self.skew < float("inf"):
+            raise InputError(f"skew is {self.skew}, expected a number of at least 1")
         if self.slices > 1 and self.framework.gathers != "blocks":
             raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:

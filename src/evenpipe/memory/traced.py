@@ -25,19 +25,20 @@ from evenpipe.attention.function import adopt
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
+from evenpipe.experts.overlap import Layer, choose
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
-from evenpipe.memory.exchange import FirstMember, FirstRank
+from evenpipe.memory.exchange import ALONE, FirstMember, FirstRank, Sharing
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
-from evenpipe.model.expert_rows import ALONE, ExpertRows, Sharing
+from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.model.flops import chosen_experts
 from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.placement import TensorPlacement
@@ -218,7 +219,18 @@ class StageTracer:
                         members=self._sharing.members,
                         skew=self._sharing.skew,
                     )
-        return FirstMember(rows) if rows else None
+        if not rows:
+            return None
+        name, one = next(iter(rows.items()))
+        layer = Layer(
+            tokens=one.tokens,
+            hidden_size=description.hidden_size,
+            width=min(description.skeleton.get_submodule(name).get_parameter("down_proj").shape[1:]),
+            experts=one.experts,
+            choices=one.choices,
+            members=one.members,
+        )
+        return FirstMember(rows, choose(self._sharing.options, layer).overlap)
 
 
 # --- layers that are alike -------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 TRANSFERS = {"F": 2, "B": 2, "I": 2, "W": 0, "full": 1, "selective": 0}
 """Trips of rows in a pass, and in the repetition of a checkpointed layer, which stops where its experts have saved what
@@ -21,18 +20,6 @@ they need. R is a forward like F."""
 
 SMALL = {"choices": 4, "weights": 4, "gradients of weights": 4}
 """Bytes of a choice of a row that travel beside its rows: int32 and fp32, the first two in F."""
-
-
-class Sharing(NamedTuple):
-    """How a group shares the experts of every layer."""
-
-    members: int = 1
-    skew: float = 1.0
-    """What the fullest member gets over the mean."""
-
-
-ALONE = Sharing()
-"""A process has all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
