@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from evenpipe.checkpoints import newest_checkpoint as newest_checkpoint
     from evenpipe.communication.nccl import NcclOptions as NcclOptions
+    from evenpipe.experts.overlap import ExpertOptions as ExpertOptions
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
     from evenpipe.optimizers.adafactor import Adafactor as Adafactor
     from evenpipe.optimizers.muon import Muon as Muon
@@ -33,6 +34,7 @@ _PUBLIC = {
     "Adafactor": "evenpipe.optimizers.adafactor",
     "BatchShape": "evenpipe.recipe.batch_shape",
     "Callback": "evenpipe.train.callbacks",
+    "ExpertOptions": "evenpipe.experts.overlap",
     "HostAdamW": "evenpipe.host.optimizer",
     "LossOptions": "evenpipe.vocabulary",
     "Muon": "evenpipe.optimizers.muon",

@@ -21,6 +21,9 @@ FIRST_WITH_TENSOR_RANKS = 10_000
 FIRST_WITH_CONTEXT_RANKS = 50_000
 """Cases of this seed and later ones have two context ranks on each device instead, and some of them slices."""
 
+FIRST_WITH_EXPERTS = 70_000
+"""Cases of this seed and later ones have two replicas instead, which share the experts of every layer."""
+
 FAULTS = {
     # how: (the victim's end as the others see it, as the one who started them may see it too)
     "SIGKILL": (r"process V \(pid \d+\) has died", r"process V \(pid \d+\) was killed by signal 9 \(SIGKILL\)"),
@@ -86,11 +89,14 @@ class Case:
     context_parallel: int = 1
     context_exchange: str = "keys"
     slices: int = 1
+    expert_parallel: int = 1
 
     @property
     def place(self) -> str:
         """What messages say of the victim beside its number, once there is a pipeline."""
         ranks = self.tensor_parallel * self.context_parallel
+        if self.expert_parallel > 1:
+            return f"replica {self.victim % 2}, device {self.victim // 2}"
         if ranks == 1:
             return ""
         kind = "tensor rank" if self.tensor_parallel > 1 else "context rank"
@@ -102,6 +108,8 @@ class Case:
         ranks = f" ({self.tensor_parallel} per device)" if self.tensor_parallel > 1 else ""
         if self.context_parallel > 1:
             ranks = f" ({self.context_parallel} for a sequence, {self.context_exchange})"
+        if self.expert_parallel > 1:
+            ranks = f" ({self.expert_parallel} share experts)"
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
         return (
             f"{self.started_by}, {self.processes} processes{ranks}, {self.schedule}, {self.vocabulary}, "
@@ -131,7 +139,9 @@ def draw(seed: int, started_by: str | None = None) -> Case:
         if (where, how) not in impossible and _runs(schedule, devices, microbatches):
             break
     pieces: dict[str, Any] = {}
-    if seed >= FIRST_WITH_CONTEXT_RANKS:
+    if seed >= FIRST_WITH_EXPERTS:
+        pieces = {"expert_parallel": ranks}
+    elif seed >= FIRST_WITH_CONTEXT_RANKS:
         pieces = {"context_parallel": ranks, "context_exchange": dice.choice(("keys", "heads"))}
         pieces["slices"] = dice.choice((1, 2)) if _runs(schedule, devices, microbatches, 2) else 1
     processes = devices * ranks

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from fault_case import LAYERS, Case
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from evenpipe import Pipeline, initialise_worker
 from evenpipe.checkpoints import prepare_folder, save
@@ -50,7 +50,9 @@ def train(case: Case, folder: Path) -> int:
     _show_waits(folder / f"waiting-{rank}")
     trap = Trap(case, folder, rank)
     initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=timeout_seconds(case), torch_device="cpu")
-    config = LlamaConfig(
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2} if case.expert_parallel > 1 else {}
+    config = (MixtralConfig if experts else LlamaConfig)(
+        **experts,
         vocab_size=67,
         hidden_size=8,
         intermediate_size=12,
@@ -70,6 +72,8 @@ def train(case: Case, folder: Path) -> int:
             context_parallel=case.context_parallel,
             context_exchange=case.context_exchange,
             slices=case.slices,
+            replicas=case.expert_parallel,
+            expert_parallel=case.expert_parallel,
             self_check=False,
             timeout_seconds=timeout_seconds(case),
         )

@@ -4,8 +4,8 @@ and what they awaited, and that nothing is left behind.
     python tests/faults/run_faults.py --runs 100 --seed 0
 
 A case is drawn from its seed alone (the first from --seed, the next from --seed + 1, ...): one that fails is run again
-by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 10,000 on), and two in ten context
-ranks (from 50,000 on).
+by --runs 1 --seed THAT. Without --seed three in ten have tensor ranks (seeds from 10,000 on), two in ten context ranks
+(from 50,000 on), and two in ten share experts (from 70,000 on).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from fault_case import FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_TENSOR_RANKS, draw  # noqa: E402
+from fault_case import FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_EXPERTS, FIRST_WITH_TENSOR_RANKS, draw  # noqa: E402
 from fault_run import Verdict, mark, run  # noqa: E402
 
 
@@ -54,11 +54,12 @@ def seeds(runs: int, first: int | None) -> list[int]:
     """The seeds of so many runs."""
     if first is not None:
         return list(range(first, first + runs))
-    tensor, context = 3 * runs // 10, 2 * runs // 10
+    tensor, context, experts = 3 * runs // 10, 2 * runs // 10, 2 * runs // 10
     return [
-        *range(runs - tensor - context),
+        *range(runs - tensor - context - experts),
         *range(FIRST_WITH_TENSOR_RANKS, FIRST_WITH_TENSOR_RANKS + tensor),
         *range(FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_CONTEXT_RANKS + context),
+        *range(FIRST_WITH_EXPERTS, FIRST_WITH_EXPERTS + experts),
     ]
 
 
@@ -74,6 +75,8 @@ def table(verdicts: list[Verdict]) -> str:
             by_how["(with tensor ranks)"].append(verdict)
         if verdict.case.context_parallel > 1:
             by_how["(with context ranks)"].append(verdict)
+        if verdict.case.expert_parallel > 1:
+            by_how["(with shared experts)"].append(verdict)
     lines = [f"{'how a process failed':<30}{'runs':>6}{'as they should':>16}{'longest until all had ended':>30}"]
     for how in sorted(by_how, key=lambda how: (how.startswith("("), how)):
         group = by_how[how]

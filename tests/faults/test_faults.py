@@ -10,7 +10,7 @@ import attack_case
 import network_case
 import pytest
 import run_network
-from fault_case import FAULTS, FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
+from fault_case import FAULTS, FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_EXPERTS, FIRST_WITH_TENSOR_RANKS, PLACES, Case, draw
 from fault_run import mark, run
 
 SEEDS = {"launch": (4, 11, 126, 133, 10_001), "torchrun": (47, 402)}
@@ -78,6 +78,14 @@ def test_cases_with_context_ranks() -> None:
     assert {case.where for case in cases} == set(PLACES)
     assert {case.how for case in cases} == set(FAULTS)
     assert {case.place for case in cases} == {f"device {a}, context rank {b}" for a in range(2) for b in range(2)}
+
+
+def test_cases_with_shared_experts() -> None:
+    cases = [draw(seed) for seed in range(FIRST_WITH_EXPERTS, FIRST_WITH_EXPERTS + 100)]
+    assert {(case.processes, case.expert_parallel, case.tensor_parallel) for case in cases} == {(2, 2, 1), (4, 2, 1)}
+    assert {case.where for case in cases} == set(PLACES)
+    assert {case.how for case in cases} == set(FAULTS)
+    assert {case.place for case in cases} == {f"replica {a}, device {b}" for a in range(2) for b in range(2)}
 
 
 def test_what_is_expected_of_a_message() -> None:

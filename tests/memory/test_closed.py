@@ -11,7 +11,9 @@ from evenpipe.memory.kernels import PRESETS
 
 FAMILIES = [*NAMED, "gpt2", "phi"]
 FUSED = PRESETS["fused"]
+MIXTURES = ["mixtral", "qwen3_moe", "olmoe"]
 WIDE, NARROW, ONE = (torch.float32, 2, 12), (torch.bfloat16, 3, 7), (torch.bfloat16, 1, 12)
+WIDEST = torch.float64, 2, 12
 """dtype, sequences, tokens: the tiny configs look back on 8 tokens."""
 CASES = [
     *((family, "transformers", case) for family in FAMILIES for case in (WIDE, NARROW)),
@@ -24,6 +26,8 @@ CASES = [
     ),
     *((family, "eager attention", NARROW) for family in ("llama", "gpt2", "gpt_neox")),
     *((family, "packed", NARROW) for family in ("llama", "qwen3", "starcoder2")),
+    *((family, "transformers", case) for family in MIXTURES for case in (WIDE, NARROW, WIDEST)),
+    *((family, "fused", case) for family in MIXTURES for case in (WIDE, NARROW)),
 ]
 KERNELS = {
     "transformers": PRESETS["transformers"],

@@ -19,7 +19,7 @@ CASES = [(torch.float32, 2, 12), (torch.bfloat16, 3, 7), (torch.bfloat16, 1, 12)
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "mixtral"])
 @pytest.mark.sampled(3)
 def test_stages_at_the_ends(family, first, last, checkpointing):
     """What comes before the layers and after them."""
@@ -30,7 +30,7 @@ def test_stages_at_the_ends(family, first, last, checkpointing):
         assert getattr(ours.peaks, name) == getattr(traced.peaks, name), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere2", "gemma2", "mixtral", "olmoe"])
 @pytest.mark.sampled(2)
 def test_kept_under_checkpointing(family):
     for checkpointing in ("full", "selective"):
@@ -38,6 +38,16 @@ def test_kept_under_checkpointing(family):
             family, PRESETS["transformers"], (torch.bfloat16, 2, 12), checkpointing=checkpointing, recompute=False
         )
         assert ours.stored == traced.stored, checkpointing
+
+
+@pytest.mark.parametrize("case", [(torch.float32, 2, 12), (torch.bfloat16, 3, 7)], ids=str)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gemma2", "mistral"])
+@pytest.mark.sampled(5)
+def test_peaks_under_checkpointing(family, checkpointing, case):
+    ours, traced = both(family, PRESETS["transformers"], case, checkpointing=checkpointing)
+    for name in (*PASSES, *WITH_R):
+        assert getattr(ours.peaks, name) == getattr(traced.peaks, name), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

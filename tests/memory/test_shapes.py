@@ -12,7 +12,7 @@ from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.layers import layer_bytes
 from evenpipe.model import describe
-from evenpipe.model.shape import layer_shapes
+from evenpipe.model.shape import ExpertsShape, layer_shapes
 
 PRE, POST = ("before attention", "before mlp"), ("after attention", "after mlp")
 
@@ -171,8 +171,24 @@ def test_side_by_side_with_two_norms():
 def test_unknown_type_is_named():
     with pytest.raises(InputError, match="model_type: 'bloom'"):
         layer_shapes(describe(tiny_config("bloom")))
-    with pytest.raises(InputError, match="model_type: 'mixtral'"):
-        layer_shapes(describe(tiny_config("mixtral")))
+    with pytest.raises(InputError, match="model_type: 'gpt_oss'"):
+        layer_shapes(describe(tiny_config("gpt_oss")))
+
+
+def test_experts():
+    dense, mixture = (layer_shapes(describe(tiny_config("qwen3_moe")))[index].mlp for index in (1, 2))
+    assert (dense.size, dense.experts) == (96, None)
+    assert mixture.size == 40 and mixture.gated and not mixture.bias
+    assert mixture.experts == ExpertsShape(count=5, choices=2, shares=True, narrow_weights=True)
+    assert not layer_shapes(describe(tiny_config("olmoe")))[0].mlp.experts.shares
+    assert not layer_shapes(describe(tiny_config("mixtral")))[0].mlp.experts.narrow_weights
+
+
+@pytest.mark.parametrize(("kernels", "ranks"), [("megatron", 1), ("transformers", 2)])
+def test_experts_of_other_frameworks_and_of_tensor_ranks_have_no_closed_form(kernels, ranks):
+    closed, portion = ClosedForms(describe(tiny_config("mixtral"))), Portion(microbatch_size=1, sequence=8, tp=ranks)
+    with pytest.raises(InputError, match="experts have no closed form"):
+        closed.stage(0, 2, portion, is_first=True, is_last=False, kernels=PRESETS[kernels])
 
 
 def test_what_has_no_closed_form_is_refused():

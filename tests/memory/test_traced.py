@@ -22,7 +22,7 @@ from evenpipe.model import build_stage, describe, describe_modules, fill_paramet
 
 SIZES, SEQUENCE = 2, 12
 """Sequences of a microbatch, and their tokens: longer than the windows of tiny configs."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def counted(description, first, last, choices="none", *, split=True, recompute=False, compute_dtype=torch.float32):
@@ -74,7 +74,7 @@ def difference(one: StageBytes, other: StageBytes) -> dict[str, tuple[object, ob
 # --- real tensors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", NAMED)
 @pytest.mark.sampled(8)
 def test_every_family_allocates_what_is_traced(family: str, dtype: str) -> None:
@@ -124,15 +124,42 @@ def test_plain_modules() -> None:
         assert difference(traced(description, first, last), counted(description, first, last)) == {}
 
 
+@cache
+def described_experts(family: str):
+    class_name, settings = EXPERTS[family]
+    return describe(getattr(transformers, class_name)(**settings))
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, "bf16") for name in EXPERTS), *((name, "fp32") for name in PROMISED_EXPERTS)]
+    ("family", "dtype"),
+    [
+        *((name, "bf16") for name in EXPERTS),
+        *((name, dtype) for name in PROMISED_EXPERTS for dtype in ("fp32", "fp64")),
+    ],
 )
 @pytest.mark.sampled(4)
 def test_mixtures_of_experts(family: str, dtype: str) -> None:
-    class_name, settings = EXPERTS[family]
-    description = describe(getattr(transformers, class_name)(**settings))
+    """In fp64 products are made expert by expert, here for experts without rows."""
+    description = described_experts(family)
     real = counted(description, 1, 3, compute_dtype=DTYPES[dtype])
     assert difference(traced(description, 1, 3, compute_dtype=DTYPES[dtype]), real) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("choices", ["full", "selective"])
+@pytest.mark.parametrize("family", PROMISED_EXPERTS)
+@pytest.mark.sampled(4)
+def test_checkpointed_experts(family: str, choices: str, dtype: str) -> None:
+    description, how = described_experts(family), {"compute_dtype": DTYPES[dtype]}
+    assert difference(traced(description, 1, 3, choices, **how), counted(description, 1, 3, choices, **how)) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.sampled(2)
+def test_R_of_experts(family: str, dtype: str) -> None:
+    description, how = described_experts(family), {"compute_dtype": DTYPES[dtype], "recompute": True}
+    assert difference(traced(description, 1, 3, **how), counted(description, 1, 3, **how)) == {}
 
 
 # --- few layers for many --------------------------------------------------------------------------------------------
@@ -235,11 +262,20 @@ def test_a_model_of_eight_billion_parameters_takes_no_memory_and_little_time() -
 # --- what cannot be traced ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", PROMISED_EXPERTS)
-def test_a_loop_over_experts_cannot_be_traced(family: str) -> None:
-    """It looks at who meets whom; transformers runs it only where it is asked for."""
+def test_experts_are_traced_however_they_are_configured() -> None:
+    """Our function runs them. A loop over experts would look at who meets whom."""
+    loops, grouped = described("qwen3_moe"), described_experts("qwen3_moe")
+    assert loops.config._experts_implementation == "eager" != grouped.config._experts_implementation
+    assert difference(traced(loops, 1, 3), traced(grouped, 1, 3)) == {}
+
+
+def test_what_asks_for_values_cannot_be_traced() -> None:
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=48,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
     with pytest.raises(InputError, match="asks for the values of its tensors"):
-        traced(described(family), 0, 4)
+        traced(describe(config), 0, 2)
 
 
 def test_every_family_has_kinds() -> None:

@@ -25,6 +25,7 @@ from evenpipe.model import (
     save_tensors,
     write_folder_metadata,
 )
+from evenpipe.model.placement import Cut, TensorPlacement
 
 NEOX = {"embed_out.weight": "lm_head.weight"}
 
@@ -78,6 +79,34 @@ def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
         "float32",
         model.config.model_type,
     }
+
+
+PARTS = {
+    "self_attn.q_proj.weight": (Cut(("tp",), 1, 3),),
+    "self_attn.q_proj.bias": (Cut(("tp",), 1, 3),),
+    "self_attn.o_proj.weight": (Cut(("tp",), 0, 3, dimension=1),),
+    "mlp.up_proj.weight": (Cut(("tp",), 1, 2, segments=(32, 64)),),
+    "mlp.down_proj.weight": (Cut(("tp",), 1, 2, dimension=1), Cut(("dp",), 1, 2)),
+    "mlp.gate_proj.weight": (Cut(("tp",), 7, 95),),  # of no row
+}
+
+
+def test_parts_of_tensors_are_read(saved) -> None:
+    model, given = saved("llama")
+    description = describe(given)
+    held = {
+        f"model.layers.{layer}.{name}": TensorPlacement(description.shapes[f"model.layers.{layer}.{name}"], cuts)
+        for layer in range(description.layers)
+        for name, cuts in PARTS.items()
+    }
+    held["model.norm.weight"] = None
+    stage = build_stage(description, 0, 4, is_first=True, is_last=True, held=held)
+    load_parameters(stage, description, given)
+    found = dict(stage.named_parameters())
+    assert "model.norm.weight" not in found and len(found) > len(held)
+    for name, part in found.items():
+        whole = model.get_parameter(name)
+        assert torch.equal(part, held[name].of(whole) if name in held else whole)
 
 
 def test_names_differ_on_disk_for_gpt_neox(saved) -> None:

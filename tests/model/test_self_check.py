@@ -12,7 +12,7 @@ from torch import nn
 
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
-from evenpipe.layers.experts import split_once
+from evenpipe.experts.adopt import split_once
 from evenpipe.model import build_stage, comparison, describe, self_check
 from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.small_model import kinds_of_layers, small_model

@@ -39,6 +39,8 @@ class Case:
     recomputed: bool = False
     data_parallel: str | None = None
     """Of two replicas, each with half of the data."""
+    members: int = 1
+    """Replicas that share experts."""
 
     def order(self) -> Any:
         if not self.recomputed:
@@ -65,6 +67,14 @@ OTHERS = [
     Case("1f1b", "vocab-1", True, checkpointing="full"),
     Case("zbv", "vocab-2", True, checkpointing="selective"),
     Case("zb-h1", "vocab-2", True, recomputed=True),
+]
+MEMBERS = [
+    Case("1f1b", "first-last", True, data_parallel="replicate", members=2),
+    Case("zb-h1", "vocab-2", True, data_parallel="replicate", members=2, masked=True),
+    Case("zbv", "vocab-1", True, data_parallel="shard", members=2),
+    Case("1f1b", "vocab-2", True, data_parallel="replicate", members=2, checkpointing="full"),
+    Case("zbv", "vocab-2", True, data_parallel="replicate", members=2, checkpointing="selective"),
+    Case("zb-h1", "vocab-2", True, data_parallel="shard", members=2, recomputed=True),
 ]
 REPLICAS = [
     Case("zb-h1", "vocab-2", True, data_parallel="replicate"),
@@ -145,6 +155,7 @@ def run_case(family: str, layers: int, case: Case) -> str | None:
         checkpointing=case.checkpointing,
         replicas=replicas,
         data_parallel=case.data_parallel or "replicate",
+        expert_parallel=case.members,
         self_check=False,
     )
     own = slice(pipeline.replica * MICROBATCHES // replicas, (pipeline.replica + 1) * MICROBATCHES // replicas)
@@ -191,6 +202,12 @@ def test_experts_train_as_in_one_process(family: str, processes: int, sample) ->
 
 def test_replicas_share_the_mean_over_all_microbatches() -> None:
     faults = run_processes(run_family, 4, "mixtral", 4, REPLICAS)[0]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("family", PROMISED_EXPERTS)
+def test_members_of_a_group(family) -> None:
+    faults = run_processes(run_family, 4, family, 4, MEMBERS)[0]
     assert not faults, "\n".join(faults)
 
 

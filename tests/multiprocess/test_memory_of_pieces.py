@@ -256,11 +256,11 @@ def _gathers(case: Case) -> tuple[Counter, Counter]:
     start, start_sum = ContextRanks._start, ContextRanks._start_sum
 
     def count_start(self, own, what):
-        gathered[f"{what} of {self.during}"] += 1
+        gathered[f"{what} of {self.running.text}"] += 1
         return start(self, own, what)
 
     def count_sum(self, whole, what):
-        summed[f"{what} of {self.during}"] += 1
+        summed[f"{what} of {self.running.text}"] += 1
         return start_sum(self, whole, what)
 
     ContextRanks._start, ContextRanks._start_sum = count_start, count_sum

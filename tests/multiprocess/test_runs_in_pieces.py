@@ -13,40 +13,17 @@ from typing import Any
 import pytest
 import reference
 import torch
+from drawn_runs import TOKENS, Case, continue_in_all, described, opened, steps_of_several_lengths
 from harness import run_processes
 from small_families import CONFIGS
-from test_sequences_in_pieces import Case, described
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B
-from transformers import AutoModelForCausalLM
 
-from evenpipe import OffloadOptions, Pipeline, newest_checkpoint
+from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
 from evenpipe.host.offload import Activations
 from evenpipe.model.fp64 import InFp64
 from evenpipe.schedule import generate
-
-TOKENS, SEQUENCES = 16, 4
-
-
-def opened(case: Case, microbatches: int, seed: int = 0, **options: Any) -> Pipeline:
-    return Pipeline(
-        described(*case.model),
-        schedule=case.schedule,
-        vocabulary=case.mode,
-        microbatches=microbatches,
-        replicas=case.replicas,
-        context_parallel=case.pieces,
-        tensor_parallel=case.ranks,
-        context_exchange=case.exchange,
-        slices=case.slices,
-        data_parallel=case.data_parallel,
-        parameter_dtype=torch.float64,
-        seed=seed,
-        self_check=False,
-        **options,
-    )
-
 
 # --- checkpoints and export -------------------------------------------------------------------------------------------
 
@@ -63,66 +40,13 @@ def layouts(family: str, tied: bool) -> list[Case]:
     ]
 
 
-def step_of_layout(folder: Path, case: Case, number: int, steps: int) -> float:
-    """Train one step on the checkpoint of the layout before, save it, and return the loss; all of them export."""
-    data = reference.batches(61, SEQUENCES, TOKENS, steps)
-    count = SEQUENCES // case.replicas
-    with case.arithmetic(), contextlib.closing(opened(case, count, seed=number)) as pipeline:
-        optimizer = reference.adamw(list(pipeline.parameters()))
-        if number:
-            pipeline.load_checkpoint(newest_checkpoint(folder, pipeline.process_group), optimizer)
-        own = slice(pipeline.replica * count, (pipeline.replica + 1) * count)
-        ids, labels = data[number]
-        pipeline.zero_grad()
-        loss = pipeline.step(ids[own], labels[own]).loss
-        optimizer.step()
-        pipeline.save_checkpoint(folder, number + 1, optimizer)
-        pipeline.save_pretrained(folder / f"export-{number}")
-    return loss
-
-
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gemma2", False), ("gpt2", True)])
 @pytest.mark.sampled(1)
 def test_a_checkpoint_continues_in_any_layout(family: str, tied: bool, tmp_path: Path) -> None:
-    cases = layouts(family, tied)
-    with cases[0].arithmetic():
-        model = copy.deepcopy(described(family, tied).model)
-        wanted = reference.train(model, reference.batches(61, SEQUENCES, TOKENS, len(cases)))
-    losses = [
-        run_processes(step_of_layout, case.processes, tmp_path, case, number, len(cases))[0]
-        for number, case in enumerate(cases)
-    ]
-    assert losses == pytest.approx(wanted.losses, rel=1e-10)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"export-{len(cases) - 1}", dtype=torch.float64)
-    error, name = reference.worst({key: one.detach() for key, one in exported.named_parameters()}, wanted.weights)
-    assert error < 1e-8, name
+    continue_in_all(layouts(family, tied), tmp_path)
 
 
 # --- several steps ----------------------------------------------------------------------------------------------------
-
-FROZEN = ("model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight")
-
-
-def steps_of_several_lengths(case: Case) -> tuple[float, str]:
-    """Batches of three lengths whose gradients add up, two of them as one update, with some parameters frozen; between
-    them one that is refused, and an evaluation."""
-    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
-        for name, parameter in pipeline.named_parameters():
-            parameter.requires_grad_(name not in FROZEN)
-        model = copy.deepcopy(described(*case.model).model)
-        for name in FROZEN:
-            model.get_parameter(name).requires_grad_(False)
-        for tokens, accumulate in ((16, 1), (32, 2), (8, 2)):
-            ((ids, labels),) = reference.batches(61, 2, tokens, 1)
-            with pytest.raises(InputError, match=r"1 tokens per sequence, expected|refused by"):
-                pipeline.step(torch.ones(2, 1, dtype=torch.int64))
-            pipeline.step(ids, labels, accumulate=accumulate)
-            (reference.loss_of(model, ids, labels) / accumulate).backward()
-            pipeline.evaluate(ids[:1])
-        found = pipeline.full_gradients()
-    if not found:
-        return 0.0, ""
-    return reference.worst(found, {name: one.grad for name, one in model.named_parameters() if one.grad is not None})
 
 
 @pytest.mark.parametrize(

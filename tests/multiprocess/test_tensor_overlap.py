@@ -278,7 +278,7 @@ def order_in_w(overlap: str) -> list[str]:
         start = exchange.start_gather
 
         def noted(rows: Tensor) -> Any:
-            if "W" in exchange.during:
+            if "W" in exchange.running.text:
                 log.append("gather")
             return start(rows)
 

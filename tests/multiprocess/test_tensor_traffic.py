@@ -50,7 +50,7 @@ def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
     for name in ("start_gather", "start_scatter", "sum", "table") if exchange is not None else ():
 
         def counted(tensor, name=name, call=getattr(exchange, name)):
-            key = f"{''.join(filter(str.isalpha, exchange.during))} {name.removeprefix('start_')}"
+            key = f"{''.join(filter(str.isalpha, exchange.running.text))} {name.removeprefix('start_')}"
             collectives[key] = collectives.get(key, 0) + 1
             return call(tensor)
 

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evenpipe.costs.collectives import Axes
 from evenpipe.errors import InputError
-from evenpipe.parallel.grid import Grid, check_built
+from evenpipe.parallel.grid import Grid
 
 SIZES = {"dp": 4, "pp": 3, "cp": 2, "tp": 2, "ep": 2}
 WORLD = 48
@@ -121,7 +121,7 @@ def test_a_mesh_with_an_axis_of_experts_has_blocks_beside_it(world: None) -> Non
 
 
 def test_what_is_no_grid_is_refused(world: None) -> None:
-    with pytest.raises(InputError, match="ep: 4, expected a divisor of 6, the number of replicas"):
+    with pytest.raises(InputError, match="expert_parallel: 4, expected a divisor of 6, the number of replicas"):
         Grid.from_sizes(0, dp=6, ep=4)
     for names, shape, text in (
         (("dp", "tp"), (4, 12), 'expected one named "pp"'),
@@ -132,9 +132,3 @@ def test_what_is_no_grid_is_refused(world: None) -> None:
         mesh = DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)
         with pytest.raises(InputError, match=text):
             Grid.from_mesh(0, mesh, WORLD)
-
-
-def test_a_pipeline_runs_along_all_axes_but_that_of_experts() -> None:
-    check_built(Grid.from_sizes(0, dp=4, pp=2, cp=2, tp=2))
-    with pytest.raises(InputError, match='its axis "ep" has length 2, expected 1'):
-        check_built(Grid.from_sizes(0, dp=2, pp=2, ep=2))

@@ -118,7 +118,6 @@ def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], 
     ("given", "says"),
     [
         ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
-        ({"dp": 2, "ep": 2}, "ep: 2, expected 1"),
         ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
     ],
 )

@@ -215,6 +215,27 @@ class Communicator:
 
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
 
+    def exchange(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
+        """Send `sent[i]` of the `rows` [sum of sent, ...] to member i, and put `received[i]` ones from it into the
+        `output` [sum of received, ...]; both stand member after member, and may be used again after the wait.
+
+        Nobody checks that a member receives as many as another one sends to it.
+        """
+        assert len(rows) == sum(sent) and len(output) == sum(received), f"{what}: {len(rows)} and {len(output)} rows"
+
+        def start(host: Tensor, host_output: Tensor) -> Any:
+            if self._by_rank:
+                return dist.all_to_all_single(
+                    host_output, host, list(received), list(sent), group=self.group, async_op=True
+                )
+            order = [self.members.index(member) for member in sorted(self.members)]
+            outputs, inputs = host_output.split(list(received)), host.split(list(sent))
+            return dist.all_to_all(
+                [outputs[index] for index in order], [inputs[index] for index in order], self.group, async_op=True
+            )
+
+        return self._collective(what, None, start, reads=rows, writes=output)
+
     def started(self, what: str) -> Handle:
         """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
         reads others' memory: the watch knows of it from the wait on."""

@@ -116,8 +116,8 @@ PRODUCTS = [
     _aten._scaled_dot_product_attention_math.default,
     torch._higher_order_ops.flex_attention,
 ]
-"""Kept by "selective": these cost far more time than the bytes of their results are worth. Tensor ranks add theirs
-(`tensor/operations.py`)."""
+"""Kept by "selective": these cost far more time than the bytes of their results are worth. Our own are added where they
+are defined (`layers/own_operations.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +205,11 @@ class _Saved:
         self.tensor: Tensor | None = None
 
 
-def only_saves() -> bool:
-    """Return whether a layer's forward is being repeated and the next saved tensor is the last one needed: other
-    results are ignored then."""
+def only_saves(count: int = 1) -> bool:
+    """Return whether a layer's forward is being repeated and the next `count` saved tensors are the last ones needed:
+    other results are ignored then."""
     call = _repeated.call
-    return call is not None and call.wants_one_more
+    return call is not None and call.wanted == count
 
 
 class _AllComputed(BaseException):
@@ -274,8 +274,9 @@ class _Call:
             )
 
     @property
-    def wants_one_more(self) -> bool:
-        return self._found == len(self._saved) - 1
+    def wanted(self) -> int:
+        """How many tensors are still to be saved."""
+        return len(self._saved) - self._found
 
     def _found_again(self, tensor: Tensor) -> None:
         saved = self._saved[self._found]()

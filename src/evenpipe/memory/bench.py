@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from evenpipe.experts.adopt import Spread, adopt_experts
+from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
-from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
+from evenpipe.memory.exchange import FirstMember, FirstRank
 from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.parameters import StageParameters
-from evenpipe.tensor.exchange import Exchange
+from evenpipe.parallel.running import Running
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""
@@ -125,6 +127,8 @@ class Bench:
         exchange: of the tensor ranks that the stage was made for; None for one.
         repeats: every forward is that of R, for which these keep more.
         piece: of every sequence; `shape` is that of the piece. None: whole sequences.
+        experts: whether our function runs them, otherwise what the model's config names; or the member of a group whose
+            experts the stage has.
     """
 
     def __init__(
@@ -138,9 +142,10 @@ class Bench:
         dtype: torch.dtype,
         tracker: Tracker,
         moves: Sequence[bool] | None = None,
-        exchange: Exchange | None = None,
+        exchange: FirstRank | None = None,
         repeats: bool = False,
         piece: PieceBench | None = None,
+        experts: FirstMember | bool = True,
     ) -> None:
         self._stage, self._names = stage, names
         self._exchange, self._repeats, self._piece = exchange, repeats, piece
@@ -151,7 +156,10 @@ class Bench:
         self._tracker = tracker
         self._parameters = dict(StageParameters(stage, dtype))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
-        split_experts(stage, self._queue)
+        self._running = Running()
+        if experts:
+            spread = None if experts is True else Spread(experts, Routing(self._running), experts.overlap)
+            adopt_experts(stage, self._queue, spread)
         split_layers(stage, self._queue)
         layers = [stage.get_submodule(name) for name in names]
         for layer, choice in zip(layers, choices, strict=True):
@@ -214,6 +222,7 @@ class Bench:
             with torch.no_grad(), self._passing("bare forward"):
                 output = self._run(hidden)
             del output
+        self._running.place = KEY
         edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
         stored = self._live - before - size
         if piece is not None:
@@ -226,7 +235,7 @@ class Bench:
         name = "after R" if recompute else which + ("input" if split else "backward")
         with self._passing(name, backwards=True):
             torch.autograd.backward((edge,), (gradient,))
-        self._queue.under_way = None
+        self._queue.under_way = self._running.place = None
         input_gradient = hidden.grad
         hidden.grad = None
         assert input_gradient is not None

@@ -10,7 +10,10 @@ from collections.abc import Callable
 
 from evenpipe.errors import InputError
 from evenpipe.memory.attention import Attention
+from evenpipe.memory.own_experts import ExpertSizes, OwnExperts
+from evenpipe.memory.routers import Router
 from evenpipe.memory.sketch import Sketch
+from evenpipe.model.shape import ExpertsShape
 
 SAVES_INPUT = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish")
 SAVES_RESULT = ("relu", "tanh", "sigmoid")
@@ -69,6 +72,8 @@ class Block(Attention):
         return self._mlp(hidden), None
 
     def _mlp(self, hidden: Sketch) -> Sketch:
+        if self._shape.mlp.experts is not None:
+            return self._mixture(hidden, self._shape.mlp.experts)
         weight = self._sizes.mlp * self._sizes.hidden
         with self._whole(hidden) as whole:
             inner = self._remade(self._inner(whole), "activation")
@@ -91,6 +96,31 @@ class Block(Attention):
         if not fused:
             gate = self._activated(gate, "activated gate")
         return operations.times(gate, self._columns(hidden, sizes.mlp, shape.mlp.bias, "up"), "input of down")
+
+    # --- experts -------------------------------------------------------------------------------------------------
+
+    def _mixture(self, hidden: Sketch, experts: ExpertsShape) -> Sketch:
+        sizes, mlp = self._sizes, self._shape.mlp
+        routed = Router(self._operations)(hidden, sizes.tokens, experts)  # its caller has all of it until the end
+        called = ExpertSizes(
+            tokens=sizes.tokens,
+            choices=experts.choices,
+            experts=experts.count,
+            hidden=sizes.hidden,
+            inner=mlp.size,
+            gated=mlp.gated,
+            bias=mlp.bias,
+            element=sizes.element,
+            weight=routed.weights.element,
+        )
+        return OwnExperts(self._tape, called, self._gate_of_experts)(hidden, routed.weights)
+
+    def _gate_of_experts(self, first: Sketch) -> Sketch:
+        operations = self._operations
+        if not self._shape.mlp.gated:
+            return self._activated(first, "gate's result")
+        gate, up = operations.parts(first, [first.elements // 2] * 2)
+        return operations.times(self._activated(gate, "activated gate"), up, "gate's result")
 
     def _activated(self, x: Sketch, name: str) -> Sketch:
         operations, function = self._operations, self._shape.mlp.activation

@@ -52,8 +52,14 @@ class ClosedForms:
         self.shapes = layer_shapes(description)
         for shape in set(self.shapes):
             check_has_closed_form(shape)
+        self._has_experts = any(shape.mlp.experts is not None for shape in self.shapes)
         self._start = start_of(description)
         self._layer = lru_cache(maxsize=4096)(layer_bytes)  # most layers of a model are alike
+
+    def describe(self, kernels: Kernels, tensor_ranks: int, members: int = 1) -> bool:
+        """Return whether there is one: for experts only as this library runs them, on a single tensor rank that has all
+        of them."""
+        return not self._has_experts or (kernels.experts == "rows" and tensor_ranks == members == 1)
 
     def stage(
         self,
@@ -76,8 +82,13 @@ class ClosedForms:
             whole_end: with tensor parallelism in blocks, what follows the layers needs all tokens.
 
         Raises:
-            InputError: as `layer_bytes`.
+            InputError: as `layer_bytes`, or it does not `describe` the model so.
         """
+        if not self.describe(kernels, portion.tp):
+            raise InputError(
+                f"model: its experts have no closed form with tp = {portion.tp} and kernels that run experts as"
+                f" {kernels.experts!r}, expected tp = 1 and 'rows'"
+            )
         shapes = self.shapes
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
@@ -319,13 +330,17 @@ class _Stage:
             kept += self._carried_on(place, forward=False)
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
-            row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
+            given = Stretch(0, -self._goes_with[place])
+            if not layer.holds_given:
+                row.append(given)  # recomputed by now
             holds_input = not place and not self._begins and not self._takes_rows
             tables = self._lasts_here[place]
             holds_tables = not holds_input and tables.keys() != layer.tables.keys()
             row.append(
                 Stretch(layer.peaks.backward[received, holds_input, holds_tables, split], kept - sum(tables.values()))
             )
+            if layer.holds_given:
+                row.append(given)
         if self._takes_rows:
             row.append(Stretch(self._whole, self._whole - stream))
         return joined([*row, Stretch(0, -self._indices)])

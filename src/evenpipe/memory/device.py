@@ -13,15 +13,24 @@ from evenpipe.vocabulary import LossOptions, split
 
 from .bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
 from .model_bytes import ModelBytes
-from .parameters import Held
+from .parameters import Held, Of
 from .pieces import Piece
 from .programs import Planned
 from .settings import Settings
-from .states import ELEMENT_BYTES, part_bytes, state_bytes
+from .states import ELEMENT_BYTES, both_parts, both_states, part_bytes, state_bytes
 from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 
 COPIES_NOTHING = ("full", "attention")
 """Checkpointing that does not keep the result of attention."""
+
+
+class StageHeld(NamedTuple):
+    """Parameters of stages, without vocabulary matrices."""
+
+    others: Held
+    """All of them, unless members of a group share experts."""
+    experts: Held
+    """Of a member, which only the same member of other groups has too."""
 
 
 class SliceBytes(NamedTuple):
@@ -44,28 +53,28 @@ class DeviceBytes:
     @classmethod
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
-        placement, parallelism, cut = plan.program.placement, settings.parallelism, source.cut(settings)
-        held, buffers, by_stage = Held(), 0, {}
+        placement = plan.program.placement
+        held, buffers, by_stage = StageHeld(Held(), Held()), 0, {}
         for stage in placement.stages_of(device):
-            first, last = plan.bounds[stage]
-            ends = (stage == 0, stage == placement.last_stage)
-            own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1], cut=cut)
-            held += own
-            buffers += source.parameters.buffers(first, last)
-            by_stage[stage] = own
+            own = by_stage[stage] = _held(source, plan, settings, stage)
+            held = StageHeld(held.others + own.others, held.experts + own.experts)
+            buffers += source.parameters.buffers(*plan.bounds[stage])
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
         embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)
         output = source.parameters.vocabulary(0, rows[1], one_matrix=False)
-        state = state_bytes(
-            held + embedding + output,
-            settings.dtypes,
-            settings.framework,
-            zero=parallelism.zero,
-            replicas=parallelism.replicas,
-            optimizer=settings.optimizer,
-            offloaded=settings.offloaded,
-            foreach=settings.foreach,
+        states = (
+            state_bytes(
+                one,
+                settings.dtypes,
+                settings.framework,
+                zero=settings.parallelism.zero,
+                replicas=replicas,
+                optimizer=settings.optimizer,
+                offloaded=settings.offloaded,
+                foreach=settings.foreach,
+            )
+            for one, replicas in zip((held.others + embedding + output, held.experts), _replicas(settings), strict=True)
         )
         pieces, slices = settings.pieces(source.description), []
         for piece in pieces:
@@ -78,15 +87,16 @@ class DeviceBytes:
             vocabulary = _vocabulary(source, plan, settings, device, shape=shape, rows=rows, hidden=hidden)
             vocabulary = replace(
                 vocabulary,
-                embedding=replace(vocabulary.embedding, parameters=_part(embedding, settings)),
-                parameters=_part(output, settings),
+                embedding=replace(vocabulary.embedding, parameters=_part(StageHeld(embedding, Held()), settings)),
+                parameters=_part(StageHeld(output, Held()), settings),
             )
             slices.append(SliceBytes(stages, vocabulary, shape.sequences * shape.tokens))
         hidden = next(iter(slices[0].stages.values())).output
         return cls(
             slices=tuple(slices),
-            state=state,
-            fixed=_fixed(plan, settings, device, held=held, hidden=hidden, pieces=pieces) + buffers,
+            state=both_states(*states),
+            fixed=_fixed(plan, settings, device, held=held.others + held.experts, hidden=hidden, pieces=pieces)
+            + buffers,
         )
 
     def copied(self, stage: int) -> int:
@@ -135,7 +145,7 @@ def _stage(
     *,
     stage: int,
     piece: Piece | None,
-    own: Held,
+    own: StageHeld,
 ) -> StageBytes:
     """own: its parameters."""
     bounds, kinds, parallelism = plan.bounds[stage], plan.kinds[device], settings.parallelism
@@ -153,7 +163,9 @@ def _stage(
             "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W; "
             "expected kernels 'transformers' or 'fused', or a schedule with B"
         )
-    if settings.traced or (runs and source.closed is None):
+    closed = source.closed
+    is_described = closed is not None and closed.describe(settings.kernels, parallelism.tp, parallelism.ep)
+    if settings.traced or (runs and not is_described):
         found = source.traced_stage(bounds, ends, settings, kinds, piece)
         return replace(
             found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
@@ -166,9 +178,36 @@ def _stage(
     return found
 
 
-def _part(held: Held, settings: Settings) -> PartBytes:
+def _held(source: ModelBytes, plan: Planned, settings: Settings, stage: int) -> StageHeld:
+    parallelism, last_stage = settings.parallelism, plan.program.placement.last_stage
+
+    def held(of: Of) -> Held:
+        return source.parameters.stage(
+            *plan.bounds[stage],
+            parallelism.tp,
+            is_first=stage == 0,
+            is_last=stage == last_stage,
+            cut=source.cut(settings),
+            members=parallelism.ep,
+            of=of,
+        )
+
+    return StageHeld(held("all"), Held()) if parallelism.ep == 1 else StageHeld(held("others"), held("experts"))
+
+
+def _replicas(settings: Settings) -> tuple[int, int]:
+    """Return over how many replicas the two kinds of parameters are spread, or summed."""
     parallelism = settings.parallelism
-    return part_bytes(held, settings.dtypes, settings.framework, zero=parallelism.zero, replicas=parallelism.replicas)
+    return parallelism.replicas, parallelism.replicas // parallelism.ep
+
+
+def _part(held: StageHeld, settings: Settings) -> PartBytes:
+    zero = settings.parallelism.zero
+    parts = (
+        part_bytes(one, settings.dtypes, settings.framework, zero=zero, replicas=replicas)
+        for one, replicas in zip(held, _replicas(settings), strict=True)
+    )
+    return both_parts(*parts)
 
 
 def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: int) -> int:

@@ -156,6 +156,7 @@ def estimate(
     offloaded: float = 0.0,
     foreach: bool = False,
     traced: bool = False,
+    skew: float = 1.0,
 ) -> Estimate:
     """Estimate the memory of every device.
 
@@ -173,6 +174,8 @@ def estimate(
         foreach: the optimizer processes all tensors at once (a fused one does not).
         traced: run the stages without memory instead of using closed forms; only as this library cuts layers over
             tensor ranks and sequences over context ranks.
+        skew: with ep > 1, what the fullest of the members that share experts gets over the mean: 1 if the router
+            chooses evenly, some 2 early in a training.
 
     Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
     cannot be traced.
@@ -188,7 +191,6 @@ def estimate(
     settings = Settings(
         recipe=recipe,
         checkpointing=recipe.checkpointing_of(description.layers),
-        kept_layers=recipe.offload.kept_layers(description.layers),
         kernels=chosen,
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
         framework=framework or usual,
@@ -198,7 +200,9 @@ def estimate(
         offloaded=offloaded,
         foreach=foreach,
         traced=traced,
+        skew=skew,
     )
+    settings.check_experts(description)
     plan = source.planned(recipe)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(

@@ -1,12 +1,17 @@
-"""The tensor ranks of a device as one of them, alone, for tensors without memory."""
+"""The tensor ranks of a device, and the members of an expert group, as one of them, alone, for tensors without
+memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenpipe.experts.overlap import ExpertOptions
+from evenpipe.experts.overlap import Overlap as Beside
+from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.tensor.exchange import Overlap
 
 
@@ -51,3 +56,60 @@ class FirstRank:
 
     def table(self, own: Tensor) -> Tensor:
         return own.new_empty((self.size, *own.shape))
+
+
+class Sharing(NamedTuple):
+    """How a group shares the experts of every layer."""
+
+    members: int = 1
+    skew: float = 1.0
+    """What the fullest member gets over the mean."""
+    options: ExpertOptions = ExpertOptions()
+    """What runs beside the exchange."""
+
+
+ALONE = Sharing()
+"""A process has all experts."""
+
+
+class _Sent(NamedTuple):
+    """Rows between members, which a communicator's handle holds until the wait."""
+
+    held: list[Tensor]
+
+    def wait(self) -> None:
+        self.held.clear()
+
+
+class FirstMember:
+    """A `GroupExchange` of `experts.adopt` that allocates what `parallel.expert_ranks` allocates, and transfers
+    nothing: rows are as many as even routing gives to each member, and the first one gets most."""
+
+    rank = 0
+
+    def __init__(self, rows: Mapping[str, ExpertRows], overlap: Beside) -> None:
+        """
+        Args:
+            rows: of the experts of each layer, by their name in the model.
+            overlap: what runs beside the exchange.
+        """
+        self._rows, self.overlap = rows, overlap
+        self.size = next(iter(rows.values())).members
+        self.layer = ""
+
+    def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        own.new_empty((2, *own.shape))
+        rows = self._rows[self.layer]
+        told = [[sent, sent] for sent in rows.sent]  # of pairs there, nothing here depends on their number
+        pairs = _even(rows.pairs, self.size)
+        known = [[0, 0], *zip(_even(rows.rows - rows.own, self.size - 1), pairs[1:], strict=True)]
+        told[0] = known[0] = [rows.own, pairs[0]]
+        return told, [list(one) for one in known]
+
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> _Sent:
+        return _Sent([output, rows])
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """Return whole numbers that add up to the total and differ by 1 at most."""
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from evenpipe.experts import products
 from evenpipe.memory.emulation import replaced
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model.modules import ModuleStage
@@ -25,22 +26,53 @@ from evenpipe.model.stage import Stage
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
     """Tensors made inside have no memory, and are counted."""
-    with _nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), _GroupedProducts(), Tracker() as tracker:
+    with (
+        _nothing_packed(),
+        replaced(products, "spans_of", _no_spans),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _AsComputed(),
+        Tracker() as tracker,
+    ):
         yield tracker
 
 
-class _GroupedProducts(TorchDispatchMode):
-    """fp32 products of experts: torch computes them on a CPU, but infers the shape of a result only for bf16."""
+_aten = torch.ops.aten
+_SUMS = (
+    _aten.embedding_bag.padding_idx,
+    _aten._embedding_bag.default,
+    _aten._embedding_bag_forward_only.default,
+)
+
+
+class _AsComputed(TorchDispatchMode):
+    """Operations of experts whose results torch infers otherwise than it computes them on a CPU: of grouped products it
+    infers them for bf16 only, and of sums in bf16 and fp64 it gets the indices beside them wrong."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if operation is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
+        if operation in _SUMS:
+            return self._sums(operation, *args, **kwargs)
+        if operation is not _aten._grouped_mm.default or args[0].dtype != torch.float32:
             return operation(*args, **kwargs)
         left, right, *others = args
         result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **kwargs)
         columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
         strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
         return left.new_empty_strided(result.shape, strides)
+
+    @staticmethod
+    def _sums(operation: Any, entries: Tensor, index: Tensor, *others: Any, **options: Any) -> Any:
+        as_if = {torch.bfloat16: torch.float16}.get(entries.dtype, entries.dtype)
+        sums, of_entries, *more = operation(entries.to(as_if), index, *others, **options)
+        if entries.dtype == torch.float64:
+            of_entries = of_entries.new_empty(len(index) + 1)[:-1]
+        return sums.to(entries.dtype), of_entries, *more
+
+
+def _no_spans(ends: Tensor) -> list[tuple[int, int]]:
+    """Take experts to have no rows where only values tell: products expert by expert write into a tensor that is there
+    anyway."""
+    return [(0, 0)] * len(ends)
 
 
 @contextmanager

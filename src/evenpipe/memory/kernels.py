@@ -27,6 +27,9 @@ class Kernels:
     """Rotary embedding of queries and keys; "eager": as transformers computes it. Both save only the tables."""
     packed_qkv: bool = False
     """One product gives queries, keys and values, and saving one of them keeps all three."""
+    experts: Literal["rows", "pairs"] = "rows"
+    """"rows": a layer's experts keep their input and the first product, as this library runs them; "pairs": as the
+    model's config says, with grouped products that keep a row for each token and expert."""
     weight_gradient: Literal["fused", "eager"] = "eager"
     """"fused": the product for a weight gradient adds to the existing gradient; "eager": it makes a new tensor
     first."""
@@ -55,8 +58,8 @@ _FUSED = Kernels(attention="flash", norm="fused", activation="fused", rotary="fu
 PRESETS = {
     "transformers": Kernels(),
     "fused": _FUSED,
-    "megatron": replace(_FUSED, weight_gradient="fused", loss="in-place"),
-    "transformer-engine": replace(_FUSED, weight_gradient="fused", loss="fused"),
+    "megatron": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="in-place"),
+    "transformer-engine": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="fused"),
 }
 """By name: the modules of transformers as `evenpipe train` runs them; the same with fused kernels; the kernels of
 Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused

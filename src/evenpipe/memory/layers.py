@@ -23,7 +23,7 @@ from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.operations import WIDE
 from evenpipe.memory.own_attention import Carried
-from evenpipe.memory.sketch import Queued, Sketch, Source, Storage, Tape, held
+from evenpipe.memory.sketch import Sketch, Source, Storage, Tape, Waiting, held
 from evenpipe.model.shape import LayerShape
 
 INPUT, GRADIENT = "input", "gradient of the output"
@@ -94,8 +94,8 @@ class LayerBytes:
     """Tables of positions, which the layers of a stage share and which stay until the backward."""
     moved: int
     """The part of `saved` that copies to the host carry: saved tensors that are large enough."""
-    moves_tables: bool
-    """Whether they carry tables, if those are large enough."""
+    checkpointing: str
+    """Of `REGIONS`."""
     given: Mapping[str, int]
     """Other tensors that layers share and keep until they are recomputed: positions, masks."""
     peaks: LayerPeaks
@@ -105,6 +105,17 @@ class LayerBytes:
     """Whether the layer's input is part of it."""
     queues_gradient: bool
     """Whether the gradient of its output is part of it."""
+
+    @property
+    def moves_tables(self) -> bool:
+        """Whether copies to the host carry tables, if those are large enough."""
+        return self.checkpointing not in ("full", "selective")
+
+    @property
+    def holds_given(self) -> bool:
+        """Whether `given` tensors stay until the end of its backward, beyond the recomputation: torch's own
+        checkpointing keeps what a layer got until the last of its nodes is gone."""
+        return self.checkpointing == "selective"
 
 
 def check_has_closed_form(shape: LayerShape) -> None:
@@ -133,7 +144,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         run.forward()
     split.backward(True, True)
     assert split.tape.queue is not None
-    queued = {id(one): one for entry in split.tape.queue for one in (entry.hidden, entry.gradient)}
+    queued = {id(one): one for entry in split.tape.queue for one in entry.storages}
     names = {one.name for one in queued.values()}
     total = sum(one.bytes for one in queued.values())
     del queued
@@ -145,7 +156,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         tensors=kept.tensors(),
         tables={name: size for name, size in everything.items() if name in names_of_tables},
         moved=kept.moved(everything if again else ()),
-        moves_tables=not again,
+        checkpointing=checkpointing,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
         peaks=LayerPeaks(
             kept.peak,
@@ -271,7 +282,7 @@ class LayerRun:
         return self.tape.meter.live == live
 
 
-def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
+def _weight_peak(tape: Tape, queue: list[Waiting]) -> int:
     """W as in `layers/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
     when the next one is computed; a gathered input is under way during the products before those that need it."""
     meter = tape.meter

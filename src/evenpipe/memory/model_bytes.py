@@ -17,6 +17,7 @@ from evenpipe.tensor.layers import ModelCut
 from .bytes import StageBytes
 from .closed import ClosedForms
 from .cut import Portion
+from .exchange import Sharing
 from .parameters import Parameters
 from .pieces import Piece
 from .programs import Planned, planned
@@ -113,8 +114,9 @@ class ModelBytes:
             piece=piece,
         )
         cut = self.cut(settings)
-        kept = tuple(layer in settings.kept_layers for layer in range(first, last))
-        key = (shapes, settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
+        kept = settings.recipe.offload.kept_layers(self.description.layers)
+        moves = tuple(layer not in kept for layer in range(first, last))
+        key = (shapes, settings.checkpointing[first:last], moves, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
@@ -125,7 +127,7 @@ class ModelBytes:
                 is_first=ends[0],
                 is_last=ends[1],
                 checkpointing=settings.checkpointing,
-                kept_layers=settings.kept_layers,
+                kept_layers=kept,
                 kernels=settings.kernels,
                 whole_end=cut is not None and cut.end_is_whole,
             )
@@ -141,7 +143,8 @@ class ModelBytes:
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
         ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
-        sizes = settings.microbatch_size, settings.sequence, piece, ranks
+        sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
+        sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
@@ -156,11 +159,12 @@ class ModelBytes:
                 ranks=ranks,
                 cut=self.cut(settings),
                 piece=piece,
+                sharing=sharing,
             )
         return self._tracers[key].stage(
             *bounds,
             is_first=ends[0],
             is_last=ends[1],
             checkpointing=settings.checkpointing,
-            kept_layers=settings.kept_layers,
+            kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
         )

@@ -42,7 +42,7 @@ class Operations:
 
     def __init__(self, tape: Tape, *, fuses_weight_gradients: bool = False) -> None:
         self.tape = tape
-        self._fuses = fuses_weight_gradients
+        self.fuses = fuses_weight_gradients
         self._given: _Given | None = None
 
     # --- what they have in common --------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Operations:
                 gathers the gradient (`tensor/summed.py`); 0: it does not.
         """
         tape, elements, element, queue = self.tape, x.elements, x.element, self.tape.queue
-        weight_bytes, bias_bytes = (0, 0) if self._fuses else (weight * element, bias * element)
+        weight_bytes, bias_bytes = (0, 0) if self.fuses else (weight * element, bias * element)
         given = self._given if self._given is not None and x.storage is self._given.whole else None
         source = None if given is None else given.source
 
@@ -309,7 +309,7 @@ class Operations:
         node = tape.begin((x,), backward, () if is_late else (saves,))
         there = tape.new(gathered, element) if gathered else None
         before = tape.new(scattered, element) if scattered else None
-        only_saves = is_late and tape.call is not None and tape.call.only_saves
+        only_saves = is_late and tape.call is not None and tape.call.only_saves()
         if only_saves:
             result = tape.new(summed or size, element, name)
         elif summed:
@@ -402,7 +402,7 @@ class Operations:
         node = self.tape.begin((q, k, v), backward, (q, k, v) if mask is None else (q, k, v, mask))
         there = self.tape.new(others, element)
         result = self.tape.product(size, element, "attention")
-        logarithms = self.tape.product(rows, WIDE, "log-sum-exp")
+        logarithms = self.tape.product(rows, max(WIDE, element), "log-sum-exp")
         del there
         self.tape.save(node, result, logarithms)
         self.tape.end(node, result)

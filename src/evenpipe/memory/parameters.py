@@ -22,6 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from evenpipe.errors import InputError
+from evenpipe.experts.adopt import is_experts
 from evenpipe.model import Description
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
@@ -31,6 +32,8 @@ from evenpipe.tensor.layers import ModelCut
 from .optimizers import Trained, trained_tensor
 
 Cut = Literal["columns", "rows", "whole"]
+Of = Literal["all", "experts", "others"]
+"""Which parameters."""
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 _PACKED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj")
@@ -50,17 +53,24 @@ class Tensor:
     trained: bool
     matrix: bool = False
     """Muon is for it."""
-    linear: bool = False
-    """Whether it belongs to a linear module, whose weight gradient a split backward leaves to W."""
+    split: bool = False
+    """Whether it belongs to a linear module or is a matrix of experts: a split backward leaves its gradient to W."""
+    expert: bool = False
+    """Whether its first axis is that of experts, which members of a group share."""
 
-    def local(self, tp: int, key_value_heads: int) -> int:
-        """Return the elements that one of `tp` ranks holds."""
-        elements = math.prod(self.shape)
+    def local(self, tp: int, key_value_heads: int, members: int = 1) -> int:
+        """Return the elements that one of `tp` ranks holds, on the first of the members that share experts."""
+        elements = self.of_member(math.prod(self.shape), members)
         if self.cut == "whole" or (self.cut == "rows" and len(self.shape) < 2):
             return elements
         if self.key_value_share and key_value_heads < tp:
             elements += round(elements * self.key_value_share * (tp / key_value_heads - 1))
         return -(-elements // tp)
+
+    def of_member(self, elements: int, members: int) -> int:
+        """Return those of the first member: ceil(E / ep) of E experts."""
+        experts = self.shape[0] if self.expert else 1
+        return elements // experts * -(-experts // members) if self.expert else elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +83,7 @@ class Held:
     optimized: Trained = field(default_factory=Trained)
     """Tensors with a gradient."""
     unsplit: int = 0
-    """Elements whose gradient is computed in I, because they are outside of linear modules."""
+    """Elements whose gradient is computed in I: neither of linear modules nor of experts."""
     largest: int = 0
     """Elements of the largest layer, or of the largest tensor outside of layers."""
     shared: int = 0
@@ -111,8 +121,8 @@ class Parameters:
         self.heads: int | None = _common(layers, "num_attention_heads")
         self.key_value_heads: int = _common(layers, "num_key_value_heads") or self.heads or 1
         self._plan: dict[str, str] = dict(getattr(layers[0], "base_model_tp_plan", None) or {})
-        self._held_by_layer: dict[tuple[int, int, int], Held] = {}
-        self._held_by_stage: dict[tuple[int, int, int, bool, bool, int], Held] = {}
+        self._held_by_layer: dict[tuple[object, ...], Held] = {}
+        self._held_by_stage: dict[tuple[object, ...], Held] = {}
         self._buffers_by_stage: dict[tuple[int, int], int] = {}
 
     @cached_property
@@ -137,20 +147,31 @@ class Parameters:
             )
 
     def stage(
-        self, first: int, last: int, tp: int, *, is_first: bool, is_last: bool, cut: ModelCut | None = None
+        self,
+        first: int,
+        last: int,
+        tp: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        cut: ModelCut | None = None,
+        members: int = 1,
+        of: Of = "all",
     ) -> Held:
         """Return the parameters of the layers from `first` to before `last`, with those before and after all layers,
         without the vocabulary matrices.
 
         cut: how this library cuts the layers over `tp` ranks; None: as Megatron-LM. Raises InputError if it cannot.
+        members: of a group that shares experts; the first one holds ceil(E / ep) of them.
         """
-        key = (first, last, tp, is_first, is_last, id(cut))
+        key = (first, last, tp, is_first, is_last, id(cut), members, of)
         if key not in self._held_by_stage:
             structure = self._description.structure
             held = Held()
             for index in range(first, last):
-                held += self._layer(self.layers[index], tp) if cut is None else self._cut_layer(index, tp, cut)
-            for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
+                held += self._layer(index, tp, cut, members, of)
+            ends = (*structure.first_parameters * is_first, *structure.last_parameters * is_last)
+            for name in () if of == "experts" else ends:
                 shape = tuple(self._description.skeleton.get_parameter(name).shape)
                 found = self._outside(name, shape)
                 held += found if cut is None else replace(found, shared=found.trained)
@@ -191,30 +212,35 @@ class Parameters:
                 held += self._outside(name, shape)
         return held
 
-    def _layer(self, tensors: tuple[Tensor, ...], tp: int) -> Held:
-        key = (id(tensors), tp, 0)  # `layers` keeps them alive
+    def _layer(self, index: int, tp: int, cut: ModelCut | None, members: int, of: Of) -> Held:
+        """Return one layer on the first of `tp` ranks and of the members."""
+        tensors = self.layers[index]
+        key = (id(tensors) if cut is None else index, tp, id(cut), members, of)  # `layers` keeps them alive
         if key not in self._held_by_layer:
-            sizes = [tensor.local(tp, self.key_value_heads) for tensor in tensors]
-            self._held_by_layer[key] = replace(_held(tensors, sizes), largest=sum(sizes))
+            chosen = [one for one in tensors if of == "all" or one.expert == (of == "experts")]
+            if cut is None:
+                sizes, shared = [one.local(tp, self.key_value_heads, members) for one in chosen], 0
+            else:
+                sizes, shared = self._cut_sizes(index, chosen, tp, cut, members)
+            self._held_by_layer[key] = replace(_held(chosen, sizes), largest=sum(sizes), shared=shared)
         return self._held_by_layer[key]
 
-    def _cut_layer(self, index: int, tp: int, cut: ModelCut) -> Held:
-        """Return one layer on the first of `tp` ranks."""
-        key = (index, tp, id(cut))
-        if key not in self._held_by_layer:
-            prefix = f"{self._description.structure.layers_name}.{index}."
-            placements = cut.placements(self._description, index, 0, tp)
-            alone, tensors = cut.alone(self._description, index), self.layers[index]
-            sizes, shared = [], 0
-            for tensor in tensors:
-                name = prefix + tensor.name
-                placement = placements.get(name) or TensorPlacement(tensor.shape)
-                sizes.append(math.prod(placement.local_shape))
-                places = math.prod(one.parts for one in placement.cuts)  # of different parts in the bucket
-                if tensor.trained and name not in alone and places < tp:
-                    shared += places * sizes[-1]
-            self._held_by_layer[key] = replace(_held(tensors, sizes), largest=sum(sizes), shared=shared)
-        return self._held_by_layer[key]
+    def _cut_sizes(
+        self, index: int, tensors: Sequence[Tensor], tp: int, cut: ModelCut, members: int
+    ) -> tuple[list[int], int]:
+        """Return the elements of each tensor, and those of the bucket of what several ranks hold."""
+        prefix = f"{self._description.structure.layers_name}.{index}."
+        placements = cut.placements(self._description, index, 0, tp)
+        alone = cut.alone(self._description, index)
+        sizes, shared = [], 0
+        for tensor in tensors:
+            name = prefix + tensor.name
+            placement = placements.get(name) or TensorPlacement(tensor.shape)
+            sizes.append(tensor.of_member(math.prod(placement.local_shape), members))
+            places = math.prod(one.parts for one in placement.cuts)  # of different parts in the bucket
+            if tensor.trained and name not in alone and places < tp:
+                shared += places * sizes[-1]
+        return sizes, shared
 
     def _outside(self, name: str, shape: tuple[int, ...]) -> Held:
         """Return a tensor outside of layers, which is here as a whole."""
@@ -237,12 +263,13 @@ class Parameters:
                 share = 1.0
             elif leaf in _PACKED and self.heads:
                 share = 2 * self.key_value_heads / (self.heads + 2 * self.key_value_heads)
+            expert = is_experts(module)
             for key, parameter in module.named_parameters(recurse=False):
                 name = f"{module_name}.{key}" if module_name else key
                 own = cut or self._planned(name) or "whole"
-                trained, linear = self._trained(f"{prefix}.{name}"), type(module).__name__ in _LINEAR
+                trained, split = self._trained(f"{prefix}.{name}"), expert or type(module).__name__ in _LINEAR
                 matrix = is_matrix(module, key, parameter.dim())
-                yield Tensor(name, tuple(parameter.shape), own, share, trained, matrix, linear)
+                yield Tensor(name, tuple(parameter.shape), own, share, trained, matrix, split, expert)
 
     def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
         """Return how a module's parameters are split; None: parameter by parameter."""
@@ -272,7 +299,7 @@ def _held(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Held:
         elements=sum(sizes),
         tensors=len(sizes),
         optimized=sum(optimized, Trained()),
-        unsplit=sum(size for tensor, size in trained if not tensor.linear),
+        unsplit=sum(size for tensor, size in trained if not tensor.split),
         largest=max(sizes, default=0),
         bucketed=sum(size for _, size in trained if size < ALONE_ELEMENTS),
         products=_products(tensors, sizes),

@@ -20,6 +20,7 @@ from evenpipe.attention.carry import Carry
 from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Predicate, Sight, seeing
 from evenpipe.memory.pieces import Piece
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
+from evenpipe.parallel.running import Running
 
 
 class _Done:
@@ -87,8 +88,8 @@ class PieceBench:
         self.piece = piece
         self._communicator = _FirstOf(piece.ranks)
         communicator: Any = self._communicator
-        self._exchange: Exchange = ContextRanks(communicator) if piece.gathers else Alone()
-        heads = HeadRanks(communicator) if piece.trades_heads else None
+        self._exchange: Exchange = ContextRanks(communicator, Running()) if piece.gathers else Alone()
+        heads = HeadRanks(communicator, Running()) if piece.trades_heads else None
         with _disable_current_modes():
             places, keys = piece.places
         self._sight = _SightOfPiece(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
+from evenpipe.experts.adopt import names_of_experts
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
@@ -27,8 +28,6 @@ class Settings:
     """With a sequence length."""
     checkpointing: tuple[str, ...]
     """Checkpointing of each layer."""
-    kept_layers: frozenset[int] = frozenset()
-    """Layers whose activations are not copied to the host."""
     kernels: Kernels
     dtypes: Dtypes
     framework: Framework
@@ -38,10 +37,14 @@ class Settings:
     offloaded: float
     foreach: bool
     traced: bool
+    skew: float = 1.0
+    """What the fullest of the members that share experts gets over the mean."""
 
     def __post_init__(self) -> None:
-        if self.parallelism.ep > 1:
-            raise InputError(f"ep: {self.parallelism.ep}, expected 1: estimates know no more yet")
+        if self.parallelism.ep > 1 and self.framework.gathers != "blocks":
+            raise InputError(f"ep: {self.parallelism.ep}, expected 1 with kernels of Megatron-LM")
+        if not 1 <= self.skew < float("inf"):
+            raise InputError(f"skew is {self.skew}, expected a number of at least 1")
         if self.slices > 1 and self.framework.gathers != "blocks":
             raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:
@@ -92,6 +95,17 @@ class Settings:
             Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernel=kernel)
             for index in range(slices)
         )
+
+    def check_experts(self, description: Description) -> None:
+        """Raise InputError if members of a group cannot share the experts of this model."""
+        members = self.parallelism.ep
+        if members == 1:
+            return
+        names = {} if description.config is None else names_of_experts(description)
+        if not names:
+            raise InputError(f"ep: {members}, expected 1: {description.architecture} has no experts that can be shared")
+        if members > min(names.values()):
+            raise InputError(f"ep: {members}, expected at most {min(names.values())}, the number of experts of a layer")
 
     @property
     def microbatch_size(self) -> int:

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import ReferenceType, ref
 
 
@@ -145,10 +146,9 @@ class Call:
         """All of it is being recomputed, with kept results of products."""
         return self.again and self.products is not None
 
-    @property
-    def only_saves(self) -> bool:
-        """All of it is being recomputed, and the next storage is the last needed one."""
-        return self.again and self.products is None and self._found == len(self._saved) - 1
+    def only_saves(self, count: int = 1) -> bool:
+        """Return whether all of it is being recomputed, and the next `count` storages are the last needed ones."""
+        return self.again and self.products is None and self._found == len(self._saved) - count
 
     def recall(self) -> None:
         """Recompute it."""
@@ -191,6 +191,22 @@ class Remade:
                 placeholder.storage = storage
 
 
+class Waiting(Protocol):
+    """One use of parameters, between I and W."""
+
+    source: Source | None
+    """Gathers the input again."""
+
+    @property
+    def storages(self) -> list[Storage]:
+        """What stays."""
+        ...
+
+    def compute(self) -> list[Storage]:
+        """Return the gradients, of those that have bytes."""
+        ...
+
+
 @dataclass(slots=True)
 class Queued:
     """One use of a linear layer, between I and W."""
@@ -201,10 +217,12 @@ class Queued:
     """Bytes of the gradients that W computes, of the weight and the bias."""
     bias: int
     source: Source | None = None
-    """Gathers the input again."""
+
+    @property
+    def storages(self) -> list[Storage]:
+        return [self.hidden, self.gradient]
 
     def compute(self) -> list[Storage]:
-        """Return the gradients, of those that have bytes."""
         whole = None if self.source is None else self.source.whole()
         meter = self.hidden.meter
         made = [Storage(self.weight, meter)] if self.weight else []
@@ -258,8 +276,8 @@ class Tape:
     def __init__(self) -> None:
         self.meter = Meter()
         self.recording = True
-        self.queue: list[Queued] | None = None
-        """Where linear layers leave the inputs of W; None: the backward is not split."""
+        self.queue: list[Waiting] | None = None
+        """Where layers leave the inputs of W; None: the backward is not split."""
         self._order = 0
         self.call: Call | None = None
         """The recomputed part that runs."""

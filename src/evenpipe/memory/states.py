@@ -17,7 +17,7 @@ Sources: Megatron-LM, docs/user-guide/features/dist_optimizer.md; arXiv 1910.020
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from evenpipe.errors import InputError
@@ -149,6 +149,21 @@ def part_bytes(
         reduced=whole + own,
         reducing_peak=bucket + own - _part(bucket, replicas),
     )
+
+
+def both_states(one: StateBytes, other: StateBytes) -> StateBytes:
+    """Return the bytes of parameters that are spread in two ways. Temporaries of the optimizer are taken to add up."""
+    return StateBytes(**{field.name: getattr(one, field.name) + getattr(other, field.name) for field in fields(one)})
+
+
+def both_parts(one: PartBytes, other: PartBytes) -> PartBytes:
+    """Return the bytes of a part whose parameters are spread in two ways: gathered and reduced one way after the
+    other."""
+    peaks = max(one.gathering_peak, other.gathering_peak)
+    summed = None if one.reduced is None and other.reduced is None else one.summed + other.summed
+    reducing = max(one.reducing_peak, one.summed - one.gradients + other.reducing_peak)
+    sums = {name: getattr(one, name) + getattr(other, name) for name in ("gradients", "input_gradients", "gathered")}
+    return PartBytes(**sums, gathering_peak=peaks, reduced=summed, reducing_peak=reducing)
 
 
 def _part(size: int, shards: int) -> int:

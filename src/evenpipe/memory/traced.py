@@ -13,7 +13,7 @@ Kernels that transformers does not run itself are replaced by functions that sav
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +23,28 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from evenpipe.attention.function import adopt
 from evenpipe.errors import InputError
+from evenpipe.experts.adopt import Spread, names_of_experts
+from evenpipe.experts.adopt import placements as placements_of_experts
+from evenpipe.experts.overlap import Layer, choose
+from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
-from evenpipe.memory.exchange import FirstRank
+from evenpipe.memory.exchange import ALONE, FirstMember, FirstRank, Sharing
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
+from evenpipe.model.expert_rows import ExpertRows
+from evenpipe.model.flops import chosen_experts
 from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.shrink import said_of_layers
 from evenpipe.model.stage import Stage
+from evenpipe.parallel.running import Running
 from evenpipe.tensor.layers import ModelCut
 
 
@@ -51,6 +58,7 @@ class StageTracer:
         recompute: some microbatches have R.
         piece: of every sequence; then `sequence` is not used. None: whole sequences.
         ranks, cut: tensor ranks of a device, and how layers are cut over them: the stage is that of the first one.
+        sharing: of the experts of every layer: the stage is that of the member that has most.
     """
 
     def __init__(
@@ -67,7 +75,9 @@ class StageTracer:
         ranks: int = 1,
         cut: ModelCut | None = None,
         piece: Piece | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
+        self._sharing = sharing
         self._ranks, self._cut, self._piece = ranks, cut, piece
         self._description = description
         self._shape = (microbatch_size, sequence if piece is None else piece.tokens, description.hidden_size)
@@ -137,6 +147,10 @@ class StageTracer:
         if self._cut is not None:
             for index in indices:
                 held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
+        member = self._first_member(indices)
+        if member is not None:
+            for index in indices:
+                held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
         # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
         part = Part(
             first=first,
@@ -178,6 +192,7 @@ class StageTracer:
                     exchange=exchange,
                     repeats=repeats,
                     piece=seen,
+                    experts=self._kernels.experts == "rows" if member is None else member,
                 )
                 return bench.trace(split=self._split, recompute=self._recompute)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -185,6 +200,37 @@ class StageTracer:
                 f"model: {description.architecture} asks for the values of its tensors ({error}), so what its layers"
                 " allocate cannot be found without running them"
             ) from error
+
+    def _first_member(self, layers: Iterable[int]) -> FirstMember | None:
+        """Return what the experts of these layers exchange; None where they have none, or where one has all."""
+        description, (sequences, tokens, _) = self._description, self._shape
+        if self._sharing.members == 1:
+            return None
+        names, rows = names_of_experts(description), {}
+        for index in layers:
+            prefix = f"{description.structure.layers_name}.{index}."
+            choices = chosen_experts(description.layer_config(index))
+            for name, count in names.items():
+                if name.startswith(prefix):
+                    rows[name] = ExpertRows(
+                        tokens=sequences * tokens,
+                        choices=choices,
+                        experts=count,
+                        members=self._sharing.members,
+                        skew=self._sharing.skew,
+                    )
+        if not rows:
+            return None
+        name, one = next(iter(rows.items()))
+        layer = Layer(
+            tokens=one.tokens,
+            hidden_size=description.hidden_size,
+            width=min(description.skeleton.get_submodule(name).get_parameter("down_proj").shape[1:]),
+            experts=one.experts,
+            choices=one.choices,
+            members=one.members,
+        )
+        return FirstMember(rows, choose(self._sharing.options, layer).overlap)
 
 
 # --- layers that are alike -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evenpipe.tensor.operations import WITHIN
+from evenpipe.layers.own_operations import WITHIN
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 

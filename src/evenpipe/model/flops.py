@@ -117,6 +117,11 @@ def experts_of(config: Any) -> tuple[int | None, float]:
     return experts, (_first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
 
 
+def chosen_experts(config: Any) -> int:
+    """Return the number of experts that a token uses."""
+    return _first_number(config, EXPERTS_PER_TOKEN) or 1
+
+
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that exists and is a whole number."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

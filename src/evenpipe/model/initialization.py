@@ -1,14 +1,15 @@
 """Draws initial weights that do not depend on the layout: each module's seed derives from the run's seed and its name.
 
 The model's own rules are applied in fp32 on the CPU, and the values are then cast. The vocabulary matrices are drawn in
-blocks of 256 rows, so that every shard gets the same rows and no process draws the whole matrix.
+blocks of 256 rows, and the experts of a layer one by one, each with its own seed, so that all processes that share such
+a tensor get the same values, and none draws the whole one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.experts import fused_experts
 from evenpipe.model.rules import (
     Unit,
     children_first,
@@ -42,11 +44,14 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
     Raises:
         InputError: transformers has no rule for one of the parameters.
     """
-    structure = description.structure
-    embedding, shapes = embedding_of(stage.whole, structure.embedding_module), description.shapes
+    structure, model = description.structure, description.skeleton
+    embedding = embedding_of(stage.whole, structure.embedding_module)
+    experts, shapes = fused_experts(model), dict(description.shapes)
+    fused = {f"{name}.{key}" for name, module in experts.items() for key in module._parameters}
+    shapes |= {name: torch.Size([1, *shape[1:]]) for name, shape in shapes.items() if name in fused}
     with undisturbed(), torch.no_grad(), meta_matrix(embedding):
         for unit in units(stage.whole, structure.layers_name):
-            with _drawing(stage, shapes, unit.name, unit.module.named_modules()) as drawn:
+            with _drawing(stage, shapes, unit.name, unit.module.named_modules(), fused) as drawn:
                 if drawn:
                     unit.apply_rules(seed)
                     torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
@@ -60,11 +65,19 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
                     for key in drawn:
                         if untouched(module.get_parameter(key)):
                             Unit(name, module, owner, stage.whole, None).refuse("", key)
+        for unit in units(model, structure.layers_name):
+            for name in experts:
+                if f"{name}.".startswith(f"{unit.name}."):
+                    _draw_experts(stage, unit, name, seed)
 
 
 @contextlib.contextmanager
 def _drawing(
-    stage: Stage, shapes: Mapping[str, torch.Size], name: str, modules: Iterable[tuple[str, nn.Module]]
+    stage: Stage,
+    shapes: Mapping[str, torch.Size],
+    name: str,
+    modules: Iterable[tuple[str, nn.Module]],
+    discarded: Collection[str] = (),
 ) -> Iterator[list[str]]:
     """Replace the direct parameters of these modules by blank whole ones, and copy the stage's part of those back on
     exit.
@@ -73,8 +86,9 @@ def _drawing(
     they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
 
     Args:
-        shapes: of whole parameters.
+        shapes: of the blank parameters.
         name: of the module around the modules, which have their names in it.
+        discarded: parameters that are not copied back.
     """
     held: list[tuple[nn.Module, str, nn.Parameter | None, str]] = []
     elsewhere = []
@@ -94,13 +108,56 @@ def _drawing(
             module._parameters[key] = _blank(shapes[full])
         yield [key for _, key, _, _ in held]
         for module, key, parameter, full in held:
-            if parameter is not None:
+            if parameter is not None and full not in discarded:
                 parameter.copy_(stage.part_of(full, module.get_parameter(key)))
     finally:
         for module, key, parameter, _ in held:
             module._parameters[key] = parameter
         for module, key, stand_in in elsewhere:
             setattr(module, key, stand_in)
+
+
+def _draw_experts(stage: Stage, unit: Unit, name: str, seed: int) -> None:
+    """Draw the experts of a module that a stage holds, one after the other.
+
+    Args:
+        unit: of the skeleton; its rules draw the experts, or those of a module around them.
+        name: of the module with the experts.
+    """
+    around = [
+        entry
+        for entry in children_first(unit.module, unit.name, unit.owner)
+        if f"{name}.".startswith(f"{entry[0]}.")  # from the experts outwards
+    ]
+    held = [
+        (key, parameter, stage.placement_of(f"{name}.{key}", around[0][1].get_parameter(key).shape))
+        for key, parameter in stage.whole.get_submodule(name)._parameters.items()
+        if parameter is not None
+    ]
+    numbers = {key: [number for one in placement.ranges(0) for number in one] for key, _, placement in held}
+    for number in sorted({number for some in numbers.values() for number in some}):
+        drawn = _drawn_expert(around, seed, number)
+        for key, parameter, placement in held:
+            if number in numbers[key]:
+                parameter[numbers[key].index(number)].copy_(placement.of_entries(1).of(drawn[key])[0])
+
+
+def _drawn_expert(
+    around: list[tuple[str, nn.Module, PreTrainedModel]], seed: int, number: int
+) -> dict[str, torch.Tensor]:
+    """Return the parameters of one expert, [1, ...], by the rules for its module and then the modules around it. These
+    are on the meta device, and draw nothing."""
+    module = around[0][1]
+    fused = module._parameters
+    drawn = {key: None if one is None else _blank(torch.Size([1, *one.shape[1:]])) for key, one in fused.items()}
+    module._parameters = drawn
+    try:
+        for name, part, owner in around:
+            torch.default_generator.manual_seed(seed_of(seed, name, number))
+            owner._init_weights(part)
+    finally:
+        module._parameters = fused
+    return {key: one.detach() for key, one in drawn.items() if one is not None}
 
 
 def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Fills stages and vocabulary shards with weights: from a Hugging Face folder, from a live model, or fresh.
 
-A folder is read lazily: only the requested tensors and rows. Only safetensors are read, so nothing in it is executed.
+A folder is read lazily: only the requested tensors, rows and experts. Only safetensors are read, so nothing in it is
+executed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def load_parameters(stage: Stage | ModuleStage, description: Description, folder
         files.require_shape(name, tuple(shapes[name]))
     with torch.no_grad():
         for name, held in wanted.items():  # one by one, so that only one tensor is in memory twice
-            held.copy_(stage.part_of(name, files.tensor(name)))
+            held.copy_(files.part(name, stage.placement_of(name, shapes[name])))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:

@@ -93,6 +93,10 @@ class ModuleStage(nn.Module):
         self._returns_checked = False
         self.train()
 
+    def placement_of(self, name: str, shape: torch.Size) -> TensorPlacement:
+        """Return the placement of a whole tensor of that shape."""
+        return TensorPlacement(tuple(shape))
+
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this stage's part of a whole parameter or buffer: all of it."""
         return whole

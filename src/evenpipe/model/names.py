@@ -13,12 +13,23 @@ time, so that no process needs memory for a whole model.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
@@ -39,6 +50,44 @@ class Stored:
     def disk_name(self) -> str | None:
         """Name on disk if the tensor is stored unchanged, else None."""
         return self.parts[0][0] if self.converter is None else None
+
+    def of_entries(self, entries: range, count: int) -> tuple[Stored, slice] | None:
+        """Return how some entries of the first dimension are stored, and which rows of every part they need. None if
+        they need all parts whole.
+
+        Args:
+            entries: such as some of a layer's experts.
+            count: of all entries.
+        """
+        if self.converter is None:
+            return self, slice(entries.start, entries.stop)
+        operations = self.converter.operations
+        numbers = Counter(pattern for _, pattern in self.parts)
+        if not all(map(_keeps_entries, operations)):
+            return None
+        if not isinstance(operations[0], MergeModulelist):  # parts are [count, ...]
+            return (self, slice(entries.start, entries.stop)) if set(numbers.values()) == {1} else None
+        if set(numbers.values()) != {count}:
+            return None
+        passed: Counter[str] = Counter()
+        parts = []
+        for disk, pattern in self.parts:
+            if passed[pattern] in entries:
+                parts.append((disk, pattern))
+            passed[pattern] += 1
+        return replace(self, parts=parts), slice(None)
+
+
+def _keeps_entries(operation: ConversionOps) -> bool:
+    """Return whether every entry of the result's first dimension is made from that entry of its parts alone."""
+    match operation:
+        case MergeModulelist():
+            return operation.dim == 0
+        case Concatenate() | Chunk():
+            return operation.dim > 0
+        case Transpose():  # the check compares shapes of whole tensors
+            return not operation.check_dims and operation.dim0 > 0 and operation.dim1 > 0
+    return False
 
 
 def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, Stored]:

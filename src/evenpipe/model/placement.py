@@ -129,6 +129,11 @@ class TensorPlacement:
             part[box.local] = whole[box.whole]
         return part
 
+    def of_entries(self, count: int) -> TensorPlacement:
+        """Return which part is held of so many of the own entries of dimension 0, whole along all other dimensions."""
+        cuts = tuple(cut for cut in self.cuts if cut.dimension)
+        return replace(self, shape=(count, *self.shape[1:]), cuts=cuts)
+
     def of_state(self, shape: Sequence[int], *, whole: bool = False) -> TensorPlacement | None:
         """Return the placement of another tensor of the parameter, such as a moment, that is cut as it is. None if the
         tensor does not fit: it has other dimensions, or other lengths of those that are cut.

@@ -71,11 +71,24 @@ class RotaryShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """The experts of a layer, whose router takes the largest of softmaxes in fp32."""
+
+    count: int
+    choices: int
+    """Number of experts that a token meets."""
+    shares: bool
+    """The weights of a token are divided by their sum."""
+    narrow_weights: bool
+    """Weights have the dtype of the hidden states; otherwise they are fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlpShape:
     """The MLP of a layer."""
 
     size: int
-    """Inner width."""
+    """Inner width; of each expert, if there are any."""
     gated: bool
     """There are two input products, and one is the other's gate."""
     activation: str
@@ -83,6 +96,7 @@ class MlpShape:
     packed_gate: bool = False
     """Gate and up are one matrix."""
     bias: bool = False
+    experts: ExpertsShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +154,17 @@ _KNOWN = frozenset(
         "starcoder2",
         "gpt2",
         "phi",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
     ]
 )
 """Model types whose layers `_read` describes completely; some properties are listed by type below."""
 _JOINED_ROTARY = ("phi3", "phi", "gpt_neox")
 _WIDE_ROTARY, _SLICED_QKV, _NARROW_SOFTMAX = ("cohere2",), ("phi3",), ("gpt2",)
 _LATE_NORM, _HOLDS_ATTENTION = ("gemma3_text", "phi"), ("gpt2",)
+
+_WIDE_WEIGHTS = ("mixtral",)
 
 _ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp",)
 _QUERIES, _PACKED_QKV = ("q_proj",), ("qkv_proj", "query_key_value", "c_attn")
@@ -223,11 +242,21 @@ def _attention(description: Description, attention: nn.Module, kind: str | None)
 
 
 def _mlp(config: Any, mlp: nn.Module) -> MlpShape:
+    activation = str(next(getattr(config, name) for name in _ACTIVATION if hasattr(config, name)))
+    experts: Any = mlp._modules.get("experts")
+    if experts is not None:
+        shape = ExpertsShape(
+            count=experts.num_experts,
+            choices=config.num_experts_per_tok,
+            shares=getattr(config, "norm_topk_prob", True),
+            narrow_weights=config.model_type not in _WIDE_WEIGHTS,
+        )
+        return MlpShape(size=experts.intermediate_dim, gated=True, activation=activation, experts=shape)
     packed = hasattr(mlp, "gate_up_proj")
     return MlpShape(
         size=_rows(_one_of(mlp, _DOWN), inputs=True),
         gated=packed or hasattr(mlp, "gate_proj"),
-        activation=str(next(getattr(config, name) for name in _ACTIVATION if hasattr(config, name))),
+        activation=activation,
         packed_gate=packed,
         bias=_one_of(mlp, _UP + _PACKED_GATE).bias is not None,
     )

@@ -145,6 +145,10 @@ class Stage(nn.Module):
         """All layers of the model: others than the stage's own return their input."""
         return self._layers[0]
 
+    def placement_of(self, name: str, shape: torch.Size) -> TensorPlacement:
+        """Return where this stage's part of a parameter is; `shape`: of the whole one."""
+        return self.held.get(name) or TensorPlacement(tuple(shape))
+
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this stage's part of a whole parameter or buffer."""
         placement = self.held.get(name)
@@ -247,9 +251,7 @@ def build_stage(
         dtype: dtype of the parameters.
         compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
             dtype; None: `dtype`. Stand-ins have this dtype from the start.
-        held: parameters of which this tensor rank holds a part, by name; None: it holds nothing of one.
-        tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
-        held: parameters of which this tensor rank holds a part, by name; None: it holds nothing of one.
+        held: parameters of which this process holds a part, by name; None: it holds nothing of one.
         tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
 
     Raises:

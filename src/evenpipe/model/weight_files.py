@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.names import Stored, put_together, stored_tensors
+from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.structure import first_line
 
 BLOCK_ELEMENTS = 2**22
@@ -47,7 +48,7 @@ class WeightFiles:
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `InputError` if a tensor has another shape."""
-        found = tuple(self._put_together(name, self._without_storage).shape)
+        found = tuple(self._put_together(name, self.stored[name], self._without_storage).shape)
         if found != shape:
             raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
 
@@ -59,13 +60,29 @@ class WeightFiles:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor in the model's form."""
-        return self._put_together(name, lambda disk: self._from_file(disk, safe_open.get_tensor))
+        return self._put_together(name, self.stored[name], lambda disk: self._from_file(disk, safe_open.get_tensor))
+
+    def part(self, name: str, placement: TensorPlacement) -> torch.Tensor:
+        """Return a part of a tensor in the model's form. Of the first dimension, such as the experts of a layer, only
+        its own entries are read, as far as they are stored apart."""
+        if not placement.cuts:
+            return self.tensor(name)
+        if 0 in placement.local_shape:
+            return torch.empty(placement.local_shape)
+        entries, *others = placement.ranges(0)
+        own = None if others else self.stored[name].of_entries(entries, placement.shape[0])
+        if own is None:
+            return placement.of(self.tensor(name))
+        stored, rows = own
+        of_own = self._put_together(name, stored, lambda disk: self._lazy(disk)[rows])
+        assert of_own.shape == (len(entries), *placement.shape[1:]), f"{name} is not stored by entries"
+        return placement.of_entries(len(entries)).of(of_own)
 
     def same(self, name: str, other: str) -> bool:
         """Return whether two matrices are equal, or only one is stored. Reads blocks up to the first difference."""
         if not {name, other} <= self.stored.keys():
             return True
-        rows, width = self._put_together(name, self._without_storage).shape
+        rows, width = self._put_together(name, self.stored[name], self._without_storage).shape
         self.require_shape(other, (rows, width))
         block = max(1, BLOCK_ELEMENTS // max(1, width))
         return all(
@@ -84,8 +101,7 @@ class WeightFiles:
         skeleton._adjust_missing_and_unexpected_keys(report)
         return [disk for disk, name in unused.items() if name in report.unexpected_keys]
 
-    def _put_together(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        stored = self.stored[name]
+    def _put_together(self, name: str, stored: Stored, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         parts = {disk: read(disk) for disk, _ in stored.parts}
         try:
             return put_together(self._description, name, stored, parts.__getitem__)

@@ -4,13 +4,12 @@ replicas, sums of gradients over replicas, parameters in shards over them, and g
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.parallel.gradients import ReplicatedGradients
-from evenpipe.parallel.grid import Grid, check_built, process_grid
+from evenpipe.parallel.grid import Grid, process_grid
 
 __all__ = [
     "Grid",
     "ReplicatedGradients",
     "ShardedModule",
-    "check_built",
     "clip_gradients",
     "process_grid",
     "total_norm",

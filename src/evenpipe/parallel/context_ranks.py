@@ -7,6 +7,7 @@ from torch import Tensor
 
 from evenpipe.attention.sight import Keys
 from evenpipe.communication.communicator import Communicator, Handle
+from evenpipe.parallel.running import Running
 
 
 class ContextRanks:
@@ -19,20 +20,18 @@ class ContextRanks:
 
     keeps_keys = True
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, running: Running) -> None:
         """communicator: of these processes, in their order."""
         self._communicator = communicator
         self.size, self.rank = len(communicator.members), communicator.position
-        self.during = ""
-        """Text of the current pass, for messages."""
-        self.repeats = False
+        self.running = running
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Return the keys and values of all ranks, rank after rank."""
         started = [self._start(one, what) for one, what in ((key, "keys"), (value, "values"))]
         found = []
         for table, handle in started:
-            handle.wait(self.during)
+            handle.wait(self.running.text)
             found.append(table.flatten(0, 1).permute(1, 2, 0, 3))
         return found[0], found[1]
 
@@ -48,7 +47,7 @@ class ContextRanks:
         ]
         found = []
         for own, handle in started:
-            handle.wait(self.during)
+            handle.wait(self.running.text)
             found.append(own.permute(1, 2, 0, 3))
         return found[0], found[1]
 
@@ -57,29 +56,27 @@ class ContextRanks:
     def _start(self, own: Tensor, what: str) -> tuple[Tensor, Handle]:
         own = own.permute(2, 0, 1, 3).contiguous()
         table = own.new_empty((self.size, *own.shape))
-        return table, self._communicator.all_gather(table, own, f"{what} of {self.during}")
+        return table, self._communicator.all_gather(table, own, f"{what} of {self.running.text}")
 
     def _start_sum(self, whole: Tensor, what: str) -> tuple[Tensor, Handle]:
         parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
         own = torch.empty_like(parts[0])
-        return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.during}")
+        return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.running.text}")
 
 
 class HeadRanks:
     """A `HeadExchange` of `attention.sight` between these processes."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, running: Running) -> None:
         """communicator: of these processes, in their order."""
         self._communicator = communicator
         self.size, self.rank = len(communicator.members), communicator.position
-        self.during = ""
-        """Text of the current pass, for messages."""
-        self.repeats = False
+        self.running = running
 
     @torch.no_grad()
     def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
         """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
         parts = torch.stack(own.chunk(self.size, cut))
         found = torch.empty_like(parts)
-        self._communicator.all_to_all(found, parts, f"heads of {self.during}").wait(self.during)
+        self._communicator.all_to_all(found, parts, f"heads of {self.running.text}").wait(self.running.text)
         return torch.cat(list(found), join)

@@ -19,7 +19,7 @@ process's rows of each parameter, split over the replicas as by `torch.chunk`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Cut, Held, TensorPlacement
-from evenpipe.parallel.grid import COPIES
+from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
@@ -48,13 +48,24 @@ class _Sharded:
     """This process's rows."""
     placement: TensorPlacement
     chunk: int
-    """Rows of every replica except the last ones."""
+    """Rows of every replica except the last ones, or entries of another dimension."""
     shard: nn.Parameter
     """FSDP2's shard between steps; `whole` requires gradients as it does."""
     whole: nn.Parameter | None = None
     """The parameter of the layers between gather and reduce; the same object in every step."""
     gradient: Tensor | None = None
     """Sum over microbatches in the master's dtype, if `whole` has another one."""
+
+    @property
+    def dimension(self) -> int:
+        """That is cut."""
+        return self.placement.cuts[0].dimension
+
+    @property
+    def padded(self) -> int:
+        """Elements of a replica's part, all equal."""
+        shape = self.placement.shape
+        return self.chunk * math.prod(shape[: self.dimension] + shape[self.dimension + 1 :])
 
     def add(self, whole: Tensor) -> None:
         """Add a finished gradient, converted from the computing dtype to the master's."""
@@ -103,6 +114,8 @@ class ShardedModule:
         shards: over the replicas, in the order of their ranks: every process gives and receives shards.
         compute_dtype: of the whole parameters.
         what: for messages.
+        names: of the parameters that are sharded; the others stay as they are. None: all are.
+        inner: cut dimension 1 where its length can be divided, instead of rows: there are few experts.
     """
 
     def __init__(
@@ -113,37 +126,48 @@ class ShardedModule:
         *,
         compute_dtype: torch.dtype,
         what: str,
+        names: Collection[str] | None = None,
+        inner: bool = False,
     ) -> None:
         self._shards = shards
         self._what = what
         self._replicas = len(shards.members)
         self._compute_dtype = compute_dtype
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        shapes = {name: parameter.shape for parameter, name in names.items()}
+        self._module, self._inner = module, inner
+        self._names = {name for name, _ in module.named_parameters()} if names is None else names
+        shapes = {name: parameter.shape for name, parameter in self._whole()}
         assert shards.group is not None
         device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
         mesh = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=("dp",))
-        self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
+        self._holders = [self._hold(unit, own, mesh) for unit, own in _units(module, units, dict(self._whole()))]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
-        cut = Cut(COPIES, shards.position, self._replicas)
-        for name, sharded in module.named_parameters():
+        for name, sharded in self._whole():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
+            dimension = self._dimension(shapes[name])
+            cut = Cut(EXPERT_COPIES if inner else COPIES, shards.position, self._replicas, dimension)
             placement = TensorPlacement(tuple(shapes[name]), (cut,))
-            chunk = -(-shapes[name][0] // self._replicas)
+            chunk = -(-shapes[name][dimension] // self._replicas)
             self._parameters.append(_Sharded(name, master, placement, chunk, sharded))
-        self._module = module
 
-    def _hold(self, module: nn.Module, elsewhere: Sequence[nn.Module], mesh: DeviceMesh) -> _Holder:
+    def _whole(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, one) for name, one in self._module.named_parameters() if name in self._names)
+
+    def _dimension(self, shape: Sequence[int]) -> int:
+        """Return the dimension that is cut; FSDP2 cuts only the first one unevenly."""
+        return int(self._inner and len(shape) > 1 and shape[1] % self._replicas == 0)
+
+    def _hold(self, module: nn.Module, own: Collection[nn.Parameter], mesh: DeviceMesh) -> _Holder:
         holder = _NeverCalled(module)
         fully_shard(
             holder,
             mesh=mesh,
             reshard_after_forward=False,
             mp_policy=MixedPrecisionPolicy(param_dtype=self._compute_dtype),
-            ignored_params={parameter for unit in elsewhere for parameter in unit.parameters()},
+            shard_placement_fn=lambda parameter: Shard(self._dimension(parameter.shape)),
+            ignored_params={*module.parameters()} - {*own},
         )
         assert isinstance(holder, FSDPModule)
         gather = _AllGather(self._shards, f"parameters of {self._what}")
@@ -177,7 +201,7 @@ class ShardedModule:
                 holder.unsharding.wait()
                 holder.unsharding = None
         if self._parameters and self._parameters[0].whole is None:
-            for parameter, (_, whole) in zip(self._parameters, self._module.named_parameters(), strict=True):
+            for parameter, (_, whole) in zip(self._parameters, self._whole(), strict=True):
                 parameter.whole = whole
                 if whole.dtype != parameter.master.dtype:
                     whole.requires_grad_().register_post_accumulate_grad_hook(parameter.add)
@@ -225,7 +249,7 @@ class ShardedModule:
 
     def _reduce(self, parameters: list[_Sharded]) -> _Reduction:
         first = parameters[0].master
-        sizes = [one.chunk * math.prod(one.placement.shape[1:]) for one in parameters]
+        sizes = [one.padded for one in parameters]
         rows = torch.zeros(
             (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
         )  # zeros: the padding of the last replicas' rows
@@ -239,7 +263,8 @@ class ShardedModule:
                 missing.append(parameter)
                 counts[:, index] = 0
                 continue
-            for replica, chunk in enumerate(gradient.split(parameter.chunk) if parameter.chunk else ()):
+            chunks = gradient.split(parameter.chunk, parameter.dimension) if parameter.chunk else ()
+            for replica, chunk in enumerate(chunks):
                 part[replica, : chunk.numel()].view(chunk.shape).copy_(chunk)
         output = rows.new_empty(rows.shape[1])
         handle = self._shards.reduce_scatter(output, rows, f"gradients of {self._what}")
@@ -258,7 +283,7 @@ class ShardedModule:
             for index, parameter in enumerate(reduction.parameters):
                 master = parameter.master
                 summed = reduction.output[start : start + master.numel()].view(master.shape)
-                start += parameter.chunk * math.prod(parameter.placement.shape[1:])
+                start += parameter.padded
                 if parameter in reduction.missing and not counts[index]:
                     continue
                 if master.grad is None:
@@ -302,16 +327,17 @@ class _NeverCalled(nn.Module):
         self.held = module
 
 
-def _units(module: nn.Module, units: Sequence[nn.Module]) -> list[tuple[nn.Module, Sequence[nn.Module]]]:
-    """Return the modules to gather, and modules in them that are gathered separately.
+def _units(
+    module: nn.Module, units: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[nn.Module, Collection[nn.Parameter]]]:
+    """Return the modules to gather, each with those of the parameters that are gathered with it.
 
     A parameter that two units share cannot be gathered with either of them: then all are gathered together.
     """
-    held = [set(unit.parameters()) for unit in units]
+    all_of_them = set(parameters.values())
+    held = [all_of_them.intersection(unit.parameters()) for unit in units]
     inside = set[nn.Parameter]().union(*held)
     if sum(map(len, held)) != len(inside):
-        return [(module, ())]
-    found: list[tuple[nn.Module, Sequence[nn.Module]]] = [
-        (unit, ()) for unit, parameters in zip(units, held, strict=True) if parameters
-    ]
-    return [*found, (module, units)] if set(module.parameters()) - inside else found
+        return [(module, all_of_them)]
+    found = [*zip(units, held, strict=True), (module, all_of_them - inside)]
+    return [(unit, own) for unit, own in found if own]

@@ -37,6 +37,8 @@ _CUT = ("edp", "ep", "pp", "cp", "tp")
 _PARTS = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
 COPIES = ("dp", "cp")
 """Processes that differ only along these hold the same parameters, or share them by rows."""
+EXPERT_COPIES = ("edp", "cp")
+"""The same for the experts that members share."""
 _FAR_TO_NEAR = ("pp", "edp", "ep", "cp", "tp")
 
 
@@ -146,6 +148,7 @@ def process_grid(
     replicas: int | None = None,
     context_parallel: int | None = None,
     tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
 ) -> Grid:
     """Return the grid of all processes of torch.distributed; without it, that of one process.
 
@@ -154,6 +157,8 @@ def process_grid(
         replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
         context_parallel: processes that share every sequence, likewise.
         tensor_parallel: processes that share every layer, likewise.
+        expert_parallel: neighbouring replicas that share the experts of every layer, a divisor of the replicas; None:
+            as many as in the mesh, if it has an axis "ep", else one.
 
     Raises:
         InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or axes of other
@@ -164,19 +169,23 @@ def process_grid(
         "replicas": ("dp", replicas),
         "context_parallel": ("cp", context_parallel),
         "tensor_parallel": ("tp", tensor_parallel),
+        "expert_parallel": ("ep", expert_parallel),
     }
     for name, (_, size) in given.items():
         if size is not None and (not is_whole(size) or size < 1):
             raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")
     if mesh is None:
-        left = world_size
-        for name, (_, size) in given.items():
-            if left % (size or 1):
+        left, sizes = world_size, {axis: size or 1 for axis, size in given.values()}
+        for name, (axis, size) in given.items():
+            if axis == "ep":
+                _check_members(sizes["ep"], sizes["dp"])
+            elif left % sizes[axis]:
                 raise InputError(f"{name}: {size}, expected a divisor of {left}, the number of processes")
-            left //= size or 1
-        sizes = {axis: size or 1 for axis, size in given.values()}
+            else:
+                left //= sizes[axis]
         return Grid.from_sizes(rank, pp=left, **sizes)
-    grid = Grid.from_mesh(rank, mesh, world_size)
+    has_members = "ep" in (mesh.mesh_dim_names or ())
+    grid = Grid.from_mesh(rank, mesh, world_size, ep=1 if has_members else expert_parallel or 1)
     for name, (axis, size) in given.items():
         if size not in (None, grid.size(axis)):
             raise InputError(
@@ -185,19 +194,15 @@ def process_grid(
     return grid
 
 
-def check_built(grid: Grid) -> None:
-    """Raise InputError for an axis along which a pipeline cannot run."""
-    if grid.size("ep") > 1:
-        raise InputError(
-            f'mesh: its axis "ep" has length {grid.size("ep")}, expected 1: only "pp", "dp", "cp" and "tp" run'
-        )
-
-
 def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes with "dp" cut in blocks and members."""
-    if sizes["dp"] % sizes["ep"]:
-        raise InputError(f"ep: {sizes['ep']}, expected a divisor of {sizes['dp']}, the number of replicas")
+    _check_members(sizes["ep"], sizes["dp"])
     return {**{axis: sizes[axis] for axis in _CUT[1:]}, "edp": sizes["dp"] // sizes["ep"]}
+
+
+def _check_members(members: int, replicas: int) -> None:
+    if replicas % members:
+        raise InputError(f"expert_parallel: {members}, expected a divisor of {replicas}, the number of replicas")
 
 
 def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:

@@ -12,7 +12,8 @@ from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
-from evenpipe.parallel.grid import AXES, COPIES, Grid
+from evenpipe.parallel.grid import AXES, COPIES, EXPERT_COPIES, Grid
+from evenpipe.parallel.running import Running
 from evenpipe.processes.watch import Watch
 
 
@@ -47,6 +48,8 @@ class Groups:
         self._grid = grid
         self.torch_device = torch_device
         self._watch = watch
+        self.running = Running()
+        """For exchanges inside passes."""
         self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
         """All of them, including those of the programs; None for a single process."""
@@ -60,6 +63,10 @@ class Groups:
         """The tensor ranks of this device; None for one."""
         self.replicas: Communicator | None = None
         """The processes with the same parameters, in all replicas and for all pieces of sequences; None for one."""
+        self.experts: Communicator | None = None
+        """The members of this process's expert group; None for one."""
+        self.expert_replicas: Communicator | None = None
+        """Those of `replicas` that hold the same experts, if members share them; None for one."""
         self.shared: Communicator | None = None
         """The tensor ranks of this device that hold the same rows of parameters which all of them hold."""
         self.everyone: Communicator | None = None
@@ -68,16 +75,7 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
-        groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
-        replica = ("pp", "cp", "tp")
-        for axes in (COPIES, ("pp", "tp"), ("tp",), replica, ("cp",), ("dp",), ("tp", *COPIES) if sharded else ()):
-            long = self._long(axes)
-            if long:
-                name, found = (
-                    " x ".join(axis for axis in axes if axis in long),
-                    grid.groups(*(axis for axis in AXES if axis in long)),
-                )
-                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == COPIES else found))
+        groups, replica = self._by_axes(sharded=sharded), ("pp", "cp", "tp")
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.size("pp") > 1:
             for name, those in sorted(program.items()):
@@ -97,10 +95,31 @@ class Groups:
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
         self.everyone = by_name[everyone]
         self.pipeline, self.replicas, self.data = self.over(*replica), self.over(*COPIES), self.over("dp")
+        self.experts, self.expert_replicas = by_name.get("experts"), by_name.get("expert replicas")
         self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
+
+    def _by_axes(self, *, sharded: bool) -> dict[frozenset[str], tuple[str, list[tuple[int, ...]]]]:
+        """Return name and members of the groups over some axes, by these axes."""
+        grid = self._grid
+        groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
+        replica = ("pp", "cp", "tp")
+        for axes in (COPIES, ("pp", "tp"), ("tp",), replica, ("cp",), ("dp",), ("tp", *COPIES) if sharded else ()):
+            long = self._long(axes)
+            if long:
+                name, found = (
+                    " x ".join(axis for axis in axes if axis in long),
+                    grid.groups(*(axis for axis in AXES if axis in long)),
+                )
+                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == COPIES else found))
+        if grid.size("ep") > 1:
+            groups[frozenset({"ep"})] = ("experts", grid.groups("ep"))
+            if self._long(EXPERT_COPIES):
+                found = [tuple(sorted(one)) for one in grid.groups(*EXPERT_COPIES)]
+                groups[self._long(EXPERT_COPIES)] = ("expert replicas", found)
+        return groups
 
     def _with_the_same_rows(
         self, tied: tuple[int, int] | None, *, sharded: bool
@@ -175,6 +194,10 @@ class Groups:
             return Shared(own, None)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         return Shared(tensor, pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
+
+    def total(self, own: Tensor, what: str) -> Shared:
+        """Return the sum of a tensor over everyone, on all of them; the own one is lost."""
+        return Shared(own, None if self.everyone is None else self.everyone.all_reduce(own, what))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same

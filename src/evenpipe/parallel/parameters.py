@@ -7,7 +7,7 @@ over microbatches is rounded to the narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,13 @@ class ShardedMatrix(Matrix):
 class StageParameters:
     """The parameters of a stage's module, with masters if it computes in another dtype."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype, names: Collection[str] | None = None) -> None:
+        """names: of these parameters; None: all of the module's."""
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: dict[str, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters()):
+            if names is not None and name not in names:
+                continue
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Held, TensorPlacement
+from evenpipe.parallel.running import Running
 
 
 class UnderWay(NamedTuple):
@@ -27,18 +28,20 @@ class UnderWay(NamedTuple):
 class TensorRanks:
     """An `Exchange` of `tensor.exchange` between processes."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, running: Running) -> None:
         """communicator: of the tensor ranks of this device, in their order."""
         self.communicator = communicator
         self.size, self.rank = len(communicator.members), communicator.position
-        self.during = ""
-        """Text of the current pass, for messages."""
-        self.repeats = False
-        """The backward of this pass follows at once (R)."""
+        self.running = running
         self.overlap: Any = None
         """The `Overlap` of transfers and products; None: one after the other."""
         self.arrived: Tensor | None = None
         """All rows of the last gather that products ran beside."""
+
+    @property
+    def repeats(self) -> bool:
+        """The backward of this pass follows at once (R)."""
+        return self.running.repeats
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
@@ -47,7 +50,7 @@ class TensorRanks:
     def start_gather(self, rows: Tensor) -> UnderWay:
         """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
-        handle = self.communicator.all_gather(table, rows, f"rows of {self.during}")
+        handle = self.communicator.all_gather(table, rows, f"rows of {self.running.text}")
         return UnderWay(handle, table.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
@@ -58,27 +61,27 @@ class TensorRanks:
         """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
-        handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.during}")
+        handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.running.text}")
         return UnderWay(handle, own)
 
     def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> UnderWay:
         """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
-        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.during}"), buffer)
+        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.running.text}"), buffer)
 
     def started(self, what: str) -> None:
         """Let the watch know of an exchange that torch has started by itself."""
-        self.communicator.started(f"{what} of {self.during}").wait()
+        self.communicator.started(f"{what} of {self.running.text}").wait()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
         total = partial.clone(memory_format=torch.contiguous_format)
-        self.communicator.all_reduce(total, f"sum of {self.during}").wait()
+        self.communicator.all_reduce(total, f"sum of {self.running.text}").wait()
         return total
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
         table = own.new_empty((self.size, *own.shape))
-        self.communicator.all_gather(table, own, f"statistics of {self.during}").wait()
+        self.communicator.all_gather(table, own, f"statistics of {self.running.text}").wait()
         return table
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
+from evenpipe.experts.refusals import check_experts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 
@@ -22,6 +23,7 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
     sizes = recipe.parallelism
     try:
         sizes.check_runnable()
+        check_experts(problem.description, sizes.ep)
     except InputError as error:
         return str(error)
     pieces = refusal_of_pieces(problem, sizes.cp)

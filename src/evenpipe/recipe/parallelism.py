@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from evenpipe.errors import InputError
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.given import is_whole
 from evenpipe.schedule import Program, add_sharding, check_program
 
@@ -56,7 +57,12 @@ class Parallelism:
     """How tensor ranks exchange rows beside products in F and I: "ring" piece by piece around the ranks, "fused" by
     torch's operations on symmetric memory, "none" before and after. "auto": "fused" on GPUs that can, else "none"."""
 
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+    """What runs beside the exchange of rows between experts, with `ep`."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.experts, ExpertOptions):
+            raise InputError(f"experts: {self.experts!r}, expected ExpertOptions, or None")
         for name in ("dp", "tp", "cp", "pp", "ep"):
             size = getattr(self, name)
             if not is_whole(size) or size < 1:
@@ -106,8 +112,6 @@ class Parallelism:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
         if self.tp > 1 and not self.sequence_parallel:
             raise InputError("sequence_parallel: False, expected True: tensor ranks share the rows of norms, too")
-        if self.ep > 1:
-            raise InputError(f"ep: {self.ep}, expected 1: only estimates and plans know larger ones")
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
 
@@ -130,5 +134,5 @@ def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> P
         reshard=parallelism.reshard,
         prefetch=parallelism.prefetch,
     )
-    check_program(shared).raise_if_faulty()
+    check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
     return shared

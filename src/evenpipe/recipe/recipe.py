@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.given import is_whole
 from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
@@ -46,6 +47,7 @@ class RecipeOptions(TypedDict, total=False):
     checkpointing: str | Sequence[str]
     compile_layers: bool
     offload: OffloadOptions | None
+    experts: ExpertOptions | None
     communicators: str
     nccl: NcclOptions | None
     costs: Costs | None
@@ -100,7 +102,7 @@ class Recipe:
         """Return the recipe of one table of options. Raises TypeError for an unknown name."""
         refuse_unknown(options, RecipeOptions.__annotations__)
         given: dict[str, Any] = {"dp": dp, "pp": pp, **options}
-        for name in ("schedule_options", "offload", "nccl"):
+        for name in ("schedule_options", "offload", "experts", "nccl"):
             if given.get(name, 0) is None:
                 del given[name]
         parallelism, batch = (

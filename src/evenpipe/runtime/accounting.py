@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from evenpipe.layers.own_operations import WITHIN
 from evenpipe.schedule import Pass, Transfer
 from evenpipe.schedule.passes import FREEING_KINDS
-from evenpipe.tensor.operations import WITHIN
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 

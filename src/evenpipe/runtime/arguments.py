@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad
 
 from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
+from evenpipe.experts.adopt import split_once
 from evenpipe.given import is_whole
-from evenpipe.layers.experts import split_once
 from evenpipe.model import Description, self_check
 from evenpipe.model.structure import first_line
 from evenpipe.parallel.grid import AXES, Grid
@@ -163,10 +163,19 @@ class PipelineOptions(RecipeOptions, total=False):
     """The size of `cp`."""
     tensor_parallel: int | None
     """The size of `tp`."""
+    expert_parallel: int | None
+    """The size of `ep`."""
 
 
-AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp"}
+AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "expert_parallel": "ep"}
 """Their sizes are those of the grid."""
+
+
+def sizes_given(recipe: Recipe | None, how: PipelineOptions) -> dict[str, int | None]:
+    """Return the sizes of the axes that a caller gives, as arguments of `process_grid`; None: not given."""
+    if recipe is not None:
+        return {name: getattr(recipe.parallelism, axis) for name, axis in AXES_OF_OPTIONS.items()}
+    return {name: cast(int | None, how.get(name)) for name in AXES_OF_OPTIONS}
 
 
 def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
@@ -174,17 +183,18 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    sizes = {axis: grid.size(axis) for axis in AXES}
+    axes = (*AXES, "ep")
+    sizes = {axis: grid.size(axis) for axis in axes}
     for name, axis in AXES_OF_OPTIONS.items():
         given_size = how.get(axis, sizes[axis])
         if given_size != sizes[axis]:
             raise InputError(f"{axis}: {given_size}, expected {sizes[axis]}, as {name} says")
-    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *AXES)}
+    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *axes)}
     if given is None:
         given = Recipe.of(**sizes, **cast(RecipeOptions, options))
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
-    other = {axis: size for axis in AXES if (size := getattr(given.parallelism, axis)) != sizes[axis]}
+    other = {axis: size for axis in axes if (size := getattr(given.parallelism, axis)) != sizes[axis]}
     if other:
         expected = {axis: sizes[axis] for axis in other}
         raise InputError(f"recipe: {_sizes(other)}, expected {_sizes(expected)}, the sizes of the processes")

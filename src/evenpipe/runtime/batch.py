@@ -97,6 +97,8 @@ class Totals:
     """Sum of the weights of all positions with a label that counts; without weights, their number."""
     valid_tokens: int
     accumulate: int = 1
+    fewest_sequences: int = 1
+    """Of any replica's batch."""
 
 
 def distribute(
@@ -113,8 +115,8 @@ def distribute(
 ) -> tuple[Inputs, Totals]:
     """Check the step's inputs on the first process of the pipeline and send them to all others.
 
-    Collective. Over the data axis: all gather five numbers of each, four of which count only from first processes. Then
-    over the pipeline axis: all gather the first process's header of nine numbers and the flags of the others'
+    Collective. Over the data axis: all gather six numbers of each, five of which count only from first processes. Then
+    over the pipeline axis: all gather the first process's header of ten numbers and the flags of the others'
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
@@ -150,8 +152,8 @@ def distribute(
         assert fault is not None
         raise fault
     check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, tensor, torch_device)
-    *_, total_weight, valid_tokens, accumulate = head
-    totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
+    *_, total_weight, valid_tokens, accumulate, fewest = head
+    totals = Totals(_as_float(total_weight), valid_tokens, accumulate, fewest)
     if communicator is not None:
         return _send(own, head, communicator, torch_device), totals
     assert own is not None
@@ -174,12 +176,12 @@ def _agree(
     """Check the inputs on the first process of a pipeline, `given` there only, and agree over replicas on their totals.
 
     Returns:
-        The inputs with labels and positions, on the CPU; the header of nine numbers, zeros if a batch is refused; and
+        The inputs with labels and positions, on the CPU; the header of ten numbers, zeros if a batch is refused; and
         then the reason, if it is known here.
     """
     fault: InputError | None = None
     inputs: Inputs | None = None
-    own = [0, 0, 0, 0]
+    own = [0] * 5
     if given is not None:
         try:
             check(given, microbatches=microbatches, model=model, tokens=tokens)
@@ -191,19 +193,20 @@ def _agree(
             on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
             inputs = with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
-            own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
+            assert inputs.input_ids is not None
+            own = [1, _as_integer(total.weight), total.valid_tokens, len(inputs.input_ids), inputs.accumulate]
     table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
-    header = [0] * 9
+    header = [0] * 10
     if all(good for good, *_ in table):  # as the first processes see it
         steps = [accumulate for *_, accumulate, _ in table]
         if len(set(steps)) > 1:
             fault = InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
         else:
             assert inputs is not None
-            weight = sum(_as_float(weight) for _, weight, *_ in table)
-            header = _header(inputs, Totals(weight, sum(valid for _, _, valid, *_ in table), inputs.accumulate))
+            weight, valid = sum(_as_float(row[1]) for row in table), sum(row[2] for row in table)
+            header = _header(inputs, Totals(weight, valid, inputs.accumulate, min(row[3] for row in table)))
     elif fault is None:
         fault = InputError("input_ids: refused by the first process of another pipeline; see its error")
     return inputs, header, fault
@@ -245,11 +248,12 @@ def _send(given: Inputs | None, header: list[int], communicator: Communicator, t
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """Return the header that others need to receive the inputs: nine numbers, the first one not 0."""
+    """Return the header that others need to receive the inputs: ten numbers, the first one not 0."""
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens, totals.accumulate]
+    numbers = (totals.valid_tokens, totals.accumulate, totals.fewest_sequences)
+    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), *numbers]
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from evenpipe.attention.function import adopt
 from evenpipe.communication.communicator import Communicator
+from evenpipe.experts.adopt import Spread, adopt_experts
+from evenpipe.experts.adopt import placements as placements_of_experts
+from evenpipe.experts.load import Load
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
-from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
@@ -29,14 +31,26 @@ from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions, Shard
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """Parameters of a stage that the same processes hold."""
+
+    stage: int
+    name: str
+    parameters: StageParameters | ShardedModule
+    """This process's alone, or sharded over replicas."""
+    are_experts: bool = False
+    """Which members of a group share."""
+
+
 @dataclass(slots=True)
 class HeldModel:
     """One device's part of a model, with weights."""
 
     stages: dict[int, nn.Module] = field(default_factory=dict)
     """By number."""
-    by_stage: dict[int, StageParameters | ShardedModule] = field(default_factory=dict)
-    """Parameters of each stage: this process's alone, or sharded over replicas."""
+    parts: list[HeldPart] = field(default_factory=list)
+    """Of its stages."""
     shards: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
     """All parameters (masters, with their gradients), by Hugging Face name."""
     buffers: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
@@ -58,9 +72,9 @@ class HeldModel:
     """Those of its parameters that several tensor ranks hold, in the same order on all of them."""
 
     @property
-    def parameters(self) -> dict[int, StageParameters]:
-        """Those of `by_stage` that are not sharded over replicas."""
-        return {stage: one for stage, one in self.by_stage.items() if isinstance(one, StageParameters)}
+    def unsharded(self) -> list[StageParameters]:
+        """Those of its parts that are not sharded over replicas."""
+        return [part.parameters for part in self.parts if isinstance(part.parameters, StageParameters)]
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -83,7 +97,7 @@ class HeldModel:
 
     def refresh(self) -> None:
         """Update the tensors that products read from the masters that the optimizer has changed."""
-        for parameters in self.parameters.values():
+        for parameters in self.unsharded:
             parameters.refresh()
         for matrix in self.matrices:
             matrix.refresh()
@@ -113,6 +127,32 @@ class Weights:
     """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedLayers:
+    """How processes share every layer."""
+
+    tensor: tuple[ModelCut, TensorRanks] | None = None
+    """How layers are cut over the tensor ranks of the device; None for one."""
+    experts: Spread | None = None
+    """How the members of a group share experts; None: a device has all of its experts."""
+    load: Load | None = None
+    """Counts what tokens choose; None: there are no experts."""
+    pieces: bool = False
+    """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How this process holds the parameters of a stage."""
+
+    placements: Mapping[str, TensorPlacement | None]
+    """Of those that are not whole; None: not at all."""
+    experts: Set[str]
+    """Those that members of a group share."""
+    alone: Set[str]
+    """Those that only the first tensor rank holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
     """Builds this process's part of a model, and fills it from the source of the description."""
@@ -127,10 +167,9 @@ class Builder:
     torch_device: torch.device
     shards: Communicator | None = None
     """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
-    tensor: tuple[ModelCut, TensorRanks] | None = None
-    """How layers are cut over the tensor ranks of the device; None for one."""
-    pieces: bool = False
-    """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
+    expert_shards: Communicator | None = None
+    """The same for experts that members of a group share."""
+    ranks: SharedLayers = field(default_factory=SharedLayers)
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
     def build(self) -> HeldModel:
@@ -139,7 +178,7 @@ class Builder:
         unsplit = [name for stage in placement.stages_of(device) for name in self._add_stage(stage)]
         if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
             report_unsplit(unsplit)
-        ranks, exchange = self.grid.size("tp"), None if self.tensor is None else self.tensor[1]
+        ranks, exchange = self.grid.size("tp"), None if self.ranks.tensor is None else self.ranks.tensor[1]
         own = device * ranks + self.grid.coordinate("tp")
         embedding_shard, head_shard = layout.embedding_shards[own], layout.head_shards[own]
         has_embedding = layout.sharded or device == placement.first_device
@@ -168,13 +207,7 @@ class Builder:
         """Return the names of the matrices whose gradient is computed in I, because no linear layer holds them."""
         held, description, placement = self.held, self.description, self.layout.program.placement
         first, last = self.layout.layers[stage]
-        cuts: dict[str, TensorPlacement | None] = {}
-        alone: set[str] = set()  # parameters on the first tensor rank only
-        rank, ranks = self.grid.coordinate("tp"), self.grid.size("tp")
-        if self.tensor is not None:
-            for index in range(first, last):
-                cuts |= self.tensor[0].placements(description, index, rank, ranks)
-                alone |= self.tensor[0].alone(description, index)
+        cut = self._cut(range(first, last))
         module = build_stage(
             description,
             first,
@@ -184,37 +217,27 @@ class Builder:
             dtype=self.weights.dtype,
             compute_dtype=self.compute_dtype,
             torch_device=self.torch_device,
-            held=cuts,
-            tensor_ranks=ranks,
+            held=cut.placements,
+            tensor_ranks=self.grid.size("tp"),
         )
         fill_parameters(module, description, self.weights.seed)
         held.stages[stage] = module
         if self.weights.broadcast is not None:
-            for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
-                self.weights.broadcast(tensor.detach())
+            for name, tensor in (*module.named_parameters(), *persistent_buffers(module)):
+                if name in cut.experts:
+                    self._experts_of_first_replica(name, tensor, cut.placements[name])
+                else:
+                    self.weights.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
-        if self.tensor is not None:
+        if self.ranks.tensor is not None:
             assert isinstance(module, Stage)
             checkpointed = [index for index in layers if self.layers.checkpointing[index] != "none"]
-            self.tensor[0].make_local(module, layers, self.tensor[1], checkpointed)
-        if self.pieces:
+            self.ranks.tensor[0].make_local(module, layers, self.ranks.tensor[1], checkpointed)
+        if self.ranks.pieces:
             assert isinstance(module, Stage)
             adopt(module.whole)
-        if self.shards is None:
-            own = held.by_stage[stage] = StageParameters(module, self.compute_dtype)
-            masters = {name: (one, TensorPlacement(tuple(one.shape))) for name, one in own}
-        else:
-            sharded = held.by_stage[stage] = ShardedModule(
-                module, list(layers.values()), self.shards, compute_dtype=self.compute_dtype, what=f"stage {stage}"
-            )
-            masters = {name: (one.tensor, one.placement) for name, one in sharded}
-        for name, (parameter, over_replicas) in masters.items():
-            over_ranks = cuts.get(name) or TensorPlacement(over_replicas.shape)
-            over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *over_replicas.cuts))
-            one = held.shards[name] = self._held(parameter, over_both, is_alone=name in alone)
-            if ranks > 1 and name not in alone and all(cut.parts < ranks for cut in over_ranks.cuts):
-                held.shared.append(one)
+        self._hold(stage, module, list(layers.values()), cut)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
@@ -222,12 +245,75 @@ class Builder:
             held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
         return self._prepare(module, layers)
 
+    def _cut(self, layers: range) -> _Cut:
+        description, ranks = self.description, self.ranks
+        placements: dict[str, TensorPlacement | None] = {}
+        alone: set[str] = set()
+        experts: dict[str, TensorPlacement | None] = {}
+        for index in layers:
+            if ranks.tensor is not None:
+                model_cut, place = ranks.tensor[0], (self.grid.coordinate("tp"), self.grid.size("tp"))
+                placements |= model_cut.placements(description, index, *place)
+                alone |= model_cut.alone(description, index)
+            if ranks.experts is not None:
+                experts |= placements_of_experts(description, index, ranks.experts, placements)
+        return _Cut(placements | experts, experts.keys(), alone)
+
+    def _hold(self, stage: int, module: nn.Module, layers: Sequence[nn.Module], cut: _Cut) -> None:
+        """Take the parameters of a stage: those of experts that members of a group share, and all others."""
+        names = {name for name, _ in module.named_parameters()}
+        parts = (
+            (f"stage {stage}", names - cut.experts, self.shards, False),
+            (f"experts of stage {stage}", names & cut.experts, self.expert_shards, True),
+        )
+        for what, own, shards, are_experts in parts:
+            if are_experts and not own:
+                continue
+            parameters: StageParameters | ShardedModule
+            if shards is None:
+                parameters = StageParameters(module, self.compute_dtype, own)
+                masters = {name: Held.whole(one) for name, one in parameters}
+            else:
+                parameters = ShardedModule(
+                    module,
+                    layers,
+                    shards,
+                    compute_dtype=self.compute_dtype,
+                    what=what,
+                    names=own,
+                    inner=are_experts,
+                )
+                masters = dict(parameters)
+            self.held.parts.append(HeldPart(stage, what, parameters, are_experts))
+            for name, master in masters.items():
+                self._hold_one(name, master, cut)
+
+    def _hold_one(self, name: str, master: Held[nn.Parameter], cut: _Cut) -> None:
+        ranks, of_replicas = self.grid.size("tp"), master.placement
+        over_ranks = cut.placements.get(name) or TensorPlacement(of_replicas.shape)
+        over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *of_replicas.cuts))
+        one = self.held.shards[name] = self._held(master.tensor, over_both, is_alone=name in cut.alone)
+        different = [found.parts for found in over_ranks.cuts if "tp" in found.axes]
+        if ranks > 1 and name not in cut.alone and all(parts < ranks for parts in different):
+            self.held.shared.append(one)
+
+    def _experts_of_first_replica(self, name: str, own: Tensor, placement: TensorPlacement | None) -> None:
+        """Give a member its experts of the first replica's live model."""
+        assert self.weights.broadcast is not None and self.description.model is not None and placement is not None
+        cuts = tuple(cut for cut in placement.cuts if "ep" not in cut.axes)
+        of_rank = replace(placement, cuts=cuts).of(self.description.model.get_parameter(name).detach())
+        of_rank = of_rank.to(own.device, own.dtype)
+        self.weights.broadcast(of_rank)
+        cut = next(cut for cut in placement.cuts if "ep" in cut.axes)
+        (held,) = TensorPlacement(tuple(of_rank.shape), (cut,)).ranges(0)
+        own.detach().copy_(of_rank[held.start : held.stop])
+
     def _prepare(self, module: nn.Module, layers: Mapping[int, nn.Module]) -> list[str]:
         """Give layers, by number, their split backward, checkpointing and compilation; return as `_add_stage`."""
         held, options = self.held, self.layers
         if options.activations is not None:
             held.checkpointing.hooks = options.activations.pack, options.activations.unpack
-        experts = split_experts(module, held.weight_gradients)
+        experts = adopt_experts(module, held.weight_gradients, self.ranks.experts, self.ranks.load)
         unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index, layer in layers.items():
             choice = options.checkpointing[index]
@@ -280,8 +366,11 @@ class Builder:
             is_alone: whether only the first tensor rank holds it.
         """
         copied = {"pp"} if is_copy else set()
+        cut_along = {axis for cut in placement.cuts for axis in cut.axes}
         for axis in COPIES if is_alone else (*COPIES, "tp"):
-            if self.grid.coordinate(axis) and all(axis not in cut.axes for cut in placement.cuts):
+            # Members of a block of replicas hold different experts.
+            copies = "edp" if axis == "dp" and "ep" in cut_along else axis
+            if self.grid.coordinate(copies) and copies not in cut_along:
                 copied.add(axis)
         return Held(parameter, replace(placement, copied_along=placement.copied_along | copied))
 

@@ -27,13 +27,10 @@ from evenpipe.model.context_exchange import choose, heads_divide
 from evenpipe.model.flops import attention_of
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
-from evenpipe.runtime.walker import Meeting
-from evenpipe.tensor.layers import ModelCut
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +126,7 @@ def make_cutter(
     context, said = None, None
     if groups.context is not None:
         how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
-        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context)
+        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context, groups.running)
         said = f"{how.exchange}: {how.reason}"
         if groups.everyone is not None and groups.everyone.position == 0:
             logger.info("context ranks exchange %s", said)
@@ -177,9 +174,3 @@ def _looks_across_documents(description: Description, groups: Groups) -> bool:
     if fault is not None:
         raise InputError(fault)
     return any(one for (one,) in groups.numbers([found]))
-
-
-def meetings(tensor: tuple[ModelCut, TensorRanks] | None, cutter: Cutter | None) -> list[Meeting]:
-    """Return the exchanges of the processes that share a pass: of tensor ranks and of context ranks."""
-    found = (None if tensor is None else tensor[1], None if cutter is None else cutter.context)
-    return [one for one in found if one is not None]

@@ -19,7 +19,7 @@ from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.model import Description, as_stored, check_compute_dtype, describe, describe_modules
-from evenpipe.parallel import check_built, process_grid
+from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
@@ -36,11 +36,13 @@ from evenpipe.runtime.arguments import (
     fault_of_architecture,
     loss_of_model,
     recipe_of,
+    sizes_given,
 )
 from evenpipe.runtime.batch import cut, distribute
-from evenpipe.runtime.device import Builder, LayerOptions, Weights
+from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
+from evenpipe.runtime.expert_group import count_choices, spread_experts
 from evenpipe.runtime.inputs import Divisor, Inputs
-from evenpipe.runtime.pieces import make_cutter, meetings
+from evenpipe.runtime.pieces import make_cutter
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
@@ -108,6 +110,7 @@ class Pipeline(SpreadModel):
         tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
             size of `tp`; default: that of the mesh, else one.
         context_parallel: processes that share every sequence: the size of `cp`, likewise.
+        expert_parallel: neighbouring replicas that share the experts of every layer: the size of `ep`, likewise.
         context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
 
     Raises:
@@ -140,15 +143,8 @@ class Pipeline(SpreadModel):
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            given = (how.get("replicas"), how.get("context_parallel"), how.get("tensor_parallel"))
-            if recipe is not None:
-                given = (recipe.parallelism.dp, recipe.parallelism.cp, recipe.parallelism.tp)
-            self._grid = grid = process_grid(mesh, *given)
-            check_built(grid)
-            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
-            self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
-            self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
-            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._grid = grid = process_grid(mesh, **sizes_given(recipe, how))
+            self._take_place(grid)
             self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.torch_device = device_of_pipeline(worker, wanted)
             self.recipe = recipe_of(recipe, how, grid)
@@ -182,6 +178,8 @@ class Pipeline(SpreadModel):
             slices, model_costs = self.layout.program.slices, self._model_costs
             cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
+            self._load = count_choices(self.description, self._groups, self.tensor_rank)
+            self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(options, parameter_dtype, seed)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
@@ -253,8 +251,8 @@ class Pipeline(SpreadModel):
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             shards=replicas if self._sharded else None,
-            tensor=self._tensor,
-            pieces=self._pieces is not None,
+            expert_shards=groups.expert_replicas if self._sharded else None,
+            ranks=SharedLayers(self._tensor, self._experts, self._load, self._pieces is not None),
         ).build()
         router_loss = self.description.router_loss
         self._router_losses = None
@@ -269,12 +267,10 @@ class Pipeline(SpreadModel):
         self._shared_gradients = None
         if groups.shared is not None:
             self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
-        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
+        follow = [parameters.follow_flags for parameters in self._held.unsharded]
         over_replicas = None
         if replicas is not None:
-            over_replicas = Replicas(
-                self._held, self.layout.program, replicas, is_first=not (self.replica or self.context_rank)
-            )
+            over_replicas = Replicas(self._held, self.layout.program, self._grid, groups)
             follow.append(over_replicas.follow_flags)
         self._trained = Trained(
             dict(self.named_parameters()),
@@ -292,6 +288,7 @@ class Pipeline(SpreadModel):
             pipelines=self.recipe.parallelism.replicas,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
+            load=self._load,
         )
         self._walker = Walker(
             self.device,
@@ -312,7 +309,7 @@ class Pipeline(SpreadModel):
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
-            meetings=meetings(self._tensor, self._pieces),
+            running=groups.running,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -414,7 +411,9 @@ class Pipeline(SpreadModel):
         )
         self._trained.follow()
         assert inputs.input_ids is not None
-        program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
+        # Members of an expert group run the same passes.
+        sequences = len(inputs.input_ids) if self._groups.experts is None else totals.fewest_sequences
+        program = self.layout.program if training else self._evaluation(sequences)
         parts = program.microbatches
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
         if self._pieces is not None:

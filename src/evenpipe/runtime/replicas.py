@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from evenpipe.communication.communicator import Communicator
-from evenpipe.parallel import ReplicatedGradients, ShardedModule
+from torch import nn
+
+from evenpipe.parallel import Grid, ReplicatedGradients, ShardedModule
+from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
+from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix
 from evenpipe.runtime.device import HeldModel
 from evenpipe.schedule import Pass, Program
@@ -21,57 +24,54 @@ from evenpipe.schedule.sharding import Part, part_of, parts_of_matrices
 class Replicas:
     """The parameters of a device that replicas share, by part."""
 
-    def __init__(self, held: HeldModel, program: Program, communicator: Communicator, *, is_first: bool) -> None:
-        """
-        Args:
-            program: any that runs here: its placement and barriers say which part a matrix belongs to.
-            communicator: of the processes that are this device in their pipelines.
-            is_first: whether this is the first pipeline.
-        """
+    def __init__(self, held: HeldModel, program: Program, grid: Grid, groups: Groups) -> None:
+        """program: any that runs here: its placement and barriers say which part a matrix belongs to."""
         self._sharded: dict[Part, list[ShardedModule]] = defaultdict(list)
-        self._replicated: ReplicatedGradients | None = None
-        self._names: dict[Part, list[str]] = defaultdict(list)
-        """Of the sums of replicated parameters."""
-        vocabulary = list(_vocabulary(held, program))
-        sharded = {stage: one for stage, one in held.by_stage.items() if isinstance(one, ShardedModule)}
-        if sharded:
-            for stage, module in sharded.items():
-                self._sharded[stage].append(module)
-            for part, _, matrices in vocabulary:
-                for matrix in matrices:
-                    assert isinstance(matrix, ShardedMatrix)
-                    self._sharded[part].append(matrix.sharded)
-            return
-        parameters = {}
-        for stage, there in held.parameters.items():
-            parameters[f"stage {stage}"] = [parameter for _, parameter in there]
-            self._names[stage].append(f"stage {stage}")
-        for part, name, matrices in vocabulary:
-            parameters[name] = [matrix.parameter for matrix in matrices]
-            self._names[part].append(name)
-        self._replicated = ReplicatedGradients(parameters, communicator, is_first=is_first)
+        self._sums: dict[Part, list[tuple[ReplicatedGradients, str]]] = defaultdict(list)
+        """Of replicated parameters."""
+        dense: dict[tuple[Part, str], list[nn.Parameter]] = {}
+        experts: dict[tuple[Part, str], list[nn.Parameter]] = {}
+        for one in held.parts:
+            if isinstance(one.parameters, ShardedModule):
+                self._sharded[one.stage].append(one.parameters)
+            else:
+                parts = experts if one.are_experts else dense
+                parts[one.stage, one.name] = [parameter for _, parameter in one.parameters]
+        for part, name, matrices in _vocabulary(held, program):
+            sharded = [matrix.sharded for matrix in matrices if isinstance(matrix, ShardedMatrix)]
+            self._sharded[part] += sharded
+            if not sharded:
+                dense[part, name] = [matrix.parameter for matrix in matrices]
+        self._replicated: list[ReplicatedGradients] = []
+        for parts, sums, copies in ((dense, groups.replicas, COPIES), (experts, groups.expert_replicas, EXPERT_COPIES)):
+            if sums is None or not parts:
+                continue
+            is_first = not any(map(grid.coordinate, copies))
+            found = ReplicatedGradients({name: held for (_, name), held in parts.items()}, sums, is_first=is_first)
+            self._replicated.append(found)
+            for part, name in parts:
+                self._sums[part].append((found, name))
 
     def follow_flags(self) -> None:
         """Between steps: other parameters are trainable now, the same on all replicas."""
         for module in self._modules():
             module.follow_flags()
-        if self._replicated is not None:
-            self._replicated.follow_flags()
+        for sums in self._replicated:
+            sums.follow_flags()
 
     def begin(self, *, gradients: bool) -> None:
         """At the start of a walk; forget the remains of a failed one."""
         for module in self._modules():
             module.begin()
-        if self._replicated is not None and gradients:
-            self._replicated.begin()
+        for sums in self._replicated if gradients else ():
+            sums.begin()
 
     def run(self, item: Pass) -> None:
         """Run a pass of `SHARDING_KINDS`."""
         part = part_of(item)
         if item.kind in REDUCING_KINDS:
-            for name in self._names[part]:
-                assert self._replicated is not None
-                self._replicated.reduce(name)
+            for sums, name in self._sums[part]:
+                sums.reduce(name)
         for module in self._sharded[part]:
             if item.kind in GATHERING_KINDS:
                 module.gather()
@@ -89,8 +89,8 @@ class Replicas:
         """At the end of a walk: complete the sums, and put them in place."""
         for module in self._modules():
             module.finish()
-        if self._replicated is not None:
-            self._replicated.finish()
+        for sums in self._replicated:
+            sums.finish()
 
     def _modules(self) -> Iterator[ShardedModule]:
         return (module for modules in self._sharded.values() for module in modules)

@@ -31,6 +31,7 @@ class StepResult:
     _entropy: Shared | None = field(default=None, repr=False)
     _accumulate: int = field(default=1, repr=False)
     """Number of steps of one update: the values are divided by it."""
+    _expert_load: Shared | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<StepResult: loss {self.loss:.6g}, {self.tokens} valid tokens, {self.seconds:.3f} s>"
@@ -59,6 +60,15 @@ class StepResult:
         if self._entropy is None:
             raise InputError("entropy: not computed, expected the loss option LossOptions(entropy=True)")
         return self._accumulate * float(self._entropy.value())
+
+    @property
+    def expert_load(self) -> Tensor:
+        """How many tokens of this step have chosen each expert, over all replicas: [layers with experts, experts]
+        int64, the layers as in `Pipeline.expert_layers`. Only from `step`, for models with experts; otherwise
+        InputError."""
+        if self._expert_load is None:
+            raise InputError("expert_load: only step() gives it, for models with experts that transformers can replace")
+        return self._expert_load.value()
 
     @property
     def log_probabilities(self) -> Tensor:

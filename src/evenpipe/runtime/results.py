@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.communication.shared import Shared
+from evenpipe.experts.load import Load
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.batch import Batch, Microbatch
@@ -27,6 +28,7 @@ class Results:
         pipelines: number of pipelines, of all replicas and pieces of sequences; their losses are added.
         compute_dtype: of activations; losses are fp32, with fp64 activations fp64.
         entropy: whether the output layer computes it.
+        load: counts what tokens choose among experts; None for a model without.
     """
 
     def __init__(
@@ -39,13 +41,14 @@ class Results:
         pipelines: int,
         compute_dtype: torch.dtype,
         entropy: bool,
+        load: Load | None = None,
     ) -> None:
         self._output, self._router_losses = output, router_losses
         self._groups, self._layout, self._pipelines = groups, layout, pipelines
         self._last = layout.program.placement.last_device
         self.dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         """Of losses and token weights."""
-        self._entropy = entropy
+        self._entropy, self._load = entropy, load
 
     def of(self, batch: Batch, record: StepRecord, started: float, accumulate: int, *, training: bool) -> StepResult:
         """Return the result of a step that began at `started`. What the layers have left is let go of."""
@@ -53,6 +56,9 @@ class Results:
         loss = self._mean(None if output is None else output.loss)
         entropy = self._mean(None if output is None else output.entropy) if self._entropy else None
         router_loss = self._router_loss()
+        load = None
+        if training and self._load is not None:
+            load = self._groups.total(self._load.take(), "tokens by expert")
         log_probabilities = [] if training else self._log_probabilities(batch)
         if output is not None:
             output.clear()
@@ -68,6 +74,7 @@ class Results:
             router_loss,
             entropy,
             accumulate,
+            load,
         )
 
     def _log_probabilities(self, batch: Batch) -> list[Shared]:

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.errors import InputError, RunError
+from evenpipe.experts.bias import is_router_bias, move_biases
+from evenpipe.experts.load import Load
 from evenpipe.model import (
     Description,
     disk_tensors,
@@ -29,7 +31,7 @@ from evenpipe.model.placement import Held
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
-from evenpipe.parallel.grid import COPIES
+from evenpipe.parallel.grid import COPIES, Grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
@@ -70,11 +72,15 @@ class SpreadModel:
     """Processes that share every sequence, each with the same parameters."""
     replica: int
     replicas: int
+    expert_rank: int
+    expert_ranks: int
+    """Neighbouring replicas that share the experts of every layer."""
     _model_costs: ModelCosts
     _held: HeldModel
     _groups: Groups
     _walker: Walker
     _pieces: Cutter | None
+    _load: Load | None
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -86,6 +92,7 @@ class SpreadModel:
             *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
             *([f"context rank {self.context_rank} of {self.context_ranks}"] if self.context_ranks > 1 else []),
             *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
+            *([f"expert rank {self.expert_rank} of {self.expert_ranks}"] if self.expert_ranks > 1 else []),
             count(self.layout.program.placement.stages, "stage"),
             count(self.microbatches, "microbatch"),
             f"vocabulary {self.layout.mode}",
@@ -102,6 +109,13 @@ class SpreadModel:
             shards = [shards[own] for shards in (layout.embedding_shards, layout.head_shards)]
             rows.append([str(device), layers, *(f"{held[0].start}:{held[-1].stop}" for held in shards)])
         return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
+
+    def _take_place(self, grid: Grid) -> None:
+        self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+        self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
+        self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
+        self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+        self.expert_rank, self.expert_ranks = grid.coordinate("ep"), grid.size("ep")
 
     def _let_go_of_the_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
@@ -133,6 +147,11 @@ class SpreadModel:
         return self.recipe.batch.separate
 
     @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Names of the modules of experts in the whole model, one for each layer that has some."""
+        return () if self._load is None else self._load.layers
+
+    @property
     def keeps_documents_apart(self) -> str | None:
         """What keeps separate documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if
         they are joined."""
@@ -143,7 +162,7 @@ class SpreadModel:
     @property
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
-        return ("pp", "tp", *COPIES) if self._sharded else ("pp", "tp")
+        return ("pp", "tp", *COPIES) if self._sharded or self.expert_ranks > 1 else ("pp", "tp")
 
     def slice_lengths(self, tokens: int) -> tuple[int, ...]:
         """Return the tokens of each slice of a sequence of `tokens` tokens; they are a multiple of what `step` needs.
@@ -272,6 +291,23 @@ class SpreadModel:
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
 
+    def move_router_biases(self, load: Tensor, rate: float) -> None:
+        """Balance experts without a loss, after the optimizer's step: move the biases by which routers choose experts
+        (arXiv 2408.15664; DeepSeek-V3 and others have them) by `rate` towards experts with few tokens.
+
+        Args:
+            load: the sum of `StepResult.expert_load` over the steps of an update; the same on all processes.
+
+        Raises:
+            InputError: no router of the model has such a bias.
+        """
+        check_positive("rate", rate)
+        if not any(map(is_router_bias, self.description.shapes)):
+            raise InputError(
+                f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
+            )
+        move_biases(self.parameter_shards(), load, self.expert_layers, rate)
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group of all processes of all replicas; None for a single process."""
@@ -294,8 +330,8 @@ class SpreadModel:
         return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        if (self.replica or self.context_rank) and not self._sharded:
+        """Stream whole tensors: those that replicas share from all of them, everything else from the first one."""
+        if (self.replica or self.context_rank) and not {*COPIES} & {*self._spread_over}:
             return iter(())
         placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
         held = {

@@ -35,7 +35,7 @@ def cut_layers(
     """
     if groups.tensor is None or groups.everyone is None:
         return None, None
-    exchange, is_first = TensorRanks(groups.tensor), groups.everyone.position == 0
+    exchange, is_first = TensorRanks(groups.tensor, groups.running), groups.everyone.position == 0
     cut, fault = None, None
     try:
         cut = cut_of_model(description, exchange.size, check=check and is_first)
@@ -82,7 +82,7 @@ def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None)
 
 def places_of(grid: Grid) -> dict[int, str]:
     """Return what messages say of a process beside its number, by process; nothing if each is a device of its own."""
-    if grid.size("cp") == grid.size("tp") == 1:
+    if grid.size("cp") == grid.size("tp") == grid.size("ep") == 1:
         return {}
     named = {"dp": "replica", "pp": "device", "cp": "context rank", "tp": "tensor rank"}
     shown = [axis for axis in AXES if axis == "pp" or grid.size(axis) > 1]

@@ -9,7 +9,7 @@ arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +22,7 @@ from evenpipe.host.offload import Activations, Entrance, Packed
 from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.random_state import RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
+from evenpipe.parallel.running import Running
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.hops import Hops
@@ -48,15 +49,6 @@ class StageModule(Protocol):
         """hidden: [sequences, tokens, hidden_size], the raw rows of the embedding for the first stage. Returns the same
         shape; for the last stage, the input of the head."""
         ...
-
-
-class Meeting(Protocol):
-    """An exchange between the processes that share a pass."""
-
-    during: str
-    """Text of the current pass, for messages."""
-    repeats: bool
-    """The pass repeats a forward whose backward follows at once."""
 
 
 @dataclass(slots=True)
@@ -87,7 +79,7 @@ class Walker:
         replicas: work for other pipelines with the same parameters; None: there are none.
         router_losses: of a model with a router loss; None for others.
         activations: moves activations to the host, for orders with O, D and L; None: there are none.
-        meetings: the exchanges of the processes that share a pass, which learn what passes run.
+        running: for the exchanges of the processes that share a pass.
     """
 
     def __init__(
@@ -104,7 +96,7 @@ class Walker:
         replicas: Replicas | None = None,
         router_losses: RouterLosses | None = None,
         activations: Activations | None = None,
-        meetings: Sequence[Meeting] = (),
+        running: Running | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -119,7 +111,7 @@ class Walker:
         self._replicas = replicas
         self._router_losses = router_losses
         self._activations = activations
-        self._meetings = meetings
+        self._running = Running() if running is None else running
         self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
@@ -179,8 +171,7 @@ class Walker:
                     for part in step.awaits:
                         self._replicas.ready(part)
                 values.begin(step.text)
-                for meeting in self._meetings:
-                    meeting.during = step.text
+                self._running.text = step.text
                 step.run(item)
                 values.finish(item)
                 in_flight += step.adds
@@ -214,6 +205,8 @@ class Walker:
         self._forwarded.clear()
         self._weight_gradients.clear()
         self._checkpointing.off = False
+        self._running.step += 1
+        self._running.place, self._running.repeats = None, False
         if self._activations is not None:
             self._activations.clear()
         self._hops.begin(row, batch)
@@ -294,13 +287,11 @@ class Walker:
             forwarded.input = hidden.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
-        for meeting in self._meetings:
-            meeting.repeats = key in self._row.recomputed
+        self._running.repeats = key in self._row.recomputed
         with saving:
             output = self._call(stage, unit, hidden)
         self._checkpointing.off = False
-        for meeting in self._meetings:
-            meeting.repeats = False
+        self._running.repeats = False
         self._weight_gradients.under_way = None
         # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
         forwarded.output = get_gradient_edge(output)
@@ -309,6 +300,7 @@ class Walker:
 
     def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
         module, microbatch = self._stages[stage], self._microbatches[unit]
+        self._running.place = (stage, unit) if self._gradients else None
         if self._router_losses is not None:
             return self._router_losses.call(stage, module, hidden, microbatch)
         return microbatch.through(stage, module, hidden)
@@ -359,6 +351,7 @@ class Walker:
         assert forwarded.output is not None
         if split:
             self._weight_gradients.begin((stage, unit))
+        self._running.place = (stage, unit)
         torch.autograd.backward((forwarded.output,), (gradient,))
         self._weight_gradients.under_way = None
         if forwarded.input is None:

@@ -44,8 +44,10 @@ def check_order(order: Order, limits: Limits | None = None) -> Report:
     return _report(order, order, [*out_of_place, *out_of_order], limits)
 
 
-def check_program(program: Program, limits: Limits | None = None) -> Report:
+def check_program(program: Program, limits: Limits | None = None, *, experts: bool = False) -> Report:
     """Return every fault of `program`, of its passes and its transfers; positions count both.
+
+    experts: devices exchange with their copies in other replicas within F, B, I and R (the third model of `queues`).
 
     Raises InputError for rows that contain anything but passes and transfers, and for invalid limits.
     """
@@ -62,7 +64,7 @@ def check_program(program: Program, limits: Limits | None = None) -> Report:
         unplaced, misplaced = check_transfers(program, dependencies)
         faults = [*out_of_place, *out_of_order, *unplaced, *misplaced]
         if not out_of_order and not misplaced:
-            faults += check_completion(program, graph, dependencies)
+            faults += check_completion(program, graph, dependencies, experts=experts)
     return _report(program, order, faults, limits)
 
 

@@ -3,8 +3,9 @@
 A schedule without a proof need not be wrong; the checker then examines every item and reports faults. For a program the
 proof is stronger than needed: devices would reach their ends even if each waited at every transfer for all other
 members (`meets`). Then one list of all transfers exists of which every row is a part. By induction along that list
-every transfer is reached and completes, whether transfers queue per communicator or per device; and no two members
-issue the transfers of a communicator in different order.
+every transfer is reached and completes, whether transfers queue per communicator or per device, and also if passes stop
+until all transfers before them are complete; and no two members issue the transfers of a communicator in different
+order.
 """
 
 from __future__ import annotations

@@ -6,6 +6,16 @@ and a program must complete under both models:
 
     one queue per communicator: transfers of one communicator wait for each other, not for those of others
     one queue per device:       a device's transfers complete strictly in the order of its row (what NCCL may do)
+
+Processes that share the experts of their layers are copies of one device in several replicas: all walk its row, and
+exchange within F, B, I and R. Merge the copies of every pass and transfer into one. With one queue per communicator,
+what is left is the program itself. With one queue per device, an exchange follows everything that the device has issued
+before, and its pass stops until it is complete; this is the third model:
+
+    ... and exchanges of experts:   every F, B, I and R stops until all transfers issued before it are complete
+
+A device that stops holds up no other: what it would issue next would stand in its queue behind the transfers that it
+waits for. So a program of which every transfer is awaited completes under this model if it does under the second one.
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from collections.abc import Callable, Iterator
 from .dependencies import Dependencies, Route
 from .faults import Fault, brief, excerpt
 from .graph import Graph
-from .passes import Pass
+from .passes import Kind, Pass, parts_of
 from .program import Program
 from .words import join
 
@@ -26,18 +36,27 @@ QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
 }
 """Name of a model -> the queue, among those of one device, for the transfers of a route."""
 
+WITH_EXPERTS = "one queue per device and exchanges of experts"
+"""Name of the model for devices that exchange with their copies in other replicas."""
+
+EXCHANGES = frozenset({Kind.F, Kind.B, Kind.I, Kind.R})
+"""Kinds of pass within which they do."""
+
 IDLE = -1
 
 
-def check_completion(program: Program, graph: Graph, dependencies: Dependencies) -> Iterator[Fault]:
-    """Return a fault for each queue model under which `program` does not complete.
+def check_completion(
+    program: Program, graph: Graph, dependencies: Dependencies, *, experts: bool = False
+) -> Iterator[Fault]:
+    """Return a fault for each queue model under which `program` does not complete; `experts`: also under the third.
 
     `graph` is that of its order. Misplaced items are ignored: nobody waits for missing transfers or members, and
     unknown and repeated transfers are skipped.
     """
     rows = _numbered(program, graph, dependencies)
-    for model, queue in QUEUE_MODELS.items():
-        walk = _Walk(graph, rows, queue)
+    models = QUEUE_MODELS | ({WITH_EXPERTS: QUEUE_MODELS["one queue per device"]} if experts else {})
+    for model, queue in models.items():
+        walk = _Walk(graph, rows, queue, experts=model == WITH_EXPERTS)
         if not walk.run():
             yield walk.fault(program, model)
 
@@ -66,8 +85,8 @@ def _numbered(program: Program, graph: Graph, dependencies: Dependencies) -> lis
 class _Walk:
     """All devices executing their rows under one queue model, as far as they get."""
 
-    def __init__(self, graph: Graph, rows: list[list[int]], queue: Callable[[Route], str]) -> None:
-        self.graph, self.rows = graph, rows
+    def __init__(self, graph: Graph, rows: list[list[int]], queue: Callable[[Route], str], *, experts: bool) -> None:
+        self.graph, self.rows, self.experts = graph, rows, experts
         self.passes = len(graph.items)
         self.stands = [0] * len(rows)  # position of the pass at which a device stops, or its end
         routes = graph.transfers.by_route()
@@ -91,7 +110,7 @@ class _Walk:
             row = self.rows[device]
             while (position := self.stands[device]) < len(row):
                 number = row[position]
-                if IDLE < number < self.passes and (awaited := self._awaited(number)):
+                if IDLE < number < self.passes and (awaited := self._awaited(number, device)):
                     self.standing.setdefault(awaited[0], []).append(device)
                     break
                 self.stands[device] += 1
@@ -99,11 +118,15 @@ class _Walk:
                     self._issue(device, number)
         return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
 
-    def _awaited(self, number: int) -> list[int]:
+    def _awaited(self, number: int, device: int) -> list[int]:
         """Return the transfers that a pass still waits for."""
         offset = self.graph.offset[number]
         transfers = [base + offset for base in self.graph.waits[self.graph.site[number]]]
-        return [transfer for transfer in transfers if self.missing[transfer - self.passes]]
+        awaited = [transfer for transfer in transfers if self.missing[transfer - self.passes]]
+        if self.experts and any(part.kind in EXCHANGES for part in parts_of(self.graph.items[number])):
+            queued = (transfer for line in self.queues[device].values() for transfer in line)
+            awaited += [transfer for transfer in queued if transfer not in awaited]
+        return awaited
 
     def _issue(self, device: int, number: int) -> None:
         line = self.queues[device].setdefault(self.queue[number - self.passes], deque())
@@ -128,7 +151,7 @@ class _Walk:
         stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
         sentences = [
             f"device {device} stops at position {at}, {brief(program.rows[device][at])}, awaiting "
-            + join([self._why(number, device) for number in self._awaited(self.rows[device][at])])
+            + join([self._why(number, device) for number in self._awaited(self.rows[device][at], device)])
             for device, at in stopped.items()
         ]
         device, position = next(iter(stopped.items()))

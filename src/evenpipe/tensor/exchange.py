@@ -62,12 +62,15 @@ class Exchange(Protocol):
 
     size: int
     rank: int
-    repeats: bool
-    """The current pass repeats a forward whose backward follows at once."""
     overlap: Overlap | None
     """How transfers run beside products; None: before or after them."""
     arrived: Tensor | None
     """All rows of the last gather, from `operations.py`."""
+
+    @property
+    def repeats(self) -> bool:
+        """The current pass repeats a forward whose backward follows at once."""
+        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""

@@ -6,29 +6,21 @@ transfers: of a sum it keeps a rank's rows [n/t, h], and not the part [n, h] tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from evenpipe.layers.checkpointing import PRODUCTS
+from evenpipe.layers.own_operations import own_operation
 
 if TYPE_CHECKING:
     from evenpipe.tensor.exchange import Exchange
 
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 """By the number that stands for them in the arguments of an operation."""
-
-_library = torch.library.Library("evenpipe", "DEF")
-_library.define("sum_rows(Tensor partial, int exchange) -> Tensor")
-_library.define("sum_product(Tensor hidden, Tensor matrix, Tensor? bias, int exchange) -> Tensor")
-_library.define(
-    "gathered_products(Tensor rows, Tensor[] weights, bool[] transposed, Tensor?[] biases, int exchange) -> Tensor[]"
-)
-_library.define("arrived_rows(Tensor rows, int exchange) -> Tensor")
 
 
 def sum_rows(partial: Tensor, exchange: Exchange) -> Tensor:
@@ -101,11 +93,10 @@ def _arrived_rows(rows: Tensor, exchange: int) -> Tensor:
     return found.gather(rows) if whole is None else whole
 
 
-_operations = torch.ops.evenpipe
-WITHIN: dict[Any, Callable[..., Any]] = {}
-"""What each operation runs, for those who count what is allocated inside of it: torch shows a dispatch mode the whole
-operation only."""
-for _computed in (_sum_rows, _sum_product, _gathered_products, _arrived_rows):
-    _library.impl(_computed.__name__[1:], _computed, "CompositeExplicitAutograd")
-    WITHIN[getattr(_operations, _computed.__name__[1:]).default] = _computed
-PRODUCTS += [_operations.sum_rows.default, _operations.sum_product.default, _operations.gathered_products.default]
+own_operation("sum_rows(Tensor partial, int exchange) -> Tensor", _sum_rows)
+own_operation("sum_product(Tensor hidden, Tensor matrix, Tensor? bias, int exchange) -> Tensor", _sum_product)
+own_operation(
+    "gathered_products(Tensor rows, Tensor[] weights, bool[] transposed, Tensor?[] biases, int exchange) -> Tensor[]",
+    _gathered_products,
+)
+own_operation("arrived_rows(Tensor rows, int exchange) -> Tensor", _arrived_rows, is_product=False)

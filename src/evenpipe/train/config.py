@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.train.input_sections import DEFAULT_TOKENIZER_ENTRIES, DataConfig, ModelConfig, TokenizerConfig
-from evenpipe.train.pipeline_sections import LossConfig, OffloadConfig, PipelineConfig
+from evenpipe.train.pipeline_sections import ExpertsConfig, LossConfig, OffloadConfig, PipelineConfig
 from evenpipe.train.run_sections import CheckpointConfig, OptimizerConfig, OutputConfig, SampleConfig, TrainingConfig
 from evenpipe.train.section import show
 
@@ -29,6 +29,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -51,8 +52,8 @@ class Config:
             raise InputError("output.export is false, but must be true when sample.prompts are given")
 
     def recipe(self) -> Recipe:
-        """Return the recipe of [pipeline] and [offload]. Raises InputError for a file that cannot be read."""
-        return self.pipeline.recipe(self.offload, self.data.sequence_length, self.documents)
+        """Return the recipe of these sections. Raises InputError for a file that cannot be read."""
+        return self.pipeline.recipe(self.offload, self.experts, self.data.sequence_length, self.documents)
 
     @property
     def keeps_weights(self) -> bool:

@@ -17,13 +17,39 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from evenpipe.errors import InputError
 from evenpipe.train.trackers import Tracker, scalars
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 WINDOW_STEPS = 50
 PLAIN_LINE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMetrics:
+    """How tokens are spread over experts, in one step."""
+
+    expert_load_most: tuple[float, ...]
+    """Of each layer with experts: the tokens of its busiest expert, over the mean."""
+    expert_load_least: tuple[float, ...]
+    """Of the least busy one."""
+    experts_without_tokens: int
+    """In all layers."""
+
+    @classmethod
+    def of(cls, load: Tensor) -> ExpertMetrics:
+        """load: as in `StepResult.expert_load`."""
+        mean = load.double().mean(1, keepdim=True)
+        shares = load / mean.where(mean > 0, 1)
+        return cls(
+            expert_load_most=tuple(shares.amax(1).tolist()),
+            expert_load_least=tuple(shares.amin(1).tolist()),
+            experts_without_tokens=int((load == 0).sum()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +78,8 @@ class StepMetrics:
     """Wall time since the previous line."""
     entropy: float | None = None
     """`StepResult.entropy` with `[loss] entropy`; else the line does not have it."""
+    experts: ExpertMetrics | None = None
+    """Of a model with experts; the line has its fields beside the others."""
 
 
 @dataclass(slots=True)
@@ -219,7 +247,9 @@ class Metrics:
 
     def log(self, metrics: StepMetrics) -> None:
         """Log a step."""
-        self._write({name: value for name, value in asdict(metrics).items() if value is not None})
+        values = asdict(metrics)
+        values |= values.pop("experts") or {}
+        self._write({name: value for name, value in values.items() if value is not None})
         self._progress.show(metrics)
 
     def log_evaluation(self, step: int, loss: float, tokens: int) -> None:

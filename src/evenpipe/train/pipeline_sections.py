@@ -1,4 +1,4 @@
-"""Sections of the configuration for how a run is spread and ordered: pipeline and offload, and the loss."""
+"""Sections of the configuration for how a run is spread and ordered: pipeline, offload and experts, and the loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
 from evenpipe.train.section import Section
 
 if TYPE_CHECKING:
+    from evenpipe.experts.overlap import ExpertOptions
     from evenpipe.recipe.batch_shape import Documents
     from evenpipe.recipe.offload import OffloadOptions
     from evenpipe.recipe.recipe import Recipe
@@ -30,6 +31,9 @@ class PipelineConfig(Section):
     torchrun, the number of processes that it starts."""
     replicas: int = 1
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
+    expert_parallel: int = 1
+    """Neighbouring replicas that share the experts of every layer, a divisor of `replicas`: each has some of them, and
+    tokens travel to the experts that they have chosen."""
     context_parallel: int = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
     context_exchange: Literal["auto", "keys", "heads"] = "auto"
@@ -99,7 +103,9 @@ class PipelineConfig(Section):
     timeout_seconds: float = 600.0
     """Maximum seconds without progress. The run then ends with an error that names the pass and the peer."""
 
-    def recipe(self, offload: OffloadConfig, sequence_length: int, documents: Documents) -> Recipe:
+    def recipe(
+        self, offload: OffloadConfig, experts: ExpertsConfig, sequence_length: int, documents: Documents
+    ) -> Recipe:
         """Return the recipe of these sections, for sequences of this length."""
         from evenpipe.recipe.recipe import Recipe, RecipeOptions
         from evenpipe.schedule.files import read_costs
@@ -113,21 +119,25 @@ class PipelineConfig(Section):
         return Recipe.of(
             dp=self.replicas,
             pp=self.devices,
+            ep=self.expert_parallel,
             cp=self.context_parallel,
             tp=self.tensor_parallel,
             sequence_length=sequence_length,
             documents=documents,
             offload=offload.options(),
+            experts=experts.options(),
             **{**alike, **converted},
         )
 
     def check(self) -> None:
-        self.at_least(1, "processes", "replicas", "context_parallel", "tensor_parallel")
+        self.at_least(1, "processes", "replicas", "expert_parallel", "context_parallel", "tensor_parallel")
         self.require("slices", self.slices == "auto" or self.slices >= 1, 'at least 1, or "auto"')
         self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
         self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
+        fits = self.replicas % self.expert_parallel == 0
+        self.require("expert_parallel", fits, f"a divisor of the {self.replicas} replicas")
         left = self.processes // self.replicas
         whose = f"the {left} processes" + (" of a replica" if self.replicas > 1 else "")
         self.require("context_parallel", left % self.context_parallel == 0, f"a divisor of {whose}")
@@ -245,6 +255,34 @@ class OffloadConfig(Section):
             "host_memory": None if size is None else parse_size(size, "offload.host_memory"),
         }
         return OffloadOptions(**{**asdict(self), **converted})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig(Section):
+    """Mixtures of experts: how rows travel to experts of other replicas, and how experts are kept equally busy."""
+
+    section: ClassVar[str] = "experts"
+
+    columns: int | Literal["auto"] = "auto"
+    """With pipeline.expert_parallel: blocks of columns in which results leave, each while the next one is computed.
+    "auto": by costs, 4 if they are unknown."""
+    arrivals: int | Literal["auto"] = "auto"
+    """With pipeline.expert_parallel: products of rows that arrive, 1: of all at once; 2: of own rows while others
+    arrive; or as many as expert_parallel: of each replica's rows by themselves. "auto": by costs, 2 if they are
+    unknown."""
+    router_bias_rate: float = 0.0
+    """After every update, move the biases by which routers choose experts so far towards experts with few tokens
+    (arXiv 2408.15664), in models that have such biases, as DeepSeek-V3: 0.001 there. 0: they stay."""
+
+    def check(self) -> None:
+        self.at_least(0, "router_bias_rate")
+        self.options()
+
+    def options(self) -> ExpertOptions:
+        """Return the options of a recipe. Raises InputError for a value that they do not accept."""
+        from evenpipe.experts.overlap import ExpertOptions
+
+        return ExpertOptions(columns=self.columns, arrivals=self.arrivals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,6 +100,8 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatches": batch.microbatches,
         "microbatch_size": batch.microbatch_size,
     }
+    if parallelism.ep > 1:
+        values["expert_parallel"] = parallelism.ep
     if recipe.slices > 1:
         values["slices"] = recipe.slices
     if parallelism.cp > 1:

@@ -32,11 +32,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the numbers in a line of metrics.jsonl, except its step; a list has one per device."""
+    """Iterate over the numbers in a line of metrics.jsonl, except its step; a list has one per device, or per layer
+    with experts."""
     for name, value in record.items():
         if isinstance(value, (list, tuple)):
-            for device, item in enumerate(value):
-                yield f"{name}/device {device}", item
+            of = "layer" if name.startswith("expert_load") else "device"
+            for number, item in enumerate(value):
+                yield f"{name}/{of} {number}", item
         elif name != "step":
             yield name, value
 

@@ -33,7 +33,7 @@ from evenpipe.train.config import Config
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
-from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
+from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
@@ -302,6 +302,8 @@ class _Run:
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
+        if config.experts.router_bias_rate:
+            pipeline.move_router_biases(result.expert_load, config.experts.router_bias_rate)
         pipeline.zero_grad()
         progress.step += 1
         progress.tokens += self.batches.tokens_per_batch
@@ -367,6 +369,7 @@ class _Run:
                     busy=tuple(busy),
                     seconds=seconds,
                     entropy=result.entropy if self.config.loss.entropy else None,
+                    experts=ExpertMetrics.of(result.expert_load) if self.pipeline.expert_layers else None,
                 )
             )
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss

@@ -1,0 +1,190 @@
+"""Makes transformers call our function for the experts of a stage.
+
+transformers looks for the function by the name in a config; a stage has configs of its own. Within compiled layers, and
+for experts of another form, runs what the config named before ("eager", "grouped_mm", ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.experts.function import Call, Overlap, run
+from evenpipe.experts.layout import Exchange, alone
+from evenpipe.experts.layout import spread as layout_of_member
+from evenpipe.experts.load import Load
+from evenpipe.experts.products import has_grouped
+from evenpipe.experts.routing import Routing
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.model import Description
+from evenpipe.model.experts import uses_interface
+from evenpipe.model.placement import Cut, TensorPlacement
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError:  # a transformers version without the experts interface: all gradients of experts are computed in I
+    ALL_EXPERTS_FUNCTIONS = None  # type: ignore[assignment]
+
+IMPLEMENTATION = "evenpipe"
+"""Name of the implementation in transformers; never written into a user's config."""
+
+
+class GroupExchange(Exchange, Protocol):
+    """Of all layers of a device."""
+
+    layer: str
+    """Name of the experts that run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How the members of a group share the experts of every layer."""
+
+    exchange: GroupExchange
+    routing: Routing
+    overlap: Overlap = field(default_factory=Overlap)
+
+
+@dataclass(eq=False)
+class Adopted:
+    """What the experts of a layer need."""
+
+    name: str
+    count: int
+    """Of all members."""
+    queue: WeightGradients
+    otherwise: Callable[..., Tensor]
+    """Runs them as configured."""
+    spread: Spread | None
+    """None: this process holds all of them."""
+    load: Load | None
+    """Counts what tokens choose."""
+
+
+def adopt_experts(
+    module: nn.Module, queue: WeightGradients, spread: Spread | None = None, load: Load | None = None
+) -> list[str]:
+    """Let our function run the experts of a stage. Return the names of their matrices, which take part in split
+    backwards.
+
+    spread: the parameters are those of a member.
+    """
+    if ALL_EXPERTS_FUNCTIONS is None:
+        return []
+    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
+    found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
+    for name, part in found:
+        part._adopted = Adopted(name, part.num_experts, queue, _as_configured(part), spread, load)  # type: ignore
+    for _, part in found:  # experts share one config
+        part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+    return [
+        f"{prefix}.{name}"
+        for prefix, part in found
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    ]
+
+
+def names_of_experts(description: Description) -> dict[str, int]:
+    """Return the number of experts of every layer that has some, by their name in the model."""
+    name = description.structure.layers_name
+    return {
+        prefix: part.num_experts
+        for index in range(description.layers)
+        for prefix, part in description.layer(index).named_modules(prefix=f"{name}.{index}")
+        if is_experts(part)
+    }
+
+
+def placements(
+    description: Description, index: int, spread: Spread, held: Mapping[str, TensorPlacement | None]
+) -> dict[str, TensorPlacement | None]:
+    """Return how a member holds the parameters of the experts of a layer, by name in the model.
+
+    held: how tensor ranks hold parameters that are not whole.
+    """
+    found: dict[str, TensorPlacement | None] = {}
+    cut = Cut(("ep",), spread.exchange.rank, spread.exchange.size)
+    prefix = f"{description.structure.layers_name}.{index}"
+    for name, part in description.layer(index).named_modules(prefix=prefix):
+        if not is_experts(part):
+            continue
+        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+            of_rank = held.get(key, TensorPlacement(tuple(parameter.shape)))
+            found[key] = None if of_rank is None else replace(of_rank, cuts=(cut, *of_rank.cuts))
+    return found
+
+
+def split_once(module: nn.Module) -> Callable[[], None]:
+    """Split the next backward of a module, for the self-check: the returned function then runs its W."""
+    queue = WeightGradients()
+    adopt_experts(module, queue)
+    split_layers(module, queue)
+    key = (0, 0)
+    queue.begin(key)
+
+    def weight_gradients() -> None:
+        queue.under_way = None
+        queue.compute(key)
+
+    return weight_gradients
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether our function can run a module: its forward uses the interface, and nothing stands between the
+    second product and the weights."""
+    return uses_interface(module) and not getattr(module, "has_post_expert_norm", False)
+
+
+def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run every token through its experts, and add their weighted outputs; the interface's functions are called so.
+
+    Args:
+        experts: transformers' module.
+        hidden: [tokens, hidden_size].
+        top_k_index: [tokens, choices], the experts of each token.
+        top_k_weights: [tokens, choices].
+
+    Returns: [tokens, hidden_size].
+    """
+    adopted: Adopted = experts._adopted
+    spread = adopted.spread
+    if spread is None and torch.compiler.is_compiling():
+        return adopted.otherwise(experts, hidden, top_k_index, top_k_weights)
+    if adopted.load is not None:
+        adopted.load.add(adopted.name, top_k_index)
+    queue = adopted.queue if adopted.queue.takes(hidden) else None
+    if spread is None:
+        call = Call(experts, alone(top_k_index, adopted.count), None, Overlap(), queue)
+    else:
+        call = _call_of_member(experts, top_k_index, queue)
+    return run(call, hidden, top_k_weights)
+
+
+def _call_of_member(experts: Any, index: Tensor, queue: WeightGradients | None) -> Call:
+    adopted: Adopted = experts._adopted
+    spread = adopted.spread
+    assert spread is not None
+    spread.exchange.layer = adopted.name
+    layout = spread.routing.layout(adopted.name, lambda: layout_of_member(index, adopted.count, spread.exchange))
+    ended = partial(spread.routing.end, adopted.name)
+    return Call(experts, layout, spread.exchange, spread.overlap, queue, ended)
+
+
+def _as_configured(experts: Any) -> Callable[..., Tensor]:
+    """Run the experts' original forward, by the name in the config; one product after the other if there are no grouped
+    ones."""
+    eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
+    configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
+
+    def run(experts: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
+        parameters = [one for one in experts._parameters.values() if one is not None and one.dim() == 3]
+        lacking = name == "grouped_mm" and not has_grouped(hidden, *parameters)
+        return (eager if lacking else configured)(experts, hidden, *routing)
+
+    return run

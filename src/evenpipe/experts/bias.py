@@ -1,0 +1,44 @@
+"""Router biases that balance experts without a loss (arXiv 2408.15664)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.model.placement import Held
+
+NAMES = ("e_score_correction_bias", "expert_bias")
+"""Of biases that a router adds to its scores only to choose experts."""
+
+
+def is_router_bias(name: str) -> bool:
+    """Return whether a parameter or buffer of this name is such a bias."""
+    return name.rpartition(".")[2] in NAMES
+
+
+@torch.no_grad()
+def move_biases(held: Mapping[str, Held[nn.Parameter]], load: Tensor, layers: Sequence[str], rate: float) -> None:
+    """Raise the biases of experts that fewer tokens than average have chosen by `rate`, and lower those of the others;
+    the mean of a layer's biases stays.
+
+    Args:
+        held: this process's parameters and buffers, by name.
+        load: how many tokens have chosen each expert, [layers with experts, experts].
+        layers: names of the experts of these layers: `model.layers.3.mlp.experts`.
+    """
+    for name, one in held.items():
+        if not is_router_bias(name):
+            continue
+        row = max(range(len(layers)), key=lambda row: _alike(name, layers[row]))
+        counts = load[row, : one.placement.shape[-1]].double()
+        update = (counts.mean() - counts).sign()
+        update = rate * (update - update.mean())
+        one.tensor.add_(one.placement.of(update.view(one.placement.shape)).to(one.tensor))
+
+
+def _alike(name: str, other: str) -> int:
+    """Return how many modules contain both."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return next((count for count, (left, right) in enumerate(pairs) if left != right), 0)

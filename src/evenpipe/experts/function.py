@@ -1,0 +1,369 @@
+"""The experts of a layer as one autograd function, for every family behind transformers' experts interface.
+
+Routing weights are applied before the second product, so the side of the experts adds up the pairs of each row itself,
+and the backward makes the same two trips as the forward, by one layout:
+
+    F   x  --dispatch-->  X      pre = X[row] W1     a = gate(pre) w     Z = sum of a W2 by row      --combine-->  out
+    B   dy --dispatch-->  dZ     da = dZ[row] W2^T   dpre = gate'(da w)  dX = sum of dpre W1^T       --combine-->  dx
+        dw = da . gate(pre)      dW1 = X[row]^T dpre      dW2 = a^T dZ[row]
+
+Only X, pre and w stay from F to B: the gate is computed again. Between I and W stay X, dZ, dpre, a and w. "selective"
+checkpointing keeps X, pre, w and out, so that a repeated forward sends nothing. Transfers run beside products (after
+COMET, arXiv 2502.19811):
+
+    arrivals   the product of what arrives (W1 in F, W2^T in B) begins with own rows; then all others, or one member's
+               after the other
+    columns    the product of what leaves is made in blocks of columns: each leaves while the next one is computed
+    weights    in B, weight gradients are made once the last block has left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from evenpipe.experts.layout import Exchange, Layout, Pending
+from evenpipe.experts.overlap import Overlap, blocks
+from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
+from evenpipe.layers.checkpointing import only_saves
+from evenpipe.layers.own_operations import own_operation
+from evenpipe.layers.weight_gradients import Entry, WeightGradients
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer's experts."""
+
+    experts: Any
+    """transformers' module."""
+    layout: Layout
+    exchange: Exchange | None
+    """None: nothing travels."""
+    overlap: Overlap
+    queue: WeightGradients | None = None
+    """Takes the weight gradients; None: they are made in the backward."""
+    ended: Callable[[], None] | None = None
+    """Called at the end of the backward."""
+
+    def matrices(self, name: str) -> Tensor:
+        """Return [experts, in, out]."""
+        found: Tensor = getattr(self.experts, name).detach()
+        return found if self.experts.is_transposed else found.mT
+
+    @property
+    def first(self) -> str:
+        """Name of the matrices that a row meets first."""
+        return first_of(self.experts)
+
+    def bias(self, name: str) -> Tensor | None:
+        """Return the biases [experts, out] of these matrices."""
+        return getattr(self.experts, f"{name}_bias").detach() if self.experts.has_bias else None
+
+    def gate(self, first: Tensor) -> Tensor:
+        """Return what the second matrices multiply, of the results of the first ones."""
+        gated: Tensor = self.experts._apply_gate(first) if self.experts.has_gate else self.experts.act_fn(first)
+        return gated
+
+
+def first_of(experts: Any) -> str:
+    """Return the name of the matrices that a row meets first."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
+    """Run all tokens through their experts, and add their weighted outputs.
+
+    Parameters get gradients through `weight_gradients.accumulate`, at once or from the queue; they stay outside of
+    autograd.
+
+    Args:
+        hidden: [tokens, hidden_size].
+        weights: [tokens, choices].
+
+    Returns: [tokens, hidden_size].
+    """
+    anchor = None  # without it, nothing would have a graph behind inputs without a gradient
+    if any(one.requires_grad for one in call.experts.parameters(recurse=False)):
+        anchor = hidden.new_empty(0, requires_grad=True)  # no parameter: its hooks would run, without a gradient
+    result: Tensor = _Experts.apply(hidden, weights, call, anchor)
+    return result
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, call: Call, anchor: Tensor | None) -> Tensor:
+        *sent, first, weight = _operation_to_experts(hidden.detach(), weights.detach(), _number(call))
+        rows = sent[0] if sent else hidden
+        ctx.save_for_backward(rows, first, weight)
+        ctx.call, ctx.shape, ctx.dtype = call, weights.shape, weights.dtype
+        if only_saves(3):
+            return torch.empty_like(hidden)
+        output: Tensor = _operation_to_tokens(first, weight, _number(call))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        call: Call = ctx.call
+        ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
+        layout = call.layout
+        rows, first, weight = (one.detach() for one in ctx.saved_tensors)
+        of_rows, arriving = _dispatch(call, gradient.contiguous(), "gradients")
+        with torch.enable_grad():  # while they arrive
+            leaf = first.requires_grad_()
+            gated = call.gate(leaf)
+        of_gated = _arrived_product(call, of_rows, call.matrices("down_proj").mT, arriving)
+        plain = gated.detach()
+        of_weight = (of_gated * plain).sum(1, dtype=_wide(plain.dtype))
+        bias = call.bias("down_proj")
+        if bias is not None:
+            of_weight += (of_rows[layout.row] * bias[layout.expert]).sum(1, dtype=_wide(plain.dtype))
+        (of_first,) = torch.autograd.grad(gated, leaf, _weighted(of_gated, weight))
+        del gated, leaf, of_gated
+        sum_of_weights = _start_weights(call, of_weight, ctx.shape, ctx.dtype) if ctx.needs_input_grad[1] else None
+        leaving = _start_leaving(call, of_first, call.matrices(call.first).mT) if ctx.needs_input_grad[0] else None
+        entry = _entry(call, rows, of_rows, of_first, gated=plain, weight=weight)
+        if call.queue is not None:
+            call.queue.add(entry)
+        else:
+            entry.compute()
+        of_hidden = None if leaving is None else _arrived(call, leaving)
+        if call.ended is not None:
+            call.ended()
+        return of_hidden, None if sum_of_weights is None else sum_of_weights(), None, None
+
+
+def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated: Tensor, weight: Tensor) -> Entry:
+    """Return how to make the weight gradients, with nothing but detached tensors."""
+    layout, experts = call.layout, call.experts
+    names = [name for name in _parameters(experts) if getattr(experts, name).requires_grad]
+
+    def gradients() -> tuple[Tensor, ...]:
+        found: dict[str, Tensor] = {}
+        output = of_rows[layout.row]
+        for name, left, right in (
+            (call.first, rows[layout.row] if call.first in names else None, of_first),
+            ("down_proj", _weighted(gated, weight) if "down_proj" in names else None, output),
+        ):
+            if left is not None:
+                pair = (left, right) if experts.is_transposed else (right, left)
+                found[name] = grouped_outer(*pair, layout.groups)
+        biases = {f"{call.first}_bias": of_first, "down_proj_bias": output}
+        chosen = [name for name in biases if name in names]
+        if chosen:
+            every = torch.arange(len(layout.groups.ends), device=layout.expert.device)
+            meets = (layout.expert == every[:, None]).to(gated.dtype)
+            for name in chosen:
+                by_pair = meets if name != "down_proj_bias" else meets * weight.to(meets.dtype)
+                found[name] = by_pair @ biases[name]
+        return tuple(found[name] for name in names)
+
+    return Entry(tuple(getattr(experts, name) for name in names), gradients)
+
+
+def _parameters(experts: Any) -> list[str]:
+    names = [first_of(experts), "down_proj"]
+    return [*names, *(f"{name}_bias" for name in names)] if experts.has_bias else names
+
+
+# --- from tokens to experts --------------------------------------------------------------------------------------
+
+
+def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return X [rows, hidden_size], the results of the first matrices [pairs, out], and weights [pairs]."""
+    layout = call.layout
+    rows, arriving = _dispatch(call, hidden, "rows")
+    asked = weights.detach() if layout.token_of_row is None else weights.detach()[layout.token_of_row]
+    asked = asked if layout.present is None else torch.where(layout.present, asked, 0)
+    there, pending = asked, NOTHING
+    if call.exchange is not None:
+        there = asked.new_empty(layout.rows, asked.shape[1])
+        there[: layout.own] = asked[: layout.own]
+        pending = call.exchange.start(there[layout.own :], asked[layout.own :], layout.received, layout.sent, "weights")
+    first = _arrived_product(call, rows, call.matrices(call.first), arriving)
+    bias = call.bias(call.first)
+    if bias is not None:
+        first += bias[layout.expert]
+    pending.wait()
+    return rows, first, there[layout.row, layout.slot]
+
+
+def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Pending]]:
+    """Return rows [rows, ...] on the side of the experts, and what to wait for: one for each part that arrives."""
+    layout = call.layout
+    if call.exchange is None:
+        return tokens.detach(), []
+    assert layout.token_of_row is not None
+    tokens, own = tokens.detach(), layout.own
+    leaving = tokens[layout.token_of_row[own:]]
+    there = tokens.new_empty(layout.rows, *tokens.shape[1:])
+    if call.overlap.arrivals > 2:
+        pending = [_start_one(call, there[own:], leaving, distance, what) for distance in range(1, call.exchange.size)]
+    else:
+        pending = [call.exchange.start(there[own:], leaving, layout.received, layout.sent, what)]
+    torch.index_select(tokens, 0, layout.token_of_row[:own], out=there[:own])  # while others leave
+    return there, pending
+
+
+def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what: str) -> Pending:
+    """Send rows to the member that many ranks on only, and receive those of the one as many ranks before."""
+    layout, exchange = call.layout, call.exchange
+    assert exchange is not None
+    sender, taker = (exchange.rank - distance) % exchange.size, (exchange.rank + distance) % exchange.size
+    received, sent = [0] * exchange.size, [0] * exchange.size
+    received[sender], sent[taker] = layout.received[sender], layout.sent[taker]
+    return exchange.start(
+        output[sum(layout.received[:sender]) :][: received[sender]],
+        leaving[sum(layout.sent[:taker]) :][: sent[taker]],
+        received,
+        sent,
+        what,
+    )
+
+
+class _Nothing:
+    def wait(self) -> None: ...
+
+
+NOTHING: Pending = _Nothing()
+"""Waits for nothing."""
+
+
+def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[Pending]) -> Tensor:
+    """Return [pairs, out]: rows, of which some arrive yet, times [experts, in, out]."""
+    layout, exchange = call.layout, call.exchange
+    if exchange is None or call.overlap.arrivals == 1:
+        for pending in arriving:
+            pending.wait()
+        return grouped_product(rows[layout.row], matrices, layout.groups)
+    parts = layout.own_first
+    if call.overlap.arrivals > 2:
+        own, *others = layout.by_sender
+        parts = [own, *(others[(exchange.rank - distance) % exchange.size] for distance in range(1, exchange.size))]
+    result = rows.new_empty(layout.pairs, matrices.shape[2])
+    for part, pending in zip(parts, (NOTHING, *arriving), strict=True):
+        pending.wait()
+        fill_grouped(result, part.places, rows[layout.row[part.places]], matrices, part.groups)
+    return result
+
+
+# --- from experts to tokens --------------------------------------------------------------------------------------
+
+
+def _to_tokens(call: Call, gated: Tensor, weight: Tensor) -> Tensor:
+    """Return the output [tokens, hidden_size] of weighted results of the gate [pairs, in]."""
+    bias, expert = call.bias("down_proj"), call.layout.expert
+
+    def add(products: Tensor, columns: slice) -> Tensor:
+        return (
+            products if bias is None else products.addcmul_(bias[expert, columns], weight[:, None].to(products.dtype))
+        )
+
+    leaving = _start_leaving(call, gated, call.matrices("down_proj"), add)
+    return _arrived(call, leaving)
+
+
+def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Send gradients of weights [pairs] back; the result returns [tokens, choices]."""
+    layout = call.layout
+    of_rows = of_weight.new_zeros(layout.rows, shape[1])
+    of_rows[layout.row, layout.slot] = of_weight
+    if call.exchange is None:
+        assert layout.present is not None
+        own = torch.where(layout.present, of_rows, 0).to(dtype)
+        return lambda: own
+    there = of_rows.new_empty(sum(layout.sent), shape[1])
+    pending = call.exchange.start(there, of_rows[layout.own :], layout.sent, layout.received, "gradients of weights")
+
+    def wait() -> Tensor:
+        pending.wait()
+        return layout.by_token.sum(torch.cat([of_rows[: layout.own], there])).to(dtype)
+
+    return wait
+
+
+class _Leaving(NamedTuple):
+    """A block of columns on its way back."""
+
+    columns: slice
+    here: Tensor
+    """[rows, columns]: sums of own rows are first."""
+    back: Tensor
+    """[own + sent rows, columns]: those that return, by `token_of_row`."""
+    pending: Pending
+
+
+def _start_leaving(
+    call: Call, pairs: Tensor, matrices: Tensor, add: Callable[[Tensor, slice], Tensor] | None = None
+) -> list[_Leaving]:
+    """Multiply [pairs, in] by [experts, in, out], sum by row, and send the sums back, block by block of columns.
+
+    add: of what a block of products is before it is summed.
+    """
+    layout, found = call.layout, []
+    for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
+        products = grouped_product(pairs, matrices[:, :, columns], layout.groups)
+        here = layout.by_row.sum(products if add is None else add(products, columns))
+        back, pending = here, NOTHING
+        if call.exchange is not None:
+            own = layout.own
+            back = here.new_empty(own + sum(layout.sent), here.shape[1])
+            pending = call.exchange.start(back[own:], here[own:], layout.sent, layout.received, "sums")
+            back[:own] = here[:own]
+        found.append(_Leaving(columns, here, back, pending))
+    return found
+
+
+def _arrived(call: Call, leaving: list[_Leaving]) -> Tensor:
+    """Return [tokens, out]: the sums of all rows of each token."""
+    if call.exchange is None:
+        (only,) = leaving
+        return only.here
+    result = leaving[0].here.new_empty(call.layout.tokens, leaving[-1].columns.stop)
+    for columns, _, back, pending in leaving:
+        pending.wait()
+        result[:, columns] = call.layout.by_token.sum(back)
+    return result
+
+
+def _weighted(gated: Tensor, weight: Tensor) -> Tensor:
+    """Return [pairs, in] times [pairs], rounded once."""
+    return torch.mul(gated, weight[:, None], out=torch.empty_like(gated))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --- as operations of torch --------------------------------------------------------------------------------------
+
+
+_calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+"""By the number that stands for them in the arguments of an operation."""
+
+
+def _number(call: Call) -> int:
+    _calls[id(call)] = call
+    return id(call)
+
+
+def _computed_to_experts(hidden: Tensor, weights: Tensor, number: int) -> list[Tensor]:
+    """Return as `_to_experts`; without X where that is all of the hidden states themselves."""
+    call = _calls[number]
+    rows, first, weight = _to_experts(call, hidden, weights)
+    return [first, weight] if call.exchange is None else [rows, first, weight]
+
+
+def _computed_to_tokens(first: Tensor, weight: Tensor, number: int) -> Tensor:
+    call = _calls[number]
+    return _to_tokens(call, _weighted(call.gate(first), weight), weight)
+
+
+_operation_to_experts = own_operation(
+    "to_experts(Tensor hidden, Tensor weights, int call) -> Tensor[]", _computed_to_experts
+)
+_operation_to_tokens = own_operation("to_tokens(Tensor first, Tensor weight, int call) -> Tensor", _computed_to_tokens)

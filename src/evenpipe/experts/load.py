@@ -1,0 +1,61 @@
+"""How many tokens choose each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class Running(Protocol):
+    """The pass that runs."""
+
+    place: tuple[int, int] | None
+    """Its stage and unit; None: no backward follows."""
+
+
+class Load:
+    """Counts the choices of the tokens of a training step, once each: not again in a repeated forward."""
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        experts: int,
+        running: Running,
+        torch_device: torch.device,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """
+        Args:
+            layers: names of all experts modules of the model, in order.
+            experts: the most that a layer has.
+            counts: False: another process counts the same tokens.
+        """
+        self.layers = tuple(layers)
+        self._row = {layer: row for row, layer in enumerate(layers)}
+        self._running, self._is_on = running, counts
+        self._seen: set[tuple[tuple[int, int], str]] = set()
+        self._counts = torch.zeros((len(layers), experts + 1), dtype=torch.int64, device=torch_device)
+        self._one = torch.ones((), dtype=torch.int64, device=torch_device)
+
+    def add(self, layer: str, index: Tensor) -> None:
+        """Count the choices [tokens, choices] of a layer's router in the pass that runs."""
+        place = self._running.place
+        if not self._is_on or place is None or (place, layer) in self._seen:
+            return
+        self._seen.add((place, layer))
+        with _disable_current_modes():  # selective checkpointing would look for the operations of its second run
+            chosen = index.detach().reshape(-1)
+            self._counts[self._row[layer]].scatter_add_(0, chosen, self._one.expand(len(chosen)))
+
+    def take(self) -> Tensor:
+        """Return the counts [layers, experts] of this process since the last call. Choices of no expert do not
+        count."""
+        found = self._counts[:, :-1].contiguous()
+        self._counts.zero_()
+        self._seen.clear()
+        return found

@@ -1,0 +1,317 @@
+"""What runs beside the exchange of experts: chosen by what products and transfers cost, and how long passes take then.
+
+Of one layer on one member of an expert group, with the letters of the formulas:
+
+    C        one way of all rows                x1, x2   products of F: of what arrives, of what leaves
+    a        share of own rows                  y2, y1   the same of the input's gradient
+    J        blocks of columns                  g        the gate
+    o        what one more block costs          w        weight gradients
+
+    t1    all has arrived and is multiplied: each part of the rows once it is there and those before are done; then g
+    last  = t1 + (x2 + C) / J + (J - 1) / J max(x2, C)    the last block is back
+    F     = route + max(t1 + x2, last) + (J - 1) o
+    I     the same with y2 and y1 and without route; the gate is made again while rows arrive
+    B     = max(t1 + y1 + w, last) + (J - 1) o             weight gradients run under the transfer
+    R     = t1                                             sends nothing back, and keeps the layout
+    J*    = sqrt(min(x2, C) / o)
+
+Products read the weights once per part of the rows, so more parts pay while what they hide is more than that. Experts
+are taken to be chosen evenly; that transfers take multiprocessors from products is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import comb, sqrt
+from typing import Literal
+
+from evenpipe.errors import InputError
+from evenpipe.given import is_whole, shown
+
+MOST_COLUMNS, COLUMNS_WITHOUT_COSTS = 8, 4
+LEAST_WIDTH = 256
+"""Columns of a block that "auto" makes: narrower products are slow."""
+_LEAST_GAIN = 0.02
+"""Of the time until all is multiplied: not worth further parts."""
+_WHOLE_COLUMNS = 128
+"""Blocks of columns are multiples of it, where there are that many."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What runs beside transfers."""
+
+    columns: int = 1
+    """Blocks of columns of a product that leaves."""
+    arrivals: int = 1
+    """Products of what arrives, each of which reads the matrices: 1 of all rows at once; 2, own rows while others
+    arrive; more, of each member's rows by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """What shall run beside the exchange of experts."""
+
+    columns: int | Literal["auto"] = "auto"
+    """As in `Overlap`; "auto": by costs, 4 if they are unknown."""
+    arrivals: int | Literal["auto"] = "auto"
+    """As in `Overlap`; "auto": by costs, 2 if they are unknown."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a value that is neither "auto" nor a whole number from 1 on."""
+        for name, value in (("columns", self.columns), ("arrivals", self.arrivals)):
+            if value != "auto" and not (is_whole(value) and value >= 1):
+                raise InputError(f'experts.{name}: {shown(value)}, expected "auto" or a whole number of at least 1')
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What runs beside transfers, and why."""
+
+    overlap: Overlap
+    reason: str
+    """In words, for a status line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The experts of one layer over a group, and a microbatch on one member."""
+
+    tokens: int
+    hidden_size: int
+    width: int
+    """Of an expert."""
+    experts: int
+    """Of the whole layer."""
+    choices: int
+    """Experts of a token."""
+    members: int
+    """Of the expert group."""
+    gated: bool = True
+    """Experts have two first matrices."""
+    bytes_per_element: int = 2
+
+    @property
+    def rows(self) -> float:
+        """Rows on the side of a member's experts: for each token, as many as members hold any of its experts."""
+        missed = comb(self.experts - self.experts // self.members, self.choices) / comb(self.experts, self.choices)
+        return self.tokens * self.members * (1 - missed)
+
+    @property
+    def bytes_one_way(self) -> float:
+        """Bytes of the rows that a member sends to others."""
+        return self.rows * (1 - 1 / self.members) * self.hidden_size * self.bytes_per_element
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device and its link reach."""
+
+    flops: float
+    """Floating-point operations of products per second."""
+    memory: float
+    """Bytes read and written per second."""
+    link: float
+    """Bytes per second that a member sends to the others."""
+    latency: float = 15e-6
+    """Seconds of a transfer of nothing."""
+    launch: float = 5e-6
+    """Seconds of a kernel that does nothing."""
+    read: float = 20e-6
+    """Seconds of the host's wait for counts of rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """Seconds of a grouped product over all pairs of a row and one of its experts."""
+
+    operations: float
+    pairs: float
+    """Their bytes."""
+    weights: float
+    """Reading the matrices."""
+    copies: float
+    """Of rows by pair before it, or of sums by row after it: of each row once, it then is in a cache."""
+    places: float
+    """Results of a part of the pairs are copied to where they belong."""
+    launch: float
+
+    def of(self, share: float) -> float:
+        """Return the seconds for that share of the pairs."""
+        copies = self.copies + (self.places if share < 1 else 0.0)
+        return max(share * self.operations, share * self.pairs + self.weights) + share * copies + self.launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of what a layer does, each by itself."""
+
+    members: int
+    one_way: float
+    """C."""
+    arrives: Product
+    """x1."""
+    leaves: Product
+    """x2."""
+    gradient_arrives: Product
+    """y2."""
+    gradient_leaves: Product
+    """y1."""
+    gate: float
+    gradient_of_gate: float
+    weights: float
+    """w: gradients of all matrices."""
+    rows: float
+    """Rows are copied, before they leave and after they are back."""
+    route: float
+    """F finds out who gets which rows."""
+    block: float
+    """o."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of passes of one layer."""
+
+    F: float
+    B: float
+    I: float
+    W: float
+    R: float
+
+
+def work_of(layer: Layer, rates: Rates) -> Work:
+    """Return what products, copies and transfers take."""
+    h, f, f1 = layer.hidden_size, layer.width, layer.width * (2 if layer.gated else 1)
+    rows, pairs, held = layer.rows, layer.tokens * layer.choices, layer.experts / layer.members
+
+    def moved(elements: float) -> float:
+        return layer.bytes_per_element * elements / rates.memory
+
+    def product(into: int, out: int, copied: float) -> Product:
+        return Product(
+            operations=2 * pairs * into * out / rates.flops,
+            pairs=moved(pairs * (into + out)),
+            weights=moved(held * into * out),
+            copies=moved(copied),
+            places=moved(2 * pairs * out),
+            launch=2 * rates.launch,
+        )
+
+    def outer(into: int, out: int) -> float:
+        operations = 2 * pairs * into * out / rates.flops
+        return max(operations, moved(pairs * (into + out) + 2 * held * into * out)) + rates.launch
+
+    return Work(
+        members=layer.members,
+        one_way=layer.bytes_one_way / rates.link + rates.latency,
+        arrives=product(h, f1, (rows + pairs) * h),
+        leaves=product(f, h, (pairs + rows) * h),
+        gradient_arrives=product(h, f, (rows + pairs) * h),
+        gradient_leaves=product(f1, h, (pairs + rows) * h),
+        gate=moved(pairs * (f1 + f)) + 2 * rates.launch,
+        gradient_of_gate=moved(pairs * (2 * f1 + f)) + 2 * rates.launch,
+        weights=2 * moved((rows + pairs) * h) + outer(f1, h) + outer(f, h),
+        rows=moved(2 * rows * h) + rates.launch,
+        route=2 * rates.latency + rates.read,
+        block=rates.latency + 2 * rates.launch,
+    )
+
+
+def times(work: Work, overlap: Overlap) -> Times:
+    """Return how long the passes take."""
+    arrived = work.rows + _arrived(work, work.arrives, overlap.arrivals, before=0.0) + work.gate
+    again = work.rows + _arrived(work, work.gradient_arrives, overlap.arrivals, before=work.gate)
+    again += work.gradient_of_gate
+    end = (overlap.columns - 1) * work.block + work.rows / overlap.columns
+    leaves, gradient = work.leaves.of(1), work.gradient_leaves.of(1)
+    last = _last(work, again, gradient, overlap.columns)
+    return Times(
+        F=work.route + _last(work, arrived, leaves, overlap.columns) + end,
+        B=max(again + gradient + work.weights, last) + end,
+        I=last + end,
+        W=work.weights,
+        R=arrived,
+    )
+
+
+def _arrived(work: Work, product: Product, parts: int, *, before: float) -> float:
+    """Return when all that arrives is multiplied. before: seconds of what is done first."""
+    own = 1 / work.members
+    shares = {1: [], 2: [1 - own]}.get(parts, [own] * (work.members - 1))
+    if not shares:
+        return max(work.one_way, before) + product.of(1)
+    now = before + product.of(own)
+    for number, share in enumerate(shares, 1):
+        now = max(now, work.one_way * number / len(shares)) + product.of(share)
+    return now
+
+
+def _last(work: Work, started: float, product: float, columns: int) -> float:
+    """Return when the last block of columns is back: not before all products."""
+    shorter, longer = sorted([product, work.one_way])
+    return started + (shorter + longer) / columns + (columns - 1) / columns * longer
+
+
+def choose(options: ExpertOptions, layer: Layer, rates: Rates | None = None) -> Chosen:
+    """Return what runs beside the transfers of a layer.
+
+    rates: None if they are unknown.
+
+    Raises:
+        InputError: `arrivals` is above 2, but not the number of members.
+    """
+    if layer.members == 1:
+        return Chosen(Overlap(), "nothing travels")
+    if options.arrivals != "auto" and options.arrivals > 2 and options.arrivals != layer.members:
+        raise InputError(
+            f"experts.arrivals: {options.arrivals}, expected 1, 2 or {layer.members}, the members of an expert group"
+        )
+    work = None if rates is None else work_of(layer, rates)
+    columns, why_columns = _columns(options, layer, work)
+    arrivals, why_arrivals = _arrivals(options, work)
+    parts = {1: "all rows at once", 2: "own rows first"}.get(arrivals, "each member's rows by themselves")
+    text = f"{columns} {'block' if columns == 1 else 'blocks'} of columns ({why_columns}), {parts} ({why_arrivals})"
+    return Chosen(Overlap(columns, arrivals), text)
+
+
+def _columns(options: ExpertOptions, layer: Layer, work: Work | None) -> tuple[int, str]:
+    if options.columns != "auto":
+        return options.columns, "given"
+    wanted, why = COLUMNS_WITHOUT_COSTS, "costs are unknown"
+    if work is not None:
+        product, transfer = work.leaves.of(1), work.one_way
+        wanted = min(max(round(sqrt(min(product, transfer) / work.block)), 1), MOST_COLUMNS)
+        why = f"product {_ms(product)}, transfer {_ms(transfer)}, {_ms(work.block)} for each block"
+    most = max(layer.hidden_size // LEAST_WIDTH, 1)
+    return len(list(blocks(layer.hidden_size, min(wanted, most)))), why
+
+
+def _arrivals(options: ExpertOptions, work: Work | None) -> tuple[int, str]:
+    if options.arrivals != "auto":
+        return options.arrivals, "given"
+    if work is None:
+        return 2, "costs are unknown"
+
+    def taken(parts: int) -> float:
+        backward = _arrived(work, work.gradient_arrives, parts, before=work.gate)
+        return _arrived(work, work.arrives, parts, before=0.0) + backward
+
+    by_parts = {parts: taken(parts) for parts in (1, 2, work.members)}
+    enough = (1 + _LEAST_GAIN) * min(by_parts.values())
+    best = next(parts for parts, seconds in by_parts.items() if seconds <= enough)
+    listed = ", ".join(f"{parts}: {_ms(seconds)}" for parts, seconds in by_parts.items())
+    return best, f"forward and backward by parts, {listed}"
+
+
+def blocks(width: int, count: int) -> Iterator[slice]:
+    """Cut columns into at most so many blocks."""
+    size = -(-width // count)
+    if width % _WHOLE_COLUMNS == 0:
+        size = -(-size // _WHOLE_COLUMNS) * _WHOLE_COLUMNS
+    return (slice(start, min(start + size, width)) for start in range(0, width, size))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,55 @@
+"""The members of an expert group: the same device in neighbouring replicas, which share its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenpipe.communication.communicator import Communicator, Handle
+from evenpipe.parallel.running import Running
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Rows between members."""
+
+    handle: Handle
+    needed_by: str
+
+    def wait(self) -> None:
+        """Wait until they are there."""
+        self.handle.wait(self.needed_by)
+
+
+class ExpertRanks:
+    """An `Exchange` of `experts.layout` between processes."""
+
+    def __init__(self, communicator: Communicator, running: Running) -> None:
+        """communicator: of the members, in their order."""
+        self._communicator = communicator
+        self.size, self.rank = len(communicator.members), communicator.position
+        self.running = running
+        self.layer = ""
+        """Name of the experts that run, likewise."""
+
+    @property
+    def _where(self) -> str:
+        return f"of {self.layer} in {self.running.text}"
+
+    def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Exchange [members, numbers]: each member gets its row. Return the own table and what others sent; waits for
+        the device."""
+        table = torch.empty((2, *own.shape), dtype=own.dtype, device=own.device)
+        table[0] = own
+        self._communicator.all_to_all(table[1], table[0], f"numbers of rows {self._where}").wait(self.running.text)
+        told, known = table.tolist()
+        return told, known
+
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> UnderWay:
+        """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
+        Both must stay as they are until the wait."""
+        handle = self._communicator.exchange(output, rows, received, sent, f"{what} {self._where}")
+        return UnderWay(handle, self.running.text)

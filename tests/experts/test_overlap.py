@@ -1,0 +1,141 @@
+"""What runs beside the exchange of experts: choices, and the formulas for the time of passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.experts.overlap import Chosen, ExpertOptions, Layer, Overlap, Rates, blocks, choose, times, work_of
+
+LAYERS = {
+    "Qwen3-30B-A3B": {"hidden_size": 2048, "width": 768, "experts": 128, "choices": 8, "tokens": 8192},
+    "Mixtral-8x7B": {"hidden_size": 4096, "width": 14336, "experts": 8, "choices": 2, "tokens": 8192},
+    "DeepSeek-V3": {"hidden_size": 7168, "width": 2048, "experts": 256, "choices": 8, "tokens": 4096},
+}
+
+
+def layer(name: str, members: int = 4) -> Layer:
+    return Layer(**LAYERS[name], members=members)
+
+
+def rates(gigabytes_per_second: float) -> Rates:
+    return Rates(flops=500e12, memory=2.5e12, link=gigabytes_per_second * 1e9)
+
+
+ON_A_VIRTUAL_CLOCK = {
+    ("Qwen3-30B-A3B", 300): [(2.49, 3.96), (2.26, 3.71), (2.10, 3.62)],
+    ("Qwen3-30B-A3B", 45): [(6.20, 7.45), (5.74, 5.45), (5.59, 5.37)],
+    ("Mixtral-8x7B", 300): [(13.6, 26.2), (13.3, 26.0), (13.4, 26.2)],
+    ("Mixtral-8x7B", 45): [(17.2, 29.6), (15.6, 27.5), (14.0, 26.7)],
+    ("DeepSeek-V3", 300): [(7.89, 14.1), (7.47, 13.7), (7.67, 13.7)],
+    ("DeepSeek-V3", 45): [(14.3, 20.2), (12.6, 16.7), (11.7, 16.2)],
+}
+"""Milliseconds of F and B over 4 members: nothing overlapped, 4 columns, own rows first and 4 columns. Messages and
+order of real processes, whose clocks went on by what each product, copy and transfer would take."""
+
+
+@pytest.mark.parametrize("name, gigabytes_per_second", ON_A_VIRTUAL_CLOCK)
+def test_formulas_are_within_10_percent_of_a_virtual_clock(name, gigabytes_per_second) -> None:
+    work = work_of(layer(name), rates(gigabytes_per_second))
+    measured = ON_A_VIRTUAL_CLOCK[name, gigabytes_per_second]
+    plain = times(work, Overlap())
+    found = [(plain.F, plain.I + plain.W)]
+    found += [(one.F, one.B) for one in (times(work, Overlap(4, 1)), times(work, Overlap(4, 2)))]
+    for ours, theirs in zip(found, measured, strict=True):
+        assert [1e3 * one for one in ours] == pytest.approx(theirs, rel=0.1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("gigabytes_per_second", [10, 45, 100, 300, 900])
+@pytest.mark.parametrize("members", [2, 4, 8])
+def test_what_is_chosen_is_nearly_the_best(name, gigabytes_per_second, members) -> None:
+    one, device = layer(name, members), rates(gigabytes_per_second)
+    work = work_of(one, device)
+
+    def taken(overlap: Overlap) -> float:
+        found = times(work, overlap)
+        return found.F + found.I
+
+    every = [Overlap(columns, arrivals) for columns in range(1, 9) for arrivals in (1, 2, members)]
+    assert taken(choose(ExpertOptions(), one, device).overlap) <= 1.03 * min(map(taken, every))
+
+
+def test_passes_hide_what_they_can() -> None:
+    work = work_of(layer("DeepSeek-V3"), rates(100))
+    plain, overlapped = times(work, Overlap()), times(work, Overlap(4, 2))
+    assert overlapped.F < plain.F and overlapped.I < plain.I and overlapped.B < plain.B
+    assert overlapped.I <= overlapped.B <= overlapped.I + overlapped.W
+    assert overlapped.F - work.leaves.of(1) > overlapped.R, "a repeated forward sends nothing back"
+
+
+def test_more_parts_pay_unless_matrices_are_read_again_for_too_long() -> None:
+    def chosen(name: str, members: int, gigabytes_per_second: float) -> int:
+        return choose(ExpertOptions(), layer(name, members), rates(gigabytes_per_second)).overlap.arrivals
+
+    assert chosen("Qwen3-30B-A3B", 4, 300) == 2
+    assert chosen("Qwen3-30B-A3B", 4, 45) == 4
+    assert chosen("DeepSeek-V3", 4, 300) == 1, "64 experts of 88 MB each"
+    assert chosen("DeepSeek-V3", 8, 300) == 2
+    assert chosen("Mixtral-8x7B", 4, 45) == 4
+
+
+@pytest.mark.parametrize(
+    "hidden_size, overlap", [(64, Overlap(1, 2)), (512, Overlap(2, 2)), (2048, Overlap(4, 2)), (7168, Overlap(4, 2))]
+)
+def test_without_costs_4_columns_and_own_rows_first(hidden_size, overlap) -> None:
+    one = Layer(tokens=64, hidden_size=hidden_size, width=64, experts=8, choices=2, members=4)
+    chosen = choose(ExpertOptions(), one)
+    assert chosen.overlap == overlap
+    assert chosen.reason.endswith("(costs are unknown), own rows first (costs are unknown)")
+
+
+def test_what_is_given_is_taken() -> None:
+    given = ExpertOptions(columns=3, arrivals=1)
+    assert choose(given, layer("Qwen3-30B-A3B"), rates(45)) == Chosen(
+        Overlap(3, 1), "3 blocks of columns (given), all rows at once (given)"
+    )
+    assert choose(ExpertOptions(arrivals=4), layer("Qwen3-30B-A3B")).overlap == Overlap(4, 4)
+    assert choose(given, layer("Qwen3-30B-A3B", members=1)) == Chosen(Overlap(), "nothing travels")
+
+
+def test_reasons_give_the_costs() -> None:
+    assert choose(ExpertOptions(), layer("Mixtral-8x7B"), rates(300)).reason == (
+        "4 blocks of columns (product 3.96 ms, transfer 0.327 ms, 0.025 ms for each block), "
+        "all rows at once (forward and backward by parts, 1: 12.7 ms, 2: 13.5 ms, 4: 13.5 ms)"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"columns": 0}, 'experts.columns: 0, expected "auto" or a whole number of at least 1'),
+        ({"columns": True}, 'experts.columns: True, expected "auto" or a whole number of at least 1'),
+        ({"columns": 2.0}, 'experts.columns: 2.0, expected "auto" or a whole number of at least 1'),
+        ({"arrivals": "all"}, "experts.arrivals: 'all', expected \"auto\" or a whole number of at least 1"),
+        ({"arrivals": -1}, 'experts.arrivals: -1, expected "auto" or a whole number of at least 1'),
+        ({"arrivals": 3}, "experts.arrivals: 3, expected 1, 2 or 4, the members of an expert group"),
+    ],
+)
+def test_other_values_are_refused(options, sentence) -> None:
+    with pytest.raises(InputError) as caught:
+        choose(ExpertOptions(**options), layer("Qwen3-30B-A3B"))
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "experts, choices, members, share",
+    [(128, 8, 2, 0.25), (128, 8, 4, 0.45), (128, 8, 8, 0.67), (128, 8, 16, 0.82), (8, 2, 2, 0.79), (8, 2, 8, 1.0)],
+)
+def test_rows_are_fewer_than_pairs(experts, choices, members, share) -> None:
+    one = Layer(tokens=100, hidden_size=64, width=64, experts=experts, choices=choices, members=members)
+    assert one.rows / (100 * choices) == pytest.approx(share, abs=0.006)
+    assert one.bytes_one_way == pytest.approx(one.rows * (members - 1) / members * 64 * 2)
+
+
+@pytest.mark.parametrize("width", [1, 64, 100, 128, 512, 896, 7168])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_blocks_are_all_columns_in_whole_128(width, count) -> None:
+    found = list(blocks(width, count))
+    assert len(found) <= count
+    assert [column for block in found for column in range(width)[block]] == list(range(width))
+    assert width % 128 or all(block.start % 128 == 0 for block in found)

@@ -1,0 +1,208 @@
+"""A process that holds some experts of every layer draws and reads only these: the same as the whole model's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from families import EXPERTS, build_stages, tiny_config
+from safetensors import safe_open
+
+from evenpipe.memory.tracker import Tracker
+from evenpipe.model import build_stage, describe, initialize, load_parameters
+from evenpipe.model import weight_files as weight_files_module
+from evenpipe.model.description import Description
+from evenpipe.model.experts import fused_experts
+from evenpipe.model.placement import Cut, TensorPlacement
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "families"))
+from family_configs import SETTINGS, small_config
+
+DRAWN = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "nemotron_h"]
+READ = [
+    *EXPERTS,
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "aria_text",
+    "jamba",
+    "qwen3_next",
+    "exaone_moe",
+    "minimax_m3_vl_text",
+]
+
+
+def config_of(name: str, **changes) -> transformers.PreTrainedConfig:
+    if name in EXPERTS:
+        return tiny_config(name, **changes)
+    return small_config(name, SETTINGS.get(name, {}) | {"tie_word_embeddings": False} | changes)
+
+
+def fused(description: Description) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters [experts, ...]."""
+    return {
+        f"{name}.{key}": tuple(parameter.shape)
+        for name, module in fused_experts(description.skeleton).items()
+        for key, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def placements(
+    description: Description, member: int, members: int, columns: tuple[int, int] | None = None
+) -> dict[str, TensorPlacement]:
+    """Return how a member of an expert group holds the experts; `columns`: its tensor rank, and the number of ranks,
+    which cut the last dimension."""
+    found = {}
+    for name, shape in fused(description).items():
+        cuts = [Cut(("ep",), member, members)]
+        if columns is not None:
+            cuts.append(Cut(("tp",), *columns, dimension=len(shape) - 1))
+        found[name] = TensorPlacement(shape, tuple(cuts))
+    return found
+
+
+def stage_of(description: Description, held: dict[str, TensorPlacement] | None = None):
+    return build_stage(description, 0, description.layers, is_first=True, is_last=True, held=held)
+
+
+def check_parts(description: Description, fill: Callable[..., None], members: int, columns: int | None = None) -> None:
+    """Check that the parts of all members are those of a whole stage; all fill theirs by `fill`."""
+    whole = stage_of(description)
+    fill(whole)
+    expected = dict(whole.named_parameters())
+    assert not any(one.isnan().any() for one in expected.values())
+    for member in range(members):
+        for rank in range(columns or 1):
+            held = placements(description, member, members, columns and (rank, columns))
+            part = stage_of(description, held)
+            fill(part)
+            for name, parameter in part.named_parameters():
+                own = expected[name] if name not in held else held[name].of(expected[name])
+                assert torch.equal(parameter, own), (name, member, rank)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(("members", "columns"), [(2, None), (3, None), (5, None), (2, 2)])
+def test_members_draw_their_experts_alike(name: str, members: int, columns: int | None) -> None:
+    description = describe(config_of(name))
+    check_parts(description, lambda stage: initialize(stage, description, 3), members, columns)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_experts_are_drawn_by_the_rule_of_the_family(name: str) -> None:
+    config = config_of(name)
+    description = describe(config)
+    stage = stage_of(description)
+    initialize(stage, description, 0)
+    torch.manual_seed(1)
+    theirs = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
+    for key in fused(description):
+        ours = stage.get_parameter(key)
+        for number, expert in enumerate(ours):
+            assert expert.std().item() == pytest.approx(theirs[key].std().item(), rel=0.1), key
+            assert expert.mean().item() == pytest.approx(theirs[key].mean().item(), abs=0.002), key
+            if theirs[key].any():
+                assert not any(torch.equal(expert, other) for other in ours[:number]), "each has its own seed"
+    layers = [stage.get_parameter(key) for key in fused(description) if key.endswith("down_proj")]
+    assert not any(torch.equal(one, other) for at, one in enumerate(layers) for other in layers[:at])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_nobody_draws_a_whole_tensor(name: str) -> None:
+    """The bytes above those of the parameters do not grow with the number of experts, but for the routers' rows."""
+    above = []
+    for experts in (8, 128):
+        description = describe(config_of(name, num_local_experts=experts, num_hidden_layers=2))
+        for members in (1, 4):
+            stage = stage_of(description, placements(description, 0, members))
+            with Tracker() as tracker:
+                tracker.add(*stage.parameters(), *stage.buffers())
+                with tracker.span() as span:
+                    initialize(stage, description, 0)
+            above.append(span.above)
+    tensor = 4 * max(torch.Size(shape).numel() for shape in fused(description).values())
+    routers = 4 * (128 - 8) * (64 + 1)
+    assert max(above) - min(above) <= routers < tensor / 50
+
+
+@pytest.fixture
+def read(monkeypatch) -> dict[str, int]:
+    """Return name on disk -> elements that were read of it."""
+    counts: dict[str, int] = {}
+
+    class Slice:
+        def __init__(self, name: str, inner) -> None:
+            self._name, self._inner = name, inner
+
+        def get_shape(self):
+            return self._inner.get_shape()
+
+        def __getitem__(self, places):
+            found = self._inner[places]
+            counts[self._name] = counts.get(self._name, 0) + found.numel()
+            return found
+
+    class File:
+        def __init__(self, path: str, framework: str) -> None:
+            self._file = safe_open(path, framework=framework)
+
+        def keys(self):
+            return self._file.keys()
+
+        def get_tensor(self, name: str):
+            found = self._file.get_tensor(name)
+            counts[name] = counts.get(name, 0) + found.numel()
+            return found
+
+        def get_slice(self, name: str):
+            return Slice(name, self._file.get_slice(name))
+
+    monkeypatch.setattr(weight_files_module, "safe_open", File)
+    return counts
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", READ)
+def test_members_read_only_their_experts(name: str, tmp_path, read: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(tmp_path)
+    description = describe(tmp_path)
+    shapes, members = fused(description), 2
+    whole = stage_of(description)
+    load_parameters(whole, description, tmp_path)
+    expected, of_whole = dict(whole.named_parameters()), dict(read)
+    for member in range(members):
+        read.clear()
+        held = placements(description, member, members)
+        part = stage_of(description, held)
+        load_parameters(part, description, tmp_path)
+        for key, parameter in part.named_parameters():
+            own = expected[key] if key not in held else held[key].of(expected[key])
+            assert torch.equal(parameter, own), key
+        missing = sum(torch.Size(shapes[key]).numel() - part.get_parameter(key).numel() for key in shapes)
+        assert missing and sum(of_whole.values()) - sum(read.values()) == missing
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h", "granitemoe"])
+@pytest.mark.parametrize(("members", "columns"), [(3, None), (7, None), (2, 2)])
+def test_parts_of_files(name: str, members: int, columns: int | None, tmp_path) -> None:
+    """Also members that hold more experts than others, or none."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(tmp_path)
+    description = describe(tmp_path)
+    check_parts(description, lambda stage: load_parameters(stage, description, tmp_path), members, columns)
+
+
+def test_stages_of_several_layers_draw_their_own() -> None:
+    description = describe(config_of("deepseek_v3"))
+    whole = stage_of(description)
+    initialize(whole, description, 0)
+    for stage in build_stages(description, (1, 3), dtype=torch.float32):
+        initialize(stage, description, 0)
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name))

@@ -1,0 +1,50 @@
+"""Replicas that share the experts of every layer train as one process, in every layout."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from drawn_runs import CHECKPOINTING, MODES, SCHEDULES, Case, drawn, run_cases
+from harness import check_cases
+
+FAMILIES = ("mixtral", "mixtral of 5 experts", "mixtral, router loss", "qwen3-moe", "deepseek-v3", "gpt-oss")
+GRIDS = ((2, 2, 1, 1, 2), (4, 1, 1, 1, 2), (4, 1, 1, 1, 4), (2, 1, 2, 1, 2), (2, 1, 1, 2, 2))
+"""Replicas, devices, context ranks, tensor ranks, members of a group."""
+LARGE_GRIDS = ((4, 2, 1, 1, 2), (2, 2, 1, 2, 2), (2, 2, 2, 1, 2))
+"""Of eight processes."""
+
+
+def of_families() -> list[Case]:
+    """Every family on every grid; everything else drawn."""
+    dice = random.Random(2)
+    return [
+        drawn(
+            dice,
+            *(family, grid),
+            schedule=dice.choice([name for name in SCHEDULES if name != "dualpipe-v" or grid[2] > 1]),
+            mode=dice.choice(MODES),
+            checkpointing=dice.choice(CHECKPOINTING),
+        )
+        for family, grid in itertools.product(FAMILIES, GRIDS + LARGE_GRIDS)
+    ]
+
+
+def of_layouts() -> list[Case]:
+    """One family in every layout: on several devices in half of the schedules, on one in one."""
+    dice, cases = random.Random(3), []
+    for grid, mode, checkpointing in itertools.product(GRIDS, MODES, CHECKPOINTING):
+        for schedule in dice.sample(SCHEDULES, 4 if grid[1] > 1 else 1):
+            slices = {"slices": 1} if schedule == "dualpipe-v" else {}
+            cases.append(
+                drawn(dice, "mixtral", grid, schedule=schedule, mode=mode, checkpointing=checkpointing, **slices)
+            )
+    return cases
+
+
+def test_every_family_with_shared_experts_trains_as_in_one_process(sample) -> None:
+    check_cases(run_cases, sample(of_families(), 8))
+
+
+def test_every_layout_with_shared_experts_trains_as_in_one_process(sample) -> None:
+    check_cases(run_cases, sample(of_layouts(), 8))

@@ -1,0 +1,292 @@
+"""What else a run may ask for with shared experts: checkpoints that continue in any layout, batches of several sizes,
+frozen experts, routers that choose otherwise in a repeated forward; and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from drawn_runs import TOKENS, Case, continue_in_all, described, opened
+from harness import run_processes
+from transformers import PreTrainedModel
+
+import evenpipe
+from evenpipe import Pipeline
+from evenpipe.errors import InputError
+from evenpipe.experts import adopt
+from evenpipe.model.fp64 import InFp64
+
+SHARED = Case("mixtral", replicas=2, members=2)
+
+
+def layouts(family: str) -> list[Case]:
+    """Layouts that train one step each, one after the other, on what the one before has saved."""
+    return [
+        Case(family, 2, 2, members=2),
+        Case(family, 4, members=4, mode="first-last"),
+        Case(family, 4, members=2, data_parallel="shard"),
+        Case(family, 1, 2, schedule="zbv"),
+        Case(family, 2, 1, ranks=2, members=2),
+        Case(family, 2, data_parallel="shard", members=2, mode="vocab-1"),
+        Case(family),
+    ]
+
+
+@pytest.mark.parametrize("family", ["mixtral of 5 experts", "gpt-oss", "deepseek-v3"])
+@pytest.mark.sampled(1)
+def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> None:
+    continue_in_all(layouts(family), tmp_path)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+SIZES = ((4, 7), (2, 3), (2, 1))
+"""Sequences and tokens of each replica's batch."""
+
+
+def batch_of(replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randint(1, 61, SIZES[replica], generator=generator)
+
+
+def train_on_other_sizes(case: Case) -> tuple[float, str]:
+    """The gradients of replicas whose batches have other numbers of sequences and tokens, one of a single token; and
+    their evaluation."""
+    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
+        pipeline.step(batch_of(pipeline.replica))
+        found = pipeline.full_gradients()
+        loss = pipeline.evaluate(batch_of(pipeline.replica)[: 1 + pipeline.replica]).loss
+        if dist.get_rank():
+            return 0.0, ""
+        model = copy.deepcopy(described(*case.model).model)
+
+        def loss_of(rows: list[torch.Tensor]) -> torch.Tensor:
+            logits = [model(input_ids=one, use_cache=False).logits[:, :-1].flatten(0, 1) for one in rows]
+            labels = [one[:, 1:].flatten() for one in rows]
+            return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
+
+        batches = [batch_of(replica) for replica in range(case.replicas)]
+        loss_of(batches).backward()
+        expected = loss_of([one[: 1 + replica] for replica, one in enumerate(batches)]).item()
+        assert abs(loss / expected - 1) < 1e-10
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return reference.worst(found, gradients)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [SHARED, Case("mixtral", replicas=3, members=3), Case("mixtral", 2, 2, members=2, schedule="zbv")],
+    ids=["two", "three", "devices"],
+)
+@pytest.mark.sampled(1)
+def test_replicas_may_have_batches_of_other_sizes(case: Case) -> None:
+    error, name = run_processes(train_on_other_sizes, case.processes, case)[0]
+    assert error < 1e-10, name
+
+
+FROZEN = ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj", "model.norm.weight")
+
+
+def steps_with_frozen_experts(case: Case) -> tuple[float, str]:
+    """Two steps whose gradients add up, with some of the experts frozen."""
+    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
+        for name, parameter in pipeline.named_parameters():
+            parameter.requires_grad_(name not in FROZEN)
+        model = copy.deepcopy(described(*case.model).model)
+        for name in FROZEN:
+            model.get_parameter(name).requires_grad_(False)
+        for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
+            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+            pipeline.step(ids[own], labels[own])
+            reference.loss_of(model, ids, labels).backward()
+        found = pipeline.full_gradients()
+    if not found:
+        return 0.0, ""
+    return reference.worst(found, {name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+
+
+@pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
+def test_frozen_experts_and_steps_that_add_up(data_parallel: str) -> None:
+    case = Case("mixtral", replicas=4, members=2, data_parallel=data_parallel)
+    error, name = run_processes(steps_with_frozen_experts, case.processes, case)[0]
+    assert error < 1e-10, name
+
+
+# --- repeated forwards -----------------------------------------------------------------------------------------------
+
+
+def gradients_of_other_choices(case: Case, others: bool) -> dict[str, torch.Tensor]:
+    """others: in a repeated forward, a router of one process chooses another expert for one token."""
+    seen: set[Any] = set()
+    run = adopt.run_experts
+
+    def run_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        key = (experts._adopted.spread.routing._running.place, experts._adopted.name)
+        if key in seen and others and dist.get_rank() == 1:
+            index = index.clone()
+            index[1] = (index[1] + 1) % 4
+        seen.add(key)
+        return run(experts, hidden, index, weights)
+
+    with (
+        InFp64(),
+        mock.patch.object(adopt, "run_experts", run_experts),
+        contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline,
+    ):
+        ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
+        own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+        pipeline.step(ids[own], labels[own])
+        assert not len(pipeline._experts.routing), "layouts outlive their step"
+        return pipeline.full_gradients()
+
+
+@pytest.mark.parametrize("changes", [{"checkpointing": "full"}, {"repeats": True}], ids=["full", "R"])
+def test_a_repeated_forward_takes_the_choices_of_the_first(changes: dict[str, Any]) -> None:
+    case = replace(SHARED, microbatches=2, **changes)
+    alike, others = (run_processes(gradients_of_other_choices, 2, case, one)[0] for one in (False, True))
+    error, name = reference.worst(others, alike)
+    assert error < 1e-10, name
+
+
+# --- the load --------------------------------------------------------------------------------------------------------
+
+
+def load_of(case: Case) -> tuple[list[str], list[torch.Tensor]]:
+    """The names of layers with experts, and the load of two steps with an evaluation between them."""
+    found = []
+    with InFp64(), contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline:
+        for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
+            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+            found.append(pipeline.step(ids[own], labels[own]).expert_load)
+            with pytest.raises(InputError, match="expert_load: only step"):
+                _ = pipeline.evaluate(ids[own]).expert_load
+        return list(pipeline.expert_layers), found
+
+
+def load_of_model(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """[layers with experts, experts] of transformers."""
+    chosen: list[torch.Tensor] = []
+    modules = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [one.register_forward_pre_hook(lambda module, args: chosen.append(args[1])) for one in modules]
+    with InFp64(), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen])
+
+
+def load_of_one_process(case: Case) -> list[torch.Tensor]:
+    model = described(*case.model).model
+    return [load_of_model(model, ids) for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixtral"),
+        Case("mixtral", 2, members=2, checkpointing="selective"),
+        Case("deepseek-v3", 2, 2, members=2, checkpointing="full", schedule="zbv"),
+        Case("mixtral", 1, 1, 2, slices=2, microbatches=2, repeats=True),
+        Case("mixtral", 1, 1, 1, 2),
+    ],
+    ids=["alone", "members", "a layer without experts", "pieces and R", "tensor ranks"],
+)
+@pytest.mark.sampled(2)
+def test_the_load_counts_every_choice_once(case: Case) -> None:
+    wanted = load_of_one_process(case)
+    for layers, found in run_processes(load_of, case.processes, case):
+        assert len(layers) == len(wanted[0]) and all(map(torch.equal, found, wanted))
+
+
+RATES = (0.1, 0.03)
+"""Of two moves."""
+
+
+def biases_after_two_moves(case: Case) -> dict[str, torch.Tensor]:
+    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
+        for rate, (ids, labels) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
+            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+            pipeline.move_router_biases(pipeline.step(ids[own], labels[own]).expert_load, rate)
+        return {name: one for name, one in pipeline.full_state_dict().items() if "correction_bias" in name}
+
+
+def test_router_biases_move_towards_experts_with_few_tokens() -> None:
+    case = Case("deepseek-v3", 2, 2, members=2)
+    model = copy.deepcopy(described(*case.model).model)
+    routers = {f"model.layers.{number}.mlp.gate": model.model.layers[number].mlp.gate for number in (1, 2, 3)}
+    before = {name: one.e_score_correction_bias.clone() for name, one in routers.items()}
+    alone = replace(case, replicas=1, devices=1, members=1)
+    for rate, (ids, _) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
+        counts = load_of_model(model, ids)
+        for router, count in zip(routers.values(), counts, strict=True):
+            update = (count.double().mean() - count).sign()
+            router.e_score_correction_bias += rate * (update - update.mean())
+    found = run_processes(biases_after_two_moves, case.processes, case)[0]
+    assert len(found) == 3
+    for name, router in routers.items():
+        assert torch.allclose(found[f"{name}.e_score_correction_bias"], router.e_score_correction_bias, atol=1e-6)
+        assert not torch.equal(before[name], router.e_score_correction_bias)
+    with pytest.raises(InputError, match="expert_load: only step\\(\\) gives it"):
+        run_processes(biases_after_two_moves, 1, replace(alone, family="llama"))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(family: str, options: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as raised:
+        Pipeline(described(family, False), parameter_dtype=torch.float64, self_check=False, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
+        (
+            "llama",
+            {"replicas": 2, "expert_parallel": 2},
+            "expert_parallel: 2, expected 1, since LlamaForCausalLM has no",
+        ),
+        (
+            "mixtral",
+            {"replicas": 2, "expert_parallel": 2, "compile_layers": True},
+            "compile_layers: True, expected False with expert_parallel",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(family: str, options: dict[str, Any], sentence: str) -> None:
+    assert all(sentence in said for said in run_processes(refused, 2, family, options))
+
+
+# --- optimizers that need whole matrices -----------------------------------------------------------------------------
+
+
+def trained_by(case: Case, kind: str) -> dict[str, torch.Tensor]:
+    with InFp64(), contextlib.closing(opened(case, 4 // case.replicas)) as pipeline:
+        optimizer = getattr(evenpipe, kind)(pipeline, lr=1e-2)
+        for ids, labels in reference.batches(61, 4, TOKENS, 2):
+            own = slice(pipeline.replica * 4 // case.replicas, (pipeline.replica + 1) * 4 // case.replicas)
+            pipeline.zero_grad()
+            pipeline.step(ids[own], labels[own])
+            optimizer.step()
+        return pipeline.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_optimizers_see_whole_matrices_of_shared_experts(kind: str) -> None:
+    alone = run_processes(trained_by, 1, Case("mixtral of 5 experts"), kind)[0]
+    for case in (Case("mixtral of 5 experts", 2, members=2), Case("mixtral of 5 experts", 4, members=2)):
+        error, name = reference.worst(run_processes(trained_by, case.processes, case, kind)[0], alone)
+        assert error < 1e-8, name
+    sharded = Case("mixtral of 5 experts", 4, members=2, data_parallel="shard")
+    with pytest.raises(InputError, match=rf"{kind}: it needs whole matrices.*expected data_parallel = 'replicate'"):
+        run_processes(trained_by, 4, sharded, kind)
