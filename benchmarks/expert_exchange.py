@@ -120,12 +120,12 @@ def measure(settings: Settings, rates: list[float]) -> dict[str, Any]:
         layer.layout()
         layouts.append(link.now())
     figures = {}
-    for (name, rate, one), taken in seconds.items():
+    for (name, rate, one), measured in seconds.items():
         without_link = seconds[name, NO_LINK, one]
         figures[name, rate, one] = {
-            "seconds": statistics.median(total for total, _ in taken),
-            "waits": statistics.median(waits for _, waits in taken),
-            "of_none": statistics.median(a / b for (a, _), (b, _) in zip(taken, without_link, strict=True)),
+            "seconds": statistics.median(total for total, _ in measured),
+            "waits": statistics.median(waits for _, waits in measured),
+            "of_none": statistics.median(a / b for (a, _), (b, _) in zip(measured, without_link, strict=True)),
         }
     return {"figures": figures, "layout": statistics.median(layouts), "bytes": sent}
 
