@@ -122,16 +122,6 @@ def test_other_values_are_refused(options, sentence) -> None:
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize(
-    "experts, choices, members, share",
-    [(128, 8, 2, 0.25), (128, 8, 4, 0.45), (128, 8, 8, 0.67), (128, 8, 16, 0.82), (8, 2, 2, 0.79), (8, 2, 8, 1.0)],
-)
-def test_rows_are_fewer_than_pairs(experts, choices, members, share) -> None:
-    one = Layer(tokens=100, hidden_size=64, width=64, experts=experts, choices=choices, members=members)
-    assert one.rows / (100 * choices) == pytest.approx(share, abs=0.006)
-    assert one.bytes_one_way == pytest.approx(one.rows * (members - 1) / members * 64 * 2)
-
-
 @pytest.mark.parametrize("width", [1, 64, 100, 128, 512, 896, 7168])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_blocks_are_all_columns_in_whole_128(width, count) -> None:

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import comb, sqrt
-from typing import Literal
+from math import sqrt
+from typing import TYPE_CHECKING, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole, shown
+
+if TYPE_CHECKING:
+    from evenpipe.model.expert_rows import ExpertRows
 
 MOST_COLUMNS, COLUMNS_WITHOUT_COSTS = 8, 4
 LEAST_WIDTH = 256
@@ -93,15 +96,11 @@ class Layer:
     bytes_per_element: int = 2
 
     @property
-    def rows(self) -> float:
-        """Rows on the side of a member's experts: for each token, as many as members hold any of its experts."""
-        missed = comb(self.experts - self.experts // self.members, self.choices) / comb(self.experts, self.choices)
-        return self.tokens * self.members * (1 - missed)
+    def routed(self) -> ExpertRows:
+        """Where its tokens meet experts, if they are chosen evenly."""
+        from evenpipe.model.expert_rows import ExpertRows  # configurations are checked without torch
 
-    @property
-    def bytes_one_way(self) -> float:
-        """Bytes of the rows that a member sends to others."""
-        return self.rows * (1 - 1 / self.members) * self.hidden_size * self.bytes_per_element
+        return ExpertRows(tokens=self.tokens, choices=self.choices, experts=self.experts, members=self.members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +183,8 @@ class Times:
 def work_of(layer: Layer, rates: Rates) -> Work:
     """Return what products, copies and transfers take."""
     h, f, f1 = layer.hidden_size, layer.width, layer.width * (2 if layer.gated else 1)
-    rows, pairs, held = layer.rows, layer.tokens * layer.choices, layer.experts / layer.members
+    routed = layer.routed
+    rows, pairs, held = routed.rows, routed.pairs, routed.local
 
     def moved(elements: float) -> float:
         return layer.bytes_per_element * elements / rates.memory
@@ -205,7 +205,7 @@ def work_of(layer: Layer, rates: Rates) -> Work:
 
     return Work(
         members=layer.members,
-        one_way=layer.bytes_one_way / rates.link + rates.latency,
+        one_way=routed.traffic(h, layer.bytes_per_element) / rates.link + rates.latency,
         arrives=product(h, f1, (rows + pairs) * h),
         leaves=product(f, h, (pairs + rows) * h),
         gradient_arrives=product(h, f, (rows + pairs) * h),

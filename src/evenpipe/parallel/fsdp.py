@@ -83,6 +83,16 @@ class _Sharded:
             gradient, self.whole.grad = self.whole.grad, None
         return gradient
 
+    def give_gradient(self, rows: Tensor) -> bool:
+        """Copy the whole gradient into the rows [replicas, elements] of all replicas, and free it; return whether there
+        is one."""
+        gradient = self.take_gradient()
+        if gradient is None:
+            return False
+        for row, chunk in zip(rows, gradient.split(self.chunk, self.dimension) if self.chunk else (), strict=False):
+            row[: chunk.numel()].view(chunk.shape).copy_(chunk)
+        return True
+
 
 @dataclass(slots=True)
 class _Reduction:
@@ -258,14 +268,9 @@ class ShardedModule:
         counts.fill_(1)
         missing = []
         for index, (parameter, part) in enumerate(zip(parameters, parts[:-1], strict=True)):
-            gradient = parameter.take_gradient()
-            if gradient is None:
+            if not parameter.give_gradient(part):
                 missing.append(parameter)
                 counts[:, index] = 0
-                continue
-            chunks = gradient.split(parameter.chunk, parameter.dimension) if parameter.chunk else ()
-            for replica, chunk in enumerate(chunks):
-                part[replica, : chunk.numel()].view(chunk.shape).copy_(chunk)
         output = rows.new_empty(rows.shape[1])
         handle = self._shards.reduce_scatter(output, rows, f"gradients of {self._what}")
         return _Reduction(handle, output, list(parameters), missing)
