@@ -405,7 +405,7 @@ def held_between_steps() -> list[int]:
         for run in (pipeline.step, pipeline.evaluate):
             run(ids)
             optimizer.step()
-            whole = [p for module in pipeline._held.by_stage.values() for p in module._parameters]
+            whole = [one for part in pipeline._held.parts for one in part.parameters._parameters]
             assert whole and all(one.whole.untyped_storage().size() == 0 for one in whole)
             assert all(one.whole.grad is None and one.gradient is None for one in whole)
         counts.append(sum(parameter.numel() for parameter in pipeline.parameters()))
@@ -648,7 +648,7 @@ def bad_input() -> None:
         "tensor_parallel: 0, expected a whole number": {"tensor_parallel": 0},
         "tensor_parallel: 4, expected 2": {"mesh": mesh((2, 2), "tp", "pp"), "tensor_parallel": 4, "replicas": None},
         "context_parallel: 4, expected 2": {"mesh": mesh((2, 2), "cp", "pp"), "context_parallel": 4, "replicas": None},
-        'axis "ep" has length 4, expected 1': {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
+        "expert_parallel: 4, expected 1, since LlamaForCausalLM": {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
         "1 x 2 processes (dp x pp, ranks": {"mesh": mesh((2, 2), "dp", "pp")["pp"], "replicas": None},
         "replicas: 3, expected a divisor of 4": {"replicas": 3},
         "replicas: 0, expected a whole number": {"replicas": 0},
