@@ -23,6 +23,7 @@ from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.experts import adopt
 from evenpipe.model.fp64 import InFp64
+from evenpipe.parallel.expert_ranks import ExpertRanks
 
 SHARED = Case("mixtral", replicas=2, members=2)
 
@@ -154,6 +155,59 @@ def test_a_repeated_forward_takes_the_choices_of_the_first(changes: dict[str, An
     alike, others = (run_processes(gradients_of_other_choices, 2, case, one)[0] for one in (False, True))
     error, name = reference.worst(others, alike)
     assert error < 1e-10, name
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def messages(case: Case) -> list[tuple[str, str, int]]:
+    """(what, pass, layer) of each exchange of a step on this process, in order."""
+    seen: list[tuple[str, str, int]] = []
+    start, counts = ExpertRanks.start, ExpertRanks.counts
+
+    def note(ranks: ExpertRanks, what: str) -> None:
+        seen.append((what, ranks.running.text, int(ranks.layer.split(".")[2])))
+
+    def noted_start(ranks: ExpertRanks, *arguments: Any) -> Any:
+        note(ranks, arguments[-1])
+        return start(ranks, *arguments)
+
+    def noted_counts(ranks: ExpertRanks, own: torch.Tensor) -> Any:
+        note(ranks, "numbers")
+        return counts(ranks, own)
+
+    with (
+        InFp64(),
+        mock.patch.object(ExpertRanks, "start", noted_start),
+        mock.patch.object(ExpertRanks, "counts", noted_counts),
+        contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline,
+    ):
+        ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
+        own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+        pipeline.step(ids[own], labels[own])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [({}, ()), ({"repeats": True}, ("rows", "weights", "sums")), ({"checkpointing": "full"}, ("rows", "weights"))],
+    ids=["plain", "R", "full"],
+)
+def test_exchanges_name_their_layer_and_rows_are_counted_once(changes: dict[str, Any], again: tuple[str, ...]) -> None:
+    seen = run_processes(messages, 2, replace(SHARED, microbatches=2, **changes))[0]
+    first = ("numbers", "choices", "rows", "weights", "sums")
+    last = ("gradients", "gradients of weights", "sums")
+    for unit in ("0", "1"):
+        for kind, wanted, layers in (("F", first, (0, 1, 2, 3)), ("B", last, (3, 2, 1, 0))):
+            found = [(what, layer) for what, text, layer in seen if text == f"0{kind}{unit}"]
+            if kind == "B" and changes.get("checkpointing"):
+                wanted = (*again, *last)
+            assert [layer for _, layer in found] == sorted([one for _, one in found], reverse=kind == "B")
+            for layer in layers:
+                assert [what for what, one in found if one == layer] == list(wanted)
+        if changes.get("repeats"):
+            repeated = [(what, layer) for what, text, layer in seen if text == f"0R{unit}"]
+            assert repeated == [(what, layer) for layer in range(4) for what in again]
 
 
 # --- the load --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -170,10 +169,26 @@ def _call_of_member(experts: Any, index: Tensor, queue: WeightGradients | None) 
     adopted: Adopted = experts._adopted
     spread = adopted.spread
     assert spread is not None
-    spread.exchange.layer = adopted.name
+    member = _Member(adopted.name, spread)
+    member.begins()
     layout = spread.routing.layout(adopted.name, lambda: layout_of_member(index, adopted.count, spread.exchange))
-    ended = partial(spread.routing.end, adopted.name)
-    return Call(experts, layout, spread.exchange, spread.overlap, queue, ended)
+    return Call(experts, layout, spread.exchange, spread.overlap, queue, member)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """Says whose rows travel, and lets go of layouts."""
+
+    layer: str
+    spread: Spread
+
+    def begins(self) -> None:
+        self.spread.exchange.layer = self.layer
+
+    backward_begins = begins
+
+    def backward_ends(self) -> None:
+        self.spread.routing.end(self.layer)
 
 
 def _as_configured(experts: Any) -> Callable[..., Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,6 +33,14 @@ from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_produ
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
+
+
+class Listener(Protocol):
+    """Is told of the backward of a call."""
+
+    def backward_begins(self) -> None: ...
+
+    def backward_ends(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -47,8 +55,8 @@ class Call:
     overlap: Overlap
     queue: WeightGradients | None = None
     """Takes the weight gradients; None: they are made in the backward."""
-    ended: Callable[[], None] | None = None
-    """Called at the end of the backward."""
+    listener: Listener | None = None
+    """Is told of the backward."""
 
     def matrices(self, name: str) -> Tensor:
         """Return [experts, in, out]."""
@@ -109,6 +117,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call: Call = ctx.call
+        if call.listener is not None:
+            call.listener.backward_begins()
         ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
         layout = call.layout
         rows, first, weight = (one.detach() for one in ctx.saved_tensors)
@@ -132,8 +142,8 @@ class _Experts(torch.autograd.Function):
         else:
             entry.compute()
         of_hidden = None if leaving is None else _arrived(call, leaving)
-        if call.ended is not None:
-            call.ended()
+        if call.listener is not None:
+            call.listener.backward_ends()
         return of_hidden, None if sum_of_weights is None else sum_of_weights(), None, None
 
 
