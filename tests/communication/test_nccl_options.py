@@ -197,7 +197,7 @@ def test_a_pipeline_hands_them_to_all_its_communicators(monkeypatch: pytest.Monk
         found.update(given, names=[name for name, _ in listed])
         raise SeenError
 
-    monkeypatch.setattr(pipeline, "process_grid", lambda mesh, *sizes: Grid.from_sizes(0, dp=2, pp=2))
+    monkeypatch.setattr(pipeline, "process_grid", lambda mesh, **sizes: Grid.from_sizes(0, dp=2, pp=2))
     monkeypatch.setattr(groups, "Communicators", stop)
     given = NcclOptions(high_priority=False, channels=2)
     with pytest.raises(SeenError):

@@ -121,7 +121,7 @@ def test_all_examples_reach_those_who_have_no_source_checkout(folder: Path, caps
 
 
 WRONG = [
-    (["--example", "zvb"], 'one of all, quickstart, v_half, zbv; did you mean "zbv"?'),
+    (["--example", "zvb"], 'one of all, experts, quickstart, v_half, zbv; did you mean "zbv"?'),
     (["--example", "zbv", "--data", "data"], "--example is a complete configuration"),
     (["--data", "date"], '--data is "date", but there is no such file or folder; did you mean "data"?'),
     (["--data", "data"], "that folder has no text, JSON lines or parquet"),
