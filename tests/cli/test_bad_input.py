@@ -362,7 +362,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["init", "--data", "nowhere.txt"], ['--data is "nowhere.txt"', "no such file or folder"]),
     (["init", "--data", "empty"], ['--data is "empty"', "empty; expected text"]),
     (["init", "--processes", "0"], ["--processes is 0, but must be at least 1"]),
-    (["init", "--example", "zvb"], ['--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?']),
+    (
+        ["init", "--example", "zvb"],
+        ['--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?'],
+    ),
     (["init", "-o", "x.csv"], ["--output is 'x.csv'", "must end in .toml"]),
     # --- every section of a configuration
     ([*TRAIN, "model.architecture=lama"], ['model.architecture is "lama"', 'did you mean "llama"?']),
