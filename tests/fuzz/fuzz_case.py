@@ -226,7 +226,6 @@ def _in_pieces(case: Case) -> Case:
 NOT_IN_PIECES = {"bloom", MODULES}
 
 
-
 def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:
     return tuple(
         replace_field(step, batches=tuple(tuple(map(change, replicas[: case.replicas])) for replicas in step.batches))
