@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -341,6 +342,21 @@ def drawn(dice: random.Random, family: str, grid: tuple[int, ...], **given: Any)
         case = Case(family, *grid, **others | given)
         if case.runs:
             return case
+
+
+def of_families(seed: int, families: Iterable[str], grids: Sequence[tuple[int, ...]]) -> list[Case]:
+    """Every family on all of these grids; everything else drawn."""
+    dice = random.Random(seed)
+    return [
+        drawn(
+            dice,
+            *(family, grid),
+            schedule=dice.choice([name for name in SCHEDULES if name != "dualpipe-v" or grid[2] > 1]),
+            mode=dice.choice(MODES),
+            checkpointing=dice.choice(CHECKPOINTING),
+        )
+        for family, grid in itertools.product(families, grids)
+    ]
 
 
 # --- one step after the other ---

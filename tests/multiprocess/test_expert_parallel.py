@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
-from drawn_runs import CHECKPOINTING, MODES, SCHEDULES, Case, drawn, run_cases
+from drawn_runs import CHECKPOINTING, MODES, SCHEDULES, Case, drawn, of_families, run_cases
 from harness import check_cases
 
 FAMILIES = ("mixtral", "mixtral of 5 experts", "mixtral, router loss", "qwen3-moe", "deepseek-v3", "gpt-oss")
@@ -15,21 +14,6 @@ GRIDS = ((2, 2, 1, 1, 2), (4, 1, 1, 1, 2), (4, 1, 1, 1, 4), (2, 1, 2, 1, 2), (2,
 """Replicas, devices, context ranks, tensor ranks, members of a group."""
 LARGE_GRIDS = ((4, 2, 1, 1, 2), (2, 2, 1, 2, 2), (2, 2, 2, 1, 2))
 """Of eight processes."""
-
-
-def of_families(grids: Sequence[tuple[int, ...]]) -> list[Case]:
-    """Every family on all of these grids; everything else drawn."""
-    dice = random.Random(2)
-    return [
-        drawn(
-            dice,
-            *(family, grid),
-            schedule=dice.choice([name for name in SCHEDULES if name != "dualpipe-v" or grid[2] > 1]),
-            mode=dice.choice(MODES),
-            checkpointing=dice.choice(CHECKPOINTING),
-        )
-        for family, grid in itertools.product(FAMILIES, grids)
-    ]
 
 
 def of_layouts() -> list[Case]:
@@ -45,12 +29,12 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_with_shared_experts_trains_as_in_one_process(sample) -> None:
-    check_cases(run_cases, sample(of_families(GRIDS), 8))
+    check_cases(run_cases, sample(of_families(2, FAMILIES, GRIDS), 8))
 
 
 @pytest.mark.slow
 def test_every_family_trains_on_eight_processes() -> None:
-    check_cases(run_cases, of_families(LARGE_GRIDS))
+    check_cases(run_cases, of_families(2, FAMILIES, LARGE_GRIDS))
 
 
 def test_every_layout_with_shared_experts_trains_as_in_one_process(sample) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
-from drawn_runs import ALL, CHECKPOINTING, MODES, SCHEDULES, Case, drawn, run_cases
+from drawn_runs import ALL, CHECKPOINTING, MODES, SCHEDULES, Case, drawn, of_families, run_cases
 from harness import check_cases
 
 GRIDS = (
@@ -17,21 +16,6 @@ GRIDS = (
 """Replicas, devices, context ranks, tensor ranks."""
 LARGE_GRIDS = ((2, 2, 2, 1), (1, 2, 4, 1), (1, 2, 2, 2))
 """Of eight processes."""
-
-
-def of_families(grids: Sequence[tuple[int, ...]]) -> list[Case]:
-    """Every family on all of these grids; everything else drawn."""
-    dice = random.Random(0)
-    return [
-        drawn(
-            dice,
-            *(family, grid),
-            schedule=dice.choice([name for name in SCHEDULES if name != "dualpipe-v" or grid[2] > 1]),
-            mode=dice.choice(MODES),
-            checkpointing=dice.choice(CHECKPOINTING),
-        )
-        for family, grid in itertools.product(ALL, grids)
-    ]
 
 
 def of_layouts() -> list[Case]:
@@ -45,12 +29,12 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_in_pieces_trains_as_in_one_process(sample) -> None:
-    check_cases(run_cases, sample(of_families(GRIDS), 8))
+    check_cases(run_cases, sample(of_families(0, ALL, GRIDS), 8))
 
 
 @pytest.mark.slow
 def test_every_family_trains_on_eight_processes() -> None:
-    check_cases(run_cases, of_families(LARGE_GRIDS))
+    check_cases(run_cases, of_families(0, ALL, LARGE_GRIDS))
 
 
 def test_every_layout_in_pieces_trains_as_in_one_process(sample) -> None:

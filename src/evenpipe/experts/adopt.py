@@ -91,13 +91,7 @@ def adopt_experts(
 
 def names_of_experts(description: Description) -> dict[str, int]:
     """Return the number of experts of every layer that has some, by their name in the model."""
-    name = description.structure.layers_name
-    return {
-        prefix: part.num_experts
-        for index in range(description.layers)
-        for prefix, part in description.layer(index).named_modules(prefix=f"{name}.{index}")
-        if is_experts(part)
-    }
+    return {name: part.num_experts for name, part in description.skeleton.named_modules() if is_experts(part)}
 
 
 def placements(
