@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-class Running(Protocol):
-    """The pass that runs."""
-
-    place: tuple[int, int] | None
-    """Its stage and unit; None: no backward follows."""
+from evenpipe.experts.routing import Running
 
 
 class Load:
@@ -37,13 +31,16 @@ class Load:
         """
         self.layers = tuple(layers)
         self._row = {layer: row for row, layer in enumerate(layers)}
-        self._running, self._is_on = running, counts
+        self._running, self._is_on, self._step = running, counts, 0
         self._seen: set[tuple[tuple[int, int], str]] = set()
         self._counts = torch.zeros((len(layers), experts + 1), dtype=torch.int64, device=torch_device)
         self._one = torch.ones((), dtype=torch.int64, device=torch_device)
 
     def add(self, layer: str, index: Tensor) -> None:
         """Count the choices [tokens, choices] of a layer's router in the pass that runs."""
+        if self._running.step != self._step:  # remains of a failed step
+            self._forget()
+            self._step = self._running.step
         place = self._running.place
         if not self._is_on or place is None or (place, layer) in self._seen:
             return
@@ -55,7 +52,10 @@ class Load:
     def take(self) -> Tensor:
         """Return the counts [layers, experts] of this process since the last call. Choices of no expert do not
         count."""
-        found = self._counts[:, :-1].contiguous()
+        found = self._counts[:, :-1].clone(memory_format=torch.contiguous_format)  # of one layer it would be a view
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
         self._counts.zero_()
         self._seen.clear()
-        return found
