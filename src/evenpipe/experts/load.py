@@ -38,9 +38,11 @@ class Load:
 
     def add(self, layer: str, index: Tensor) -> None:
         """Count the choices [tokens, choices] of a layer's router in the pass that runs."""
-        if self._running.step != self._step:  # remains of a failed step
-            self._forget()
+        if self._running.step != self._step:
             self._step = self._running.step
+            if self._seen:  # remains of a failed step
+                with _disable_current_modes():  # the counts are no tensor of this pass
+                    self._forget()
         place = self._running.place
         if not self._is_on or place is None or (place, layer) in self._seen:
             return
