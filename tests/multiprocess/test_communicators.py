@@ -154,6 +154,26 @@ def test_rows_of_the_result_follow_the_order_of_the_members():
     run_processes(members_in_another_order_than_their_ranks, 3)
 
 
+def uneven_rows(members, table):
+    """table: rows from each member (first axis) to each other one, by position."""
+    communicator, rank = make([("all", members)])["all"], dist.get_rank()
+    own, others = communicator.position, range(len(members))
+    sent, received = table[own], [row[own] for row in table]
+    parts = [values(rank, count, 3) + 7 * to for to, count in zip(others, sent, strict=True)]
+    output = torch.zeros(sum(received), 3)
+    communicator.exchange(output, torch.cat(parts), received, sent, "rows").wait()
+    expected = [values(member, count, 3) + 7 * own for member, count in zip(members, received, strict=True)]
+    assert torch.equal(output, torch.cat(expected))
+    traffic = communicator.traffic
+    assert (traffic.sent_bytes, traffic.received_bytes) == (12 * sum(sent), 12 * sum(received))
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize("table", [[[0, 3, 1], [2, 0, 0], [0, 5, 0]], [[0, 0, 0], [0, 0, 2], [0, 0, 0]]])
+def test_uneven_rows_follow_the_order_of_the_members(members, table):
+    run_processes(uneven_rows, 3, members, table)
+
+
 def one_name_for_two_pipelines():
     """Processes 0, 1 and 2, 3 are two pipelines: the same names, in one list that all pass."""
     rank = dist.get_rank()

@@ -216,25 +216,31 @@ class Communicator:
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
 
     def exchange(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
-        """Send `sent[i]` of the `rows` [sum of sent, ...] to member i, and put `received[i]` ones from it into the
-        `output` [sum of received, ...]; both stand member after member, and may be used again after the wait.
+        """Send `sent[i]` of the `rows` [sum of sent, ...] to each other member i, and put `received[i]` ones from it into
+        the `output` [sum of received, ...]; both stand member after member, and may be used again after the wait.
 
         Nobody checks that a member receives as many as another one sends to it.
         """
         assert len(rows) == sum(sent) and len(output) == sum(received), f"{what}: {len(rows)} and {len(output)} rows"
+        assert sent[self.position] == received[self.position] == 0, f"{what}: rows for itself"
 
-        def start(host: Tensor, host_output: Tensor) -> Any:
+        def start(host: Tensor, host_output: Tensor) -> list[Any]:
             if self._by_rank:
-                return dist.all_to_all_single(
-                    host_output, host, list(received), list(sent), group=self.group, async_op=True
-                )
-            order = [self.members.index(member) for member in sorted(self.members)]
-            outputs, inputs = host_output.split(list(received)), host.split(list(sent))
-            return dist.all_to_all(
-                [outputs[index] for index in order], [inputs[index] for index in order], self.group, async_op=True
-            )
+                sizes = list(received), list(sent)
+                return [dist.all_to_all_single(host_output, host, *sizes, group=self.group, async_op=True)]
+            # Gloo's other all-to-all, which takes parts in any order, wants all of them equal.
+            both = (dist.irecv, host_output.split(list(received))), (dist.isend, host.split(list(sent)))
+            messages = [
+                dist.P2POp(operation, part, member, self.group)
+                for operation, parts in both
+                for member, part in zip(self.members, parts, strict=True)
+                if member != self.rank and len(part)
+            ]
+            return dist.batch_isend_irecv(messages) if messages else []
 
-        return self._collective(what, None, start, reads=rows, writes=output)
+        if self.group is None:
+            return Handle(self, what, (), ())
+        return self._start(what, self.others, start, reads=rows, writes=output)
 
     def started(self, what: str) -> Handle:
         """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
