@@ -122,6 +122,7 @@ class Case(Shown):
     context_parallel: int = 1
     context_exchange: str = "keys"
     slices: int = 1
+    expert_parallel: int = 1
     mesh: str = "none"
     model: Model
     schedule: Given
@@ -174,7 +175,7 @@ def draw(seed: int, number: int) -> Case:
     """The case of a seed and a number. Some have tensor ranks or sequences in pieces, from `FIRST_WITH_RANKS` on: the
     bits of earlier ones are kept."""
     case = _draw_whole(seed, number)
-    return case if number < FIRST_WITH_RANKS else _in_pieces(_with_tensor_ranks(case))
+    return case if number < FIRST_WITH_RANKS else _with_shared_experts(_in_pieces(_with_tensor_ranks(case)))
 
 
 FIRST_WITH_RANKS = 1000
@@ -224,6 +225,15 @@ def _in_pieces(case: Case) -> Case:
 
 
 NOT_IN_PIECES = {"bloom", MODULES}
+
+
+def _with_shared_experts(case: Case) -> Case:
+    dice = case.random("experts")
+    unfit = case.model.family not in EXPERTS or case.compile_layers
+    if case.replicas == 1 or (unfit and dice.random() > RULES_BROKEN) or dice.random() < 0.2:
+        return case
+    members = [count for count in range(2, case.replicas + 1) if case.replicas % count == 0]
+    return replace_field(case, expert_parallel=dice.choice(members))
 
 
 def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:

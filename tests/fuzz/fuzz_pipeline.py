@@ -66,6 +66,7 @@ def open_pipeline(case: Case, folder: Path) -> Pipeline:
         "tensor_parallel": case.tensor_parallel if mesh is None else None,
         "context_parallel": case.context_parallel if mesh is None else None,
         "context_exchange": case.context_exchange,
+        "expert_parallel": case.expert_parallel,
         "slices": case.slices,
         "data_parallel": case.data_parallel,
         "loss": LossOptions(**case.loss),

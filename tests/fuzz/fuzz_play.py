@@ -144,7 +144,7 @@ def _differences_between_processes(seen: list[Observed]) -> list[str]:
 def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
     """What differs by more than it may, in a line each."""
     compiled = case.compile_layers and case.model.family != MODULES
-    otherwise = case.tensor_parallel * case.context_parallel * case.slices > 1
+    otherwise = case.tensor_parallel * case.context_parallel * case.slices * case.expert_parallel > 1
     one_step, several = LIMITS[compiled or otherwise or case.model.family in NORMS_IN_FP32]
     if otherwise and case.model.family in {*EXPERTS, *NORMS_OVER_HEADS}:
         one_step, several = SMALL_DIFFERENCES

@@ -36,6 +36,7 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "processes": lambda case: case.processes,
     "replicas": lambda case: case.replicas,
     "tensor ranks": lambda case: case.tensor_parallel,
+    "members that share experts": lambda case: case.expert_parallel,
     "context ranks": lambda case: case.context_parallel,
     "context exchange": lambda case: case.context_exchange if case.context_parallel > 1 else "one context rank",
     "slices": lambda case: case.slices,
