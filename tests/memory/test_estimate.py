@@ -17,6 +17,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.bytes import TERMS
 from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.framework import MEGATRON
+from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
 from evenpipe.memory.sizes import parse_size
@@ -93,6 +94,23 @@ def test_closed_forms_and_traces_agree(family, schedule, mode, checkpointing, dt
         for back_end in (False, True)
     )
     assert peaks(closed) == pytest.approx(peaks(traced), rel=0.015)
+
+
+@pytest.mark.parametrize("kernels", PRESETS)
+def test_closed_forms_and_traces_agree_on_the_kernels_of_others(tiny, kernels: str) -> None:
+    closed, traced = (
+        estimated(tiny, sequence=32, pp=2, microbatches=4, microbatch_size=2, kernels=kernels, traced=traced)
+        for traced in (False, True)
+    )
+    assert peaks(closed) == pytest.approx(peaks(traced), rel=0.015)
+
+
+@pytest.mark.parametrize("kernels", PRESETS)
+def test_a_mixture_of_experts_is_estimated_with_the_kernels_of_others(kernels: str) -> None:
+    config = tiny_config("qwen3_moe")
+    config._experts_implementation = "grouped_mm"
+    found = estimated(describe(config), sequence=32, pp=2, microbatches=4, kernels=kernels)
+    assert min(peaks(found)) > 0
 
 
 def test_a_mixture_of_experts_is_estimated() -> None:

@@ -216,8 +216,9 @@ class Communicator:
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
 
     def exchange(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
-        """Send `sent[i]` of the `rows` [sum of sent, ...] to each other member i, and put `received[i]` ones from it into
-        the `output` [sum of received, ...]; both stand member after member, and may be used again after the wait.
+        """Send `sent[i]` of the `rows` [sum of sent, ...] to every other member i, and put the `received[i]` rows that
+        it sends into the `output` [sum of received, ...]. Both stand member after member, and may be used again after
+        the wait.
 
         Nobody checks that a member receives as many as another one sends to it.
         """

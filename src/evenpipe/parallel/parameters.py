@@ -112,7 +112,8 @@ class _AddTo:
 
     def __call__(self, copy: Tensor) -> None:
         gradient = copy.grad
-        assert gradient is not None
+        if gradient is None:  # a kernel has added to the master itself
+            return
         if self._master.grad is None:
             self._master.grad = gradient.to(self._master.dtype)
         else:
