@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"model"},
     "processes": set(),
     "communication": {"processes"},
-    "costs": {"schedule", "vocabulary", "model"},
+    "costs": {"schedule", "vocabulary", "model", "experts"},
     "recipe": {"schedule", "interop", "vocabulary", "model", "communication", "experts"},
     "optimizers": {"communication", "model", "parallel"},
     "parallel": {"communication", "processes", "model", "attention"},

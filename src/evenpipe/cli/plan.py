@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
-NUMBERS = ("dp", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
+NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
 """Choices of the search that are numbers."""
 PLURALS = {"microbatch_size": "microbatch_sizes", "schedule": "schedules", "vocabulary": "vocabularies"}
 """Their fields of `Space`, where the name differs."""
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     space = parser.add_argument_group("choices of the search: one value, or several separated by commas")
     for name, what in (
         ("dp", "replicas"),
+        ("ep", "replicas that share the experts of a layer"),
         ("tp", "tensor parallelism"),
         ("cp", "context parallelism"),
         ("pp", "devices of a pipeline"),

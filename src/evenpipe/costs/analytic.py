@@ -13,6 +13,7 @@
                 two backward
     vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
                 rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
+    experts     grouped products, beside which rows travel between the replicas that share them (`experts.overlap`)
     context     every attention layer exchanges keys and values, or heads for tokens (`model/context_exchange.py`), in F
                 and in the backward, once more in a repeated forward, and copies what it sends and receives. None of
                 that overlaps. Every device has the same share of the unmasked pairs
@@ -33,6 +34,7 @@ from evenpipe.model.context_exchange import moved
 from evenpipe.model.flops import Attention
 
 from .collectives import Axes
+from .experts import times_of_experts
 from .hardware import ELEMENT_BYTES, Hardware
 from .measured_passes import BARE, NO_CORRECTION, OUTPUT, PASSES, Correction
 from .work import (
@@ -41,6 +43,7 @@ from .work import (
     EAGER_OPERATIONS,
     FUSED_OPERATIONS,
     LOSS_BYTES,
+    ExpertWork,
     LayerWork,
     Product,
     streamed_forward,
@@ -222,6 +225,8 @@ class LayerTime:
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times of one layer."""
     times = [_computed(work, setting)]
+    if work.experts is not None:
+        times.append(_of_experts(work, work.experts, setting))
     if setting.axes.context.size > 1 and work.attention.heads:
         times.append(_between_pieces(work.attention, setting))
     exchanged = None if setting.tensor == 1 else _exchanged(work, setting)
@@ -264,9 +269,10 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
 def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times without the exchange of tensor ranks."""
     hardware, tokens = setting.hardware, setting.tokens
-    products = sum(setting.product_seconds(product) for product in work.products)
-    inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
-    weights = sum(setting.product_seconds(product, "weights") for product in work.products)
+    products, inputs, weights = (
+        sum(setting.product_seconds(product, which) for product in work.dense)
+        for which in ("forward", "inputs", "weights")
+    )
     attention, attention_backward = _attention(work, setting)
     # Without sequence parallelism only the bytes of heads and the MLP are split, assumed to be half.
     share = 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
@@ -291,6 +297,23 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     )
 
 
+def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
+    """Return the times of experts, with their exchange."""
+    correction = setting.correction
+    taken, activation = times_of_experts(experts, work.hidden_size, setting)
+    return LayerTime(
+        forward=correction["F"] * taken.F,
+        bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * taken.F,
+        inputs=correction["I"] * taken.I,
+        weights=correction["W"] * taken.W,
+        weights_repeated=correction["W"] * taken.W,
+        whole=correction["B"] * taken.B,
+        whole_repeated=correction["B"] * taken.B,
+        again_selective=correction["F"] * activation,
+        again_full=correction["F"] * (taken.R if setting.stops_early else taken.F),
+    )
+
+
 BLOCKS = 2
 """Blocks of a layer: attention and MLP."""
 
@@ -305,7 +328,7 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
         again_full = each_way - (once if work.last is not None and setting.stops_early else 0.0)
         again_selective = BLOCKS * once  # it has kept the sums
         if work.gathered:
-            made_before = sum(setting.product_seconds(one, "weights") for one in work.products) / len(work.gathered)
+            made_before = sum(setting.product_seconds(one, "weights") for one in work.dense) / len(work.gathered)
             weights = len(work.gathered) * max(0.0, once - made_before)
         for block in work.gathered:
             inputs, made = (

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from evenpipe.experts.overlap import ExpertOptions
+
 from .hardware import Hardware, Wire
 
 
@@ -54,11 +56,18 @@ class Axis:
         and across nodes at the same time, across by its own network card."""
         if self.size == 1:
             return 0.0
-        local, part = self.local(hardware), size / self.size
-        latency = (hardware.inside if self.inside_node(hardware) else hardware.across).latency_seconds
-        inside, across = (local - 1) * part, (self.size - local) * part
-        moving = max(inside / hardware.inside.bandwidth, across / hardware.across.bandwidth)
-        return latency * self._doublings + moving
+        return self.latency_seconds(hardware) + size * (self.size - 1) / self.size / self.exchange_bandwidth(hardware)
+
+    def exchange_bandwidth(self, hardware: Hardware) -> float:
+        """Return the bytes per second that each of several sends to the others in such an exchange."""
+        local = self.local(hardware)
+        inside, across = (local - 1) / hardware.inside.bandwidth, (self.size - local) / hardware.across.bandwidth
+        return (self.size - 1) / max(inside, across)
+
+    def latency_seconds(self, hardware: Hardware) -> float:
+        """Return the time in which they exchange nothing."""
+        wire = hardware.inside if self.inside_node(hardware) else hardware.across
+        return wire.latency_seconds * self._doublings
 
     @property
     def _doublings(self) -> int:
@@ -83,19 +92,52 @@ class Pieces:
     """The backward of attention on pieces computes its forward once more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExperts:
+    """How replicas share the experts of a layer."""
+
+    members: Axis = Axis(1)
+    """Replicas that share them."""
+    replicas: Axis
+    """Devices with the same experts, over which their gradients are summed."""
+    options: ExpertOptions = ExpertOptions()
+    """What runs beside their exchange."""
+    skew: float = 1.0
+    """What the fullest member gets over the mean."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The four axes of parallelism, in the order in which devices are numbered (Megatron's): tensor, context, data,
-    pipeline. So tensor parallelism has the shortest distances, and hops between stages the longest."""
+    """The axes of parallelism, in the order in which devices are numbered (Megatron's): tensor, context, data (first
+    the members of an expert group), pipeline. So tensor parallelism has the shortest distances, and hops between stages
+    the longest."""
 
     tensor: Axis
     context: Axis
     replicas: Axis
     """Data and context: devices with the same parameters, over which gradients are summed."""
     pipeline: Axis
+    experts: SharedExperts
     pieces: Pieces = Pieces()
 
     @classmethod
-    def of(cls, *, dp: int, tp: int, cp: int, pp: int, pieces: Pieces = Pieces()) -> Axes:
+    def of(
+        cls,
+        *,
+        dp: int,
+        tp: int,
+        cp: int,
+        pp: int,
+        ep: int = 1,
+        pieces: Pieces = Pieces(),
+        experts: ExpertOptions = ExpertOptions(),
+        skew: float = 1.0,
+    ) -> Axes:
         """Return axes of these sizes."""
-        return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp), pieces)
+        shared = SharedExperts(
+            members=Axis(ep, tp * cp),
+            replicas=Axis(dp * cp // ep, tp * ep),  # as if context ranks stood behind the members, too
+            options=experts,
+            skew=skew,
+        )
+        return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp), shared, pieces)

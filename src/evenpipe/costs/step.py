@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import of_slices
@@ -159,12 +159,27 @@ OPTIMIZER_BYTES = 40.0
 both ways, and the copy in the dtype of the computation."""
 
 
-def step_end_seconds(parameters: float, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
-    """Return the time after the last pass on a device with this many parameters: gradients are summed over replicas,
-    the optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this
-    one)."""
-    hardware, replicas = setting.hardware, setting.axes.replicas
-    shards = replicas.size if zero else 1
-    reduced = replicas.gather_seconds(hardware, parameters * gradient_bytes)
-    gathered = replicas.gather_seconds(hardware, parameters * (setting.element if zero else gradient_bytes))
-    return reduced + gathered + hardware.streaming_seconds(parameters / shards * OPTIMIZER_BYTES, 10)
+class Parameters(NamedTuple):
+    """Numbers of parameters on a device."""
+
+    others: float
+    experts: float = 0.0
+    """Of experts, which fewer replicas have in common."""
+
+    @property
+    def all(self) -> float:
+        return self.others + self.experts
+
+
+def step_end_seconds(
+    parameters: Parameters, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES
+) -> float:
+    """Return the time after the last pass on a device with these parameters: gradients are summed over replicas, the
+    optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this one)."""
+    hardware, seconds, optimized = setting.hardware, 0.0, 0.0
+    for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
+        if count:
+            seconds += replicas.gather_seconds(hardware, count * gradient_bytes)
+            seconds += replicas.gather_seconds(hardware, count * (setting.element if zero else gradient_bytes))
+            optimized += count / (replicas.size if zero else 1)
+    return seconds + hardware.streaming_seconds(optimized * OPTIMIZER_BYTES, 10)

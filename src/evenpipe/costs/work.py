@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from evenpipe.model.description import Description
-from evenpipe.model.flops import Attention, attention_of, experts_of
+from evenpipe.model.experts import fused_experts, number_of_experts
+from evenpipe.model.flops import Attention, attention_of, chosen_experts, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,20 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWork:
+    """The experts of a layer."""
+
+    count: int
+    choices: int
+    """Experts of a token."""
+    width: int
+    """Of an expert."""
+    gated: bool
+    parameters: int
+    """Of all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     """One transformer layer, per token."""
 
@@ -50,7 +65,7 @@ class LayerWork:
     hidden_size: int
     attention: Attention
     middle: float
-    """Size of the input of the activation of the MLP."""
+    """Size of the input of the activation of the MLP, without that of `experts`."""
     gated: bool
     norms: int
     eager_norms: int
@@ -61,6 +76,18 @@ class LayerWork:
     gathered: tuple[tuple[Product, ...], ...] = field(default=(), repr=False)
     """Per block (attention, MLP), the matrices that multiply its input. Tensor ranks keep their own rows of that input
     until the weight gradients of these matrices, and gather it again for them. Not part of `fingerprint`."""
+    experts: ExpertWork | None = field(default=None, repr=False)
+    """Those that run as one module, whose matrices are among `products`, too. Not part of `fingerprint`."""
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of `experts`."""
+        return 0 if self.experts is None else self.experts.parameters
+
+    @property
+    def dense(self) -> tuple[Product, ...]:
+        """Return the products of all tokens: without those of `experts`."""
+        return tuple(product for product in self.products if product.copies == 1 or self.experts is None)
 
     @property
     def flops(self) -> float:
@@ -88,7 +115,8 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
     names = [name for name, _ in module.named_parameters()]
     norms = [one for one in module.modules() if "norm" in type(one).__name__.lower()]
     queries_and_so_on = attention.heads * attention.query_size + attention.key_value_size
-    outputs = sum(product.outputs * product.met for product in products)
+    experts = _experts(description, index)
+    outputs = sum(one.outputs * one.met for one in products if one.copies == 1 or experts is None)
     return LayerWork(
         products=products,
         parameters=sum(one.numel() for one in module.parameters()),
@@ -100,6 +128,21 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
         eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
         last=_last_product(module, named),
         gathered=_gathered(module, named, description.hidden_size),
+        experts=experts,
+    )
+
+
+def _experts(description: Description, index: int) -> ExpertWork | None:
+    found = list(fused_experts(description.layer(index)).values())
+    if len(found) != 1:
+        return None
+    last = found[0].get_parameter("down_proj")
+    return ExpertWork(
+        count=len(last),
+        choices=chosen_experts(description.layer_config(index)),
+        width=last[0].numel() // description.hidden_size,
+        gated=bool(found[0].has_gate),
+        parameters=sum(one.numel() for one in found[0].parameters()),
     )
 
 
@@ -145,7 +188,10 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
     """Return products with the name of their module within the layer."""
     experts, met = experts_of(description.layer_config(index))
     for name, module in description.layer(index).named_modules():
+        fused = number_of_experts(module)
         for parameter in module.parameters(recurse=False):
+            if fused and parameter.ndim == 2:  # biases
+                continue
             if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
                 yield name, Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
             elif parameter.ndim == 2:

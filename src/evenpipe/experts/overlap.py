@@ -15,8 +15,8 @@ Of one layer on one member of an expert group, with the letters of the formulas:
     R     = t1                                             sends nothing back, and keeps the layout
     J*    = sqrt(min(x2, C) / o)
 
-Products read the weights once per part of the rows, so more parts pay while what they hide is more than that. Experts
-are taken to be chosen evenly; that transfers take multiprocessors from products is left out.
+Products read the weights once per part of the rows, so more parts pay while what they hide is more than that. That
+transfers take multiprocessors from products is left out. A process that has all experts exchanges nothing.
 """
 
 from __future__ import annotations
@@ -94,13 +94,21 @@ class Layer:
     gated: bool = True
     """Experts have two first matrices."""
     bytes_per_element: int = 2
+    skew: float = 1.0
+    """What the fullest member gets over the mean."""
 
     @property
     def routed(self) -> ExpertRows:
-        """Where its tokens meet experts, if they are chosen evenly."""
+        """Where its tokens meet experts."""
         from evenpipe.model.expert_rows import ExpertRows  # configurations are checked without torch
 
-        return ExpertRows(tokens=self.tokens, choices=self.choices, experts=self.experts, members=self.members)
+        return ExpertRows(
+            tokens=self.tokens,
+            choices=self.choices,
+            experts=self.experts,
+            members=self.members,
+            skew=self.skew,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +191,7 @@ class Times:
 def work_of(layer: Layer, rates: Rates) -> Work:
     """Return what products, copies and transfers take."""
     h, f, f1 = layer.hidden_size, layer.width, layer.width * (2 if layer.gated else 1)
-    routed = layer.routed
+    routed, travels = layer.routed, layer.members > 1
     rows, pairs, held = routed.rows, routed.pairs, routed.local
 
     def moved(elements: float) -> float:
@@ -205,7 +213,7 @@ def work_of(layer: Layer, rates: Rates) -> Work:
 
     return Work(
         members=layer.members,
-        one_way=routed.traffic(h, layer.bytes_per_element) / rates.link + rates.latency,
+        one_way=routed.traffic(h, layer.bytes_per_element) / rates.link + rates.latency if travels else 0.0,
         arrives=product(h, f1, (rows + pairs) * h),
         leaves=product(f, h, (pairs + rows) * h),
         gradient_arrives=product(h, f, (rows + pairs) * h),
@@ -213,8 +221,8 @@ def work_of(layer: Layer, rates: Rates) -> Work:
         gate=moved(pairs * (f1 + f)) + 2 * rates.launch,
         gradient_of_gate=moved(pairs * (2 * f1 + f)) + 2 * rates.launch,
         weights=2 * moved((rows + pairs) * h) + outer(f1, h) + outer(f, h),
-        rows=moved(2 * rows * h) + rates.launch,
-        route=2 * rates.latency + rates.read,
+        rows=moved(2 * rows * h) + rates.launch if travels else 0.0,
+        route=2 * rates.latency + rates.read if travels else 0.0,
         block=rates.latency + 2 * rates.launch,
     )
 

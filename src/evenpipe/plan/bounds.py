@@ -16,7 +16,8 @@ import math
 from dataclasses import dataclass, replace
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
-from evenpipe.costs.step import step_end_seconds
+from evenpipe.costs.experts import first_product_bytes
+from evenpipe.costs.step import Parameters, step_end_seconds
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
@@ -61,12 +62,14 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> B
     shape = description.hidden_size, description.vocabulary_size
     work += min(head_time(*shape, smooth).seconds, least_seconds(whole_head_time(*shape, smooth)))
     matrices = 1 if description.tied else 2
-    parameters = sum(layer.parameters for layer in problem.works)
-    parameters += matrices * description.vocabulary_size * description.hidden_size
-    share = parameters / (parallelism.tp * parallelism.pp)
+    experts = sum(layer.expert_parameters for layer in problem.works)
+    others = sum(layer.parameters for layer in problem.works) - experts
+    others += matrices * description.vocabulary_size * description.hidden_size
+    devices = parallelism.tp * parallelism.pp
+    share = Parameters(others / devices, experts / devices / parallelism.ep)
     together = problem.setting(layout, together=True)
     seconds = work / parallelism.pp * layout.microbatches + step_end_seconds(share, together, zero=parallelism.zero)
-    lacking = share * state_floor(problem, layout, host_share)[0] - usable(problem, layout)
+    lacking = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))
 
 
@@ -128,7 +131,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     barriers = BARRIERS[recipe.vocabulary]
     parameters = parameters_per_device(problem, configuration)
     share = configuration.host_share
-    always, gradients = state_floor(problem, recipe, 1.0 if share is None else share)
+    on_host = 1.0 if share is None else share
     flight = _in_flight(problem, configuration)
     logits = _logits(problem, configuration, setting)
     slices = recipe.slices
@@ -148,9 +151,10 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
-        room -= parameters[device] * always + logits[device]
+        always, gradients = state_floor(problem, recipe, parameters[device], on_host)
+        room -= always + logits[device]
         moments, most = flight.moments[device], len(layers) * recipe.microbatches * slices
-        per_layer = gradients * parameters[device] / max(1, len(layers))
+        per_layer = gradients / max(1, len(layers))
         none, selective, full = held = [
             max(
                 min(waiting + more, most) * kept + queued * saved[0] + begun * per_layer
@@ -193,8 +197,9 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     wide = work.hidden_size * setting.hidden_share
     sizes = work.attention
     attended = (sizes.heads * (sizes.query_size + sizes.value_size) + sizes.key_value_size) / setting.tensor
+    of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
-    none = tokens * (4 * wide + attended + middle + last)
-    selective = min(none, tokens * (wide + attended + middle))
+    none = tokens * (4 * wide + attended + middle + last) + of_experts
+    selective = min(none, tokens * (wide + attended + middle) + of_experts)
     return none, selective, min(selective, tokens * wide)

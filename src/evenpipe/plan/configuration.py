@@ -130,7 +130,7 @@ class Configuration:
 
 def name_of_axes(parallelism: Parallelism) -> str:
     """Return the sizes of the axes in short."""
-    axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+    axes = [f"{axis}{size}" for axis in ("dp", "ep", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
     return "·".join(axes) or "one GPU"
 
 

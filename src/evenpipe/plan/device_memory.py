@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from evenpipe.costs.step import Parameters
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
@@ -73,16 +74,32 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program)
         hardware=problem.hardware,
         memory=problem.memory_bytes,
         offloaded=configuration.host_share or 0.0,
+        skew=problem.skew,
     )
 
 
-def state_floor(problem: Problem, layout: Recipe, host_share: float) -> tuple[float, float]:
-    """Return bytes per parameter: of parameters and optimizer state, which are always present, and of gradients, which
-    may come with the first backward. host_share: share of that state on the host."""
+def state_floor(
+    problem: Problem, layout: Recipe, parameters: Parameters, host_share: float = 0.0
+) -> tuple[float, float]:
+    """Return the bytes of a device with these parameters: of them and the optimizer's state, which are always present,
+    and of gradients, which may come with the first backward. host_share: share of that state on the host."""
+    replicas = layout.parallelism.replicas
+    floors = [
+        _floor_of_each(problem, layout, count, host_share)
+        for count in (replicas, replicas // layout.parallelism.ep)
+    ]
+    always, gradients = (
+        sum(count * each for count, each in zip(parameters, kind, strict=True)) for kind in zip(*floors, strict=True)
+    )
+    return always, gradients
+
+
+def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> tuple[float, float]:
+    """Return the same for a parameter that so many replicas have in common."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
     held, dtypes = Held(elements=many, optimized=Trained(elements=many)), SINGLE if problem.dtype == "fp32" else MIXED
-    zero, replicas = parallelism.zero, parallelism.replicas
+    zero = parallelism.zero
     state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
     if framework.gradients_exist:
         return state.total / many, 0.0

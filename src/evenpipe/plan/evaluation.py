@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from evenpipe.costs.step import step_end_seconds
+from evenpipe.costs.step import Parameters, step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
 from evenpipe.recipe.recipe import Recipe
@@ -96,7 +96,7 @@ class Evaluation:
         recipe = self.configuration.recipe
         return {
             "name": self.configuration.name,
-            **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
+            **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "ep", "tp", "cp", "pp", "zero")},
             "microbatch_size": recipe.batch.microbatch_size,
             "microbatches": recipe.microbatches,
             "slices": recipe.slices,
@@ -139,9 +139,8 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
     """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
     one, uses = resident.configuration, resident.kept or resident.devices
-    bytes_each = _moments(problem, one.recipe)
     parameters = parameters_per_device(problem, one)
-    lacking = max(-use.spare / (count * bytes_each) for use, count in zip(uses, parameters, strict=True))
+    lacking = max(-use.spare / _moments(problem, one.recipe, held) for use, held in zip(uses, parameters, strict=True))
     return min(1.0, math.ceil(SHARES * lacking) / SHARES)
 
 
@@ -214,27 +213,28 @@ def least_work(problem: Problem, configuration: Configuration) -> list[float]:
 def end_seconds(problem: Problem, configuration: Configuration) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
     recipe = configuration.recipe
-    most = max(parameters_per_device(problem, configuration))
+    most = max(parameters_per_device(problem, configuration), key=lambda held: held.all)
     seconds = step_end_seconds(most, problem.setting(recipe, together=True), zero=recipe.parallelism.zero)
     if not configuration.host_share:
         return seconds
     # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
-    moved = configuration.host_share * most * _moments(problem, recipe)
+    moved = configuration.host_share * _moments(problem, recipe, most)
     return seconds + moved / problem.hardware.host_bandwidth
 
 
-def _moments(problem: Problem, recipe: Recipe) -> float:
-    """Return the bytes per parameter that may be on the host."""
-    return state_floor(problem, recipe, 0.0)[0] - state_floor(problem, recipe, 1.0)[0]
+def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:
+    """Return the bytes of a device's moments, which may be on the host."""
+    here, on_host = (state_floor(problem, recipe, parameters, share)[0] for share in (0.0, 1.0))
+    return here - on_host
 
 
-def parameters_per_device(problem: Problem, configuration: Configuration) -> list[float]:
+def parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
     """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
     a few thousandths."""
     recipe, placement = configuration.recipe, configuration.placement
-    held = [
-        float(sum(problem.works[layer].parameters for layer in layers)) for layers in layers_of_devices(configuration)
-    ]
+    works = [[problem.works[layer] for layer in layers] for layers in layers_of_devices(configuration)]
+    held = [float(sum(work.parameters - work.expert_parameters for work in own)) for own in works]
+    experts = [sum(work.expert_parameters for work in own) / recipe.parallelism.ep for own in works]
     matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)
     if BARRIERS[recipe.vocabulary]:
         matrices = 1 if problem.description.tied else 2
@@ -243,7 +243,8 @@ def parameters_per_device(problem: Problem, configuration: Configuration) -> lis
         held[placement.first_device] += matrix
         if not problem.description.tied or placement.first_device != placement.last_device:
             held[placement.last_device] += matrix
-    return [count / recipe.parallelism.tp for count in held]
+    ranks = recipe.parallelism.tp
+    return [Parameters(count / ranks, more / ranks) for count, more in zip(held, experts, strict=True)]
 
 
 # --- memory --------------------------------------------------------------------------------------------------

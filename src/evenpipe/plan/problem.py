@@ -62,6 +62,8 @@ class Problem:
     sequences_per_step: int
     dtype: str = "bf16"
     kernels_name: str = "transformers"
+    skew: float = 1.0
+    """What the fullest of the replicas that share experts gets over the mean."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results that a search needs again, for `once`."""
 
@@ -126,7 +128,12 @@ class Problem:
             exchange=self.exchange_of(sizes, recipe.slices),
             attends_again=(sizes.cp > 1 or recipe.slices > 1) and self.is_ours and self.hardware.torch_device != "cpu",
         )
-        return Axes.of(dp=sizes.dp, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, pieces=pieces)
+        return Axes.of(
+            **{name: getattr(sizes, name) for name in ("dp", "tp", "cp", "pp", "ep")},
+            pieces=pieces,
+            experts=sizes.experts,
+            skew=self.skew,
+        )
 
     def exchange_of(self, sizes: Parallelism, slices: int) -> str:
         """Return "keys" or "heads", as the runtime chooses."""
@@ -216,6 +223,7 @@ def problem_of(
     memory_bytes: int | None = None,
     dtype: str = "bf16",
     kernels: str = "transformers",
+    skew: float = 1.0,
 ) -> Problem:
     """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
@@ -242,6 +250,7 @@ def problem_of(
         sequences_per_step=sequences_per_step,
         dtype=dtype,
         kernels_name=kernels,
+        skew=skew,
     )
 
 

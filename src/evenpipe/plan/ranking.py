@@ -326,7 +326,7 @@ def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]
 def _choices(plan: Evaluation) -> dict[str, Any]:
     one = plan.configuration
     return {
-        **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
+        **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "ep", "tp", "cp", "pp", "zero")},
         "microbatch size": one.recipe.batch.microbatch_size,
         "slices": one.recipe.slices,
         "schedule": one.schedule_name,

@@ -23,9 +23,11 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
     sizes = recipe.parallelism
     try:
         sizes.check_runnable()
-        check_experts(problem.description, sizes.ep)
     except InputError as error:
         return str(error)
+    experts = refusal_of_experts(problem, sizes.ep)
+    if experts:
+        return experts
     pieces = refusal_of_pieces(problem, sizes.cp)
     return refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.slices > 1 else "")
 
@@ -33,6 +35,13 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
 def refusal_of_cut(problem: Problem, ranks: int) -> str:
     """Return why the layers cannot be cut over so many tensor ranks."""
     return "" if ranks == 1 else _once(problem, cut_of_model, partial(cut_of_model, problem.description, ranks), ranks)
+
+
+def refusal_of_experts(problem: Problem, members: int) -> str:
+    """Return why so many replicas cannot share the experts of every layer."""
+    if members > 1 and not problem.is_ours:
+        return f"ep: {members}, expected 1 with kernels of Megatron-LM"
+    return _once(problem, check_experts, partial(check_experts, problem.description, members), members)
 
 
 def refusal_of_pieces(problem: Problem, ranks: int) -> str:

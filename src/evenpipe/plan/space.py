@@ -7,13 +7,16 @@ leaves a GPU few tokens (`TOKENS_ACROSS`): what it computes grows with them, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
 
+from evenpipe.costs.experts import chosen_overlap
 from evenpipe.errors import InputError
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model.context_exchange import heads_divide
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
@@ -26,7 +29,7 @@ from evenpipe.schedule.registry import options_of
 from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem, layer_times
 from .programs import Options
-from .runnable import refusal_of_cut, refusal_of_pieces, refusal_of_slices
+from .runnable import refusal_of_cut, refusal_of_experts, refusal_of_pieces, refusal_of_slices
 
 TOKENS_ACROSS = 8192
 """Least tokens of a sequence on each GPU for context parallelism across nodes: as many as Llama 3 405B was trained with
@@ -52,6 +55,8 @@ class Space:
     """The choices of the search. None: everything that is possible."""
 
     dp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    """Replicas that share experts. None: all divisors of dp between which experts divide evenly."""
     tp: tuple[int, ...] | None = None
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
@@ -90,7 +95,7 @@ class Space:
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
-        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "slices", "stages_per_device"):
+        for name in ("dp", "ep", "tp", "cp", "pp", "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
@@ -110,12 +115,15 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
         if any(refused):
             raise InputError(next(filter(None, refused)))
     if not found:
-        given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
+        refused = [refusal_of_experts(problem, members) for members in space.ep or ()]
+        if refused and all(refused):
+            raise InputError(refused[0])
+        given = [f"{name} {getattr(space, name)}" for name in ("dp", "ep", "tp", "cp", "pp") if getattr(space, name)]
         raise InputError(
             f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
             f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
             f" with at most {problem.layers} devices per pipeline, heads and tokens of a sequence divided by tp, its"
-            " tokens by 2 cp, and sequences divided by dp"
+            " tokens by 2 cp, sequences divided by dp, and dp by ep"
         )
     return found
 
@@ -135,16 +143,37 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
             continue
         if space.only_runnable and (refusal_of_cut(problem, tp) or refusal_of_pieces(problem, cp)):
             continue
-        for zero in space.zero if dp * cp > 1 else (0,):
+        zeros = space.zero if dp * cp > 1 else (0,)
+        for zero, ep in product(zeros, _members(problem, space, dp)):
             parallelism = Parallelism(
-                dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero], context_exchange="keys"
+                dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero], context_exchange="keys"
             )
             for size in space.microbatch_sizes or [2**power for power in range(share.bit_length())]:
                 if share % size == 0:
                     batch = BatchShape(
                         microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
                     )
-                    yield _with_exchange(problem, Recipe(parallelism=parallelism, batch=batch))
+                    yield _with_overlap(problem, _with_exchange(problem, Recipe(parallelism=parallelism, batch=batch)))
+
+
+def _members(problem: Problem, space: Space, dp: int) -> list[int]:
+    """Return the numbers of replicas that may share experts."""
+    even = math.gcd(*(work.experts.count for work in problem.kinds if work.experts is not None)) or 1
+    possible = space.ep or divisors(math.gcd(dp, even))
+    return [ep for ep in possible if dp % ep == 0 and not refusal_of_experts(problem, ep)]
+
+
+def _with_overlap(problem: Problem, layout: Recipe) -> Recipe:
+    """Return a layout with what runs beside the exchange of experts, if they are shared: what is best for the first
+    layer that has any."""
+    sizes = layout.parallelism
+    if sizes.ep == 1:
+        return layout
+    first = next(work for work in problem.works if work.experts is not None)
+    assert first.experts is not None
+    overlap = chosen_overlap(first.experts, first.hidden_size, problem.setting(layout)).overlap
+    beside = ExpertOptions(columns=overlap.columns, arrivals=overlap.arrivals)
+    return replace(layout, parallelism=replace(sizes, experts=beside))
 
 
 def _with_exchange(problem: Problem, layout: Recipe) -> Recipe:

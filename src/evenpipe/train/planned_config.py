@@ -45,6 +45,7 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
+    parallelism = plan.configuration.recipe.parallelism
     reason = refusal(problem, plan.configuration.recipe)
     if reason:
         raise InputError(
@@ -56,6 +57,9 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
     kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
     tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
     tables |= _offload(tables.get("offload"), plan.configuration)
+    if parallelism.ep > 1:
+        beside = {"columns": parallelism.experts.columns, "arrivals": parallelism.experts.arrivals}
+        tables["experts"] = {**tables.get("experts", {}), **beside}
     _move_output(tables, name)
     share = plan.configuration.host_share
     if share or "host_share" in tables.get("optimizer", {}):

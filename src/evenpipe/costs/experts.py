@@ -1,0 +1,59 @@
+"""Seconds of the experts of a layer, with what travels between the replicas that share them.
+
+By the formulas with which `experts.overlap` chooses what runs beside the exchange. Tensor ranks have a part of the width
+of every expert, and each of them exchanges whole rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evenpipe.experts.overlap import Chosen, Layer, Rates, Times, choose, times, work_of
+
+from .work import ExpertWork
+
+if TYPE_CHECKING:
+    from .analytic import Setting
+
+
+def chosen_overlap(experts: ExpertWork, hidden_size: int, setting: Setting) -> Chosen:
+    """Return what runs beside the exchange."""
+    return choose(setting.axes.experts.options, _layer(experts, hidden_size, setting), _rates(setting))
+
+
+def times_of_experts(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Times, float]:
+    """Return the seconds of passes, and of the activation alone, which is all that "selective" checkpointing repeats."""
+    work = work_of(_layer(experts, hidden_size, setting), _rates(setting))
+    return times(work, chosen_overlap(experts, hidden_size, setting).overlap), work.gate
+
+
+def first_product_bytes(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
+    """Return the bytes of the first product of all pairs of a row and one of its experts, which is kept for the
+    backward."""
+    layer = _layer(experts, hidden_size, setting)
+    return layer.bytes_per_element * layer.routed.pairs * layer.width * (2 if layer.gated else 1)
+
+
+def _layer(experts: ExpertWork, hidden_size: int, setting: Setting) -> Layer:
+    return Layer(
+        tokens=setting.tokens,
+        hidden_size=hidden_size,
+        width=max(1, experts.width // setting.tensor),
+        experts=experts.count,
+        choices=experts.choices,
+        members=setting.axes.experts.members.size,
+        gated=experts.gated,
+        bytes_per_element=setting.element,
+        skew=setting.axes.experts.skew,
+    )
+
+
+def _rates(setting: Setting) -> Rates:
+    hardware, members = setting.hardware, setting.axes.experts.members
+    return Rates(
+        flops=hardware.peak(setting.dtype) * hardware.product_fraction,
+        memory=hardware.memory_bandwidth,
+        link=members.exchange_bandwidth(hardware) if members.size > 1 else 1.0,
+        latency=members.latency_seconds(hardware),
+        launch=hardware.operation_seconds,
+    )
