@@ -21,7 +21,7 @@ from transformers import GPT2Config, LlamaConfig
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, layer_time
 from evenpipe.costs.collectives import Axes, Pieces
 from evenpipe.costs.hardware import KNOWN, Wire
-from evenpipe.costs.step import WHOLE, Cut, costs_of_cut, step_end_seconds
+from evenpipe.costs.step import WHOLE, Cut, Parameters, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
@@ -293,10 +293,26 @@ def test_every_mode_does_the_same_products(mode: str) -> None:
 
 def test_the_end_of_a_step_shrinks_with_sharding() -> None:
     given = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1))
-    times = [step_end_seconds(1e9, given, zero=zero) for zero in (0, 1, 3)]
+    times = [step_end_seconds(Parameters(1e9), given, zero=zero) for zero in (0, 1, 3)]
     assert times[0] > times[1] == times[2] > 0
     alone = setting(axes=Axes.of(dp=1, tp=1, cp=1, pp=1))
-    assert step_end_seconds(1e9, alone, zero=0) == pytest.approx(40e9 / KNOWN["A100-80G"].memory_bandwidth, rel=0.01)
+    updated = 40e9 / KNOWN["A100-80G"].memory_bandwidth
+    assert step_end_seconds(Parameters(1e9), alone, zero=0) == pytest.approx(updated, rel=0.01)
+
+
+def test_experts_are_summed_over_the_replicas_that_have_them_in_common() -> None:
+    """With ep = 4 of 8 replicas only two have the same experts, and none has more of them than a quarter."""
+    shared = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1, ep=4))
+    pair = setting(axes=Axes.of(dp=2, tp=1, cp=1, pp=1))
+    alone = setting(axes=Axes.of(dp=1, tp=1, cp=1, pp=1))
+    hop = KNOWN["A100-80G"].inside.latency_seconds
+    for zero in (0, 1, 3):
+        one = step_end_seconds(Parameters(0.0, 1e9), shared, zero=zero)
+        assert one == pytest.approx(step_end_seconds(Parameters(1e9), pair, zero=zero))
+    everything = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1, ep=8))
+    assert step_end_seconds(Parameters(0.0, 1e9), everything, zero=1) == pytest.approx(
+        step_end_seconds(Parameters(1e9), alone, zero=1), abs=hop
+    )
 
 
 # --- what others have measured -------------------------------------------------------------------------------

@@ -138,3 +138,5 @@ def test_axes_are_numbered_from_tensor_to_pipeline() -> None:
     axes = Axes.of(dp=4, tp=2, cp=2, pp=8)
     assert (axes.tensor, axes.context, axes.pipeline) == (Axis(2, 1), Axis(2, 2), Axis(8, 16))
     assert axes.replicas.size == 8
+    shared = Axes.of(dp=8, tp=2, cp=1, pp=2, ep=4).experts
+    assert (shared.members, shared.replicas) == (Axis(4, 2), Axis(2, 8))

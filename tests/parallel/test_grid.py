@@ -44,9 +44,11 @@ def test_neighbours_without_other_axes_are_replicas_of_one_device() -> None:
 
 def test_ranks_count_as_the_planner_times_them() -> None:
     """Neighbours on an axis are as far apart as the axis of the costs says."""
-    sizes = {"dp": 4, "pp": 3, "tp": 2}
+    sizes = {"dp": 4, "pp": 3, "tp": 2, "ep": 2}
     grid, axes = Grid.from_sizes(0, **sizes), Axes.of(cp=1, **sizes)
-    for name, axis in (("tp", axes.tensor), ("dp", axes.replicas), ("pp", axes.pipeline)):
+    shared = axes.experts
+    every = {"tp": axes.tensor, "dp": axes.replicas, "pp": axes.pipeline, "ep": shared.members, "edp": shared.replicas}
+    for name, axis in every.items():
         line = grid.line(name)
         assert (len(line), line[1] - line[0]) == (axis.size, axis.stride)
 

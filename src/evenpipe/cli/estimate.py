@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenpipe.cli.model_argument import read_model
+from evenpipe.cli.model_argument import add_skew, read_model
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json, add_offload, add_options, offload, options, refuse_too_large
 from evenpipe.cli.values import check_output, memory, whole_numbers
@@ -27,6 +27,7 @@ SEQUENCE = 4096
 
 AXES = {
     "dp": "replicas (default: 1)",
+    "ep": "replicas that share the experts of a layer (default: 1)",
     "tp": "tensor parallelism (default: 1)",
     "cp": "context parallelism (default: 1)",
     "pp": "devices of a pipeline (default: 1)",
@@ -77,6 +78,7 @@ def _add_layout(layout: argparse._ArgumentGroup) -> None:
         default="keys",
         help="context parallelism exchanges keys and values, or heads for tokens (default: %(default)s)",
     )
+    add_skew(layout)
     layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
 
 
@@ -160,6 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         offloaded=arguments.offload_optimizer,
         foreach=arguments.foreach_optimizer,
         traced=arguments.traced,
+        skew=arguments.skew,
     )
     found = replace(found, schedule=arguments.schedule)
     paper = _paper(description, found) if arguments.compare_to_paper else None

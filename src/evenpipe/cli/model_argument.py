@@ -47,6 +47,18 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_skew(parser: argparse._ActionsContainer) -> None:
+    """Add `--skew`."""
+    parser.add_argument(
+        "--skew",
+        metavar="S",
+        type=float,
+        default=1.0,
+        help="with ep, what the fullest of the replicas that share experts gets over the mean: 1 if routers choose"
+        " evenly (default), up to 2 early in a training",
+    )
+
+
 def read_model(text: str) -> Description:
     """Return the model of `--model` without weights. Raises InputError if it is not a causal language model."""
     from evenpipe.model import describe

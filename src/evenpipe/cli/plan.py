@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.cli.model_argument import add_hardware, add_kernels, check_gpus, read_model
+from evenpipe.cli.model_argument import add_hardware, add_kernels, add_skew, check_gpus, read_model
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json
 from evenpipe.cli.values import check_output, memory, whole_numbers, words
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bf16", "fp32"), help="type of the matrix products (default: bf16, fp32 on a CPU)"
     )
     add_kernels(parser)
+    add_skew(parser)
     space = parser.add_argument_group("choices of the search: one value, or several separated by commas")
     for name, what in (
         ("dp", "replicas"),
@@ -173,6 +174,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
             memory_bytes=memory_bytes,
             dtype=arguments.dtype or ("fp32" if hardware.torch_device == "cpu" else "bf16"),
             kernels=arguments.kernels,
+            skew=arguments.skew,
         ),
         base,
     )

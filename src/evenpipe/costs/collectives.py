@@ -8,7 +8,7 @@ leave it use the network cards of all of them, up to the bandwidth inside.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenpipe.experts.overlap import ExpertOptions
 
@@ -100,7 +100,7 @@ class SharedExperts:
     """Replicas that share them."""
     replicas: Axis
     """Devices with the same experts, over which their gradients are summed."""
-    options: ExpertOptions = ExpertOptions()
+    options: ExpertOptions = field(default_factory=ExpertOptions)
     """What runs beside their exchange."""
     skew: float = 1.0
     """What the fullest member gets over the mean."""
@@ -130,14 +130,14 @@ class Axes:
         pp: int,
         ep: int = 1,
         pieces: Pieces = Pieces(),
-        experts: ExpertOptions = ExpertOptions(),
+        experts: ExpertOptions | None = None,
         skew: float = 1.0,
     ) -> Axes:
         """Return axes of these sizes."""
         shared = SharedExperts(
             members=Axis(ep, tp * cp),
             replicas=Axis(dp * cp // ep, tp * ep),  # as if context ranks stood behind the members, too
-            options=experts,
+            options=experts or ExpertOptions(),
             skew=skew,
         )
         return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp), shared, pieces)

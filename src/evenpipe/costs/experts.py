@@ -1,7 +1,7 @@
 """Seconds of the experts of a layer, with what travels between the replicas that share them.
 
-By the formulas with which `experts.overlap` chooses what runs beside the exchange. Tensor ranks have a part of the width
-of every expert, and each of them exchanges whole rows.
+By the formulas with which `experts.overlap` chooses what runs beside the exchange. Tensor ranks have a part of every
+expert's width, and each of them exchanges whole rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def chosen_overlap(experts: ExpertWork, hidden_size: int, setting: Setting) -> C
 
 
 def times_of_experts(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Times, float]:
-    """Return the seconds of passes, and of the activation alone, which is all that "selective" checkpointing repeats."""
+    """Return the seconds of passes, and of the activation alone: all that "selective" checkpointing repeats."""
     work = work_of(_layer(experts, hidden_size, setting), _rates(setting))
     return times(work, chosen_overlap(experts, hidden_size, setting).overlap), work.gate
 

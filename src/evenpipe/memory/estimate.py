@@ -127,7 +127,9 @@ class Estimate:
         """Return a dict for JSON."""
         parallelism = self.recipe.parallelism
         return {
-            "parallelism": {name: getattr(parallelism, name) for name in ("dp", "tp", "cp", "pp", "zero", "gpus")},
+            "parallelism": {
+                name: getattr(parallelism, name) for name in ("dp", "ep", "tp", "cp", "pp", "zero", "gpus")
+            },
             "schedule": self.schedule,
             "vocabulary": self.recipe.vocabulary,
             "microbatches": self.recipe.microbatches,

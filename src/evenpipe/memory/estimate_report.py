@@ -24,7 +24,7 @@ def text(description: Description, found: Estimate, paper: PaperEstimate | None 
 def _head(description: Description, found: Estimate) -> list[str]:
     parallelism, settings = found.recipe.parallelism, found.settings
     elements = sum(parameter.numel() for parameter in description.skeleton.parameters())
-    axes = [f"{name} {size}" for name in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
+    axes = [f"{name} {size}" for name in ("dp", "ep", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
     if parallelism.zero:
         axes.append(f"zero {parallelism.zero}")
     dtypes = settings.dtypes

@@ -8,6 +8,7 @@ from evenpipe.errors import InputError
 from evenpipe.experts.adopt import names_of_experts
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
+from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
@@ -43,8 +44,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.parallelism.ep > 1 and self.framework.gathers != "blocks":
             raise InputError(f"ep: {self.parallelism.ep}, expected 1 with kernels of Megatron-LM")
-        if not 1 <= self.skew < float("inf"):
-            raise InputError(f"skew is {self.skew}, expected a number of at least 1")
+        check_skew(self.skew)
         if self.slices > 1 and self.framework.gathers != "blocks":
             raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:

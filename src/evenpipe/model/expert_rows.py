@@ -14,12 +14,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from evenpipe.errors import InputError
+
 TRANSFERS = {"F": 2, "B": 2, "I": 2, "W": 0, "full": 1, "selective": 0}
 """Trips of rows in a pass, and in the repetition of a checkpointed layer, which stops where its experts have saved what
 they need. R is a forward like F."""
 
 SMALL = {"choices": 4, "weights": 4, "gradients of weights": 4}
 """Bytes of a choice of a row that travel beside its rows: int32 and fp32, the first two in F."""
+
+
+def check_skew(skew: float) -> None:
+    """Raise InputError for a skew that cannot be."""
+    if not 1 <= skew < math.inf:
+        raise InputError(f"skew is {skew}, expected a number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,8 +85,7 @@ def state_floor(
     and of gradients, which may come with the first backward. host_share: share of that state on the host."""
     replicas = layout.parallelism.replicas
     floors = [
-        _floor_of_each(problem, layout, count, host_share)
-        for count in (replicas, replicas // layout.parallelism.ep)
+        _floor_of_each(problem, layout, count, host_share) for count in (replicas, replicas // layout.parallelism.ep)
     ]
     always, gradients = (
         sum(count * each for count, each in zip(parameters, kind, strict=True)) for kind in zip(*floors, strict=True)

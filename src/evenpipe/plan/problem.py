@@ -28,6 +28,7 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
+from evenpipe.model.expert_rows import check_skew
 from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
@@ -239,6 +240,7 @@ def problem_of(
     if dtype not in ELEMENT_BYTES:
         raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
     hardware.peak(dtype)
+    check_skew(skew)
     return Problem(
         description=description,
         works=layers_of(description),

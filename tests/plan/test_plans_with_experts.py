@@ -1,0 +1,127 @@
+"""Plans whose replicas share experts: what is looked at, what bounds them, and what is written for a run."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from evenpipe.costs.hardware import KNOWN
+from evenpipe.errors import InputError
+from evenpipe.model import describe
+from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
+from evenpipe.plan.configuration import costs_of
+from evenpipe.plan.configuration_search import head_layers, search_configurations
+from evenpipe.plan.evaluation import evaluate, parameters_per_device
+from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.plan.space import Space, configurations, layouts
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.planned_config import model_tables, planned_tables
+
+GIB = 2**30
+
+
+@cache
+def problem(*, memory: float = 24.0, gpus: int = 16, kernels: str = "transformers", skew: float = 1.0) -> Problem:
+    model = MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_local_experts=16,
+        num_experts_per_tok=2,
+        vocab_size=128256,
+        sliding_window=None,
+    )
+    return problem_of(
+        describe(model),
+        KNOWN["H100-80G"],
+        gpus=gpus,
+        sequence=4096,
+        sequences_per_step=64,
+        memory_bytes=int(memory * GIB),
+        kernels=kernels,
+        skew=skew,
+    )
+
+
+SMALL = Space(
+    tp=(1,),
+    cp=(1,),
+    pp=(2, 4),
+    zero=(1,),
+    microbatch_sizes=(1,),
+    schedules=("1f1b", "zb-h1"),
+    vocabularies=("first-last", "vocab-2"),
+)
+
+
+def test_replicas_share_experts_in_all_even_numbers() -> None:
+    found = {(one.parallelism.dp, one.parallelism.ep) for one in layouts(problem(), SMALL)}
+    assert found == {(8, 1), (8, 2), (8, 4), (8, 8), (4, 1), (4, 2), (4, 4)}
+    for one in layouts(problem(), SMALL):
+        beside = one.parallelism.experts
+        assert (beside.columns == "auto") is (one.parallelism.ep == 1)
+
+
+def test_what_cannot_share_experts_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="ep: 8, expected 1 with kernels of Megatron-LM"):
+        layouts(problem(kernels="megatron"), Space(ep=(8,)))
+    with pytest.raises(InputError, match="expected at most 16, the number of experts"):
+        layouts(problem(gpus=64), Space(ep=(32,)))
+    assert {one.parallelism.ep for one in layouts(problem(kernels="megatron"), SMALL)} == {1}
+    dense = problem_of(describe(LlamaConfig()), KNOWN["H100-80G"], gpus=8, sequence=2048, sequences_per_step=64)
+    with pytest.raises(InputError, match="LlamaForCausalLM has no experts"):
+        layouts(dense, Space(ep=(2,)))
+
+
+def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
+    given, best = problem(), math.inf
+    for layout in layouts(given, SMALL):
+        for one in configurations(given, SMALL, layout, head_layers(given, layout)):
+            evaluation = evaluate(given, one)
+            if evaluation.fits:
+                best = min(best, evaluation.seconds)
+                assert layout_bound(given, layout).seconds <= evaluation.seconds * (1 + 1e-9)
+                bound = work_bound(given, one)
+                assert max(bound.seconds, order_bound(given, one)) <= evaluation.seconds * (1 + 1e-9), one.name
+                assert not bound.lacking and not layout_bound(given, layout).lacking, one.name
+    found = search_configurations(given, SMALL, wanted=3, workers=1)
+    assert found.best is not None and best <= found.best.seconds <= 1.02 * best
+
+
+def test_members_have_their_share_of_the_experts() -> None:
+    given = problem()
+    for layout in layouts(given, SMALL):
+        one = next(iter(configurations(given, SMALL, layout, 1.0)))
+        held = parameters_per_device(given, one)
+        whole = sum(work.expert_parameters for work in given.works)
+        assert sum(device.experts for device in held) == pytest.approx(whole / layout.parallelism.ep)
+
+
+def test_a_skew_takes_time_and_memory() -> None:
+    even, skewed = problem(memory=80), problem(memory=80, skew=2.0)
+    layout = next(one for one in layouts(even, SMALL) if one.parallelism.ep == 4)
+    one = next(iter(configurations(even, SMALL, layout, 1.0)))
+    before, after = evaluate(even, one), evaluate(skewed, one)
+    assert before.seconds < after.seconds < 2 * before.seconds
+    assert all(a.peak_bytes > b.peak_bytes for a, b in zip(after.devices, before.devices, strict=True))
+    assert min(map(min, (costs_of(skewed, one).F, costs_of(skewed, one).B))) > 0
+
+
+def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
+    given = problem()
+    space = Space(ep=(4,), tp=(1,), cp=(1,), pp=(2,), zero=(0,), microbatch_sizes=(1,), schedules=("1f1b",))
+    found = search_configurations(given, space, wanted=1, workers=1)
+    assert found.best is not None
+    base = {**model_tables(given.description, str(tmp_path)), "experts": {"columns": 1}}
+    tables = planned_tables(given, found.best, base, "planned")
+    read = config_from_dict(tables)
+    assert (read.pipeline.processes, read.pipeline.replicas, read.pipeline.expert_parallel) == (16, 8, 4)
+    beside = found.best.configuration.recipe.parallelism.experts
+    assert (read.experts.columns, read.experts.arrivals) == (beside.columns, beside.arrivals)
+    assert "dp8·ep4·pp2" in found.best.configuration.name
