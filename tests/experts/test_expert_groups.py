@@ -14,11 +14,13 @@ from families import EXPERTS, tiny_config, whole_model
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from evenpipe.experts import function
 from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import Layout, alone, spread
 from evenpipe.layers.checkpointing import Switch, checkpointed
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.memory.tracker import Tracker
+from evenpipe.processes.signs import cause_of
 
 WIDTH = 64
 
@@ -336,3 +338,32 @@ def test_bytes_that_are_kept_and_that_travel(family, size) -> None:
         small = 4 * choices * goes  # which experts
         back = comes * (WIDTH * b + choices * b)
         assert by_pass == [small, goes * (WIDTH + choices) * b + comes * WIDTH * b, goes * WIDTH * b + back, 0]
+
+
+@pytest.mark.parametrize(
+    ("broken", "split"), [("grouped_product", False), ("grouped_outer", False), ("grouped_outer", True)]
+)
+def test_the_error_of_exhausted_memory_says_whose_rows_are_too_many(monkeypatch, broken: str, split: bool) -> None:
+    """In F, in the backward, and in W."""
+
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    experts = experts_of("mixtral")
+    hidden, index, weights, _ = tokens_of("even", 0, 1, 4, choices=2, seed=0)
+    queue = WeightGradients() if split else None
+    call = Call(experts, alone(index, 4), None, Overlap(), queue, name="model.layers.3.mlp.experts")
+    monkeypatch.setattr(function, broken, exhausted)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        if queue is not None:
+            queue.begin((0, 0))
+        run(call, hidden.requires_grad_(), weights).sum().backward()
+        if queue is not None:
+            queue.compute((0, 0))
+    tokens = len(hidden)
+    expected = (
+        f"in model.layers.3.mlp.experts: {tokens} rows, {2 * tokens} pairs of a row and an expert, for {tokens} tokens"
+        " of its own"
+    )
+    assert raised.value.__notes__ == [expected]
+    assert cause_of(raised.value, 2).text == f"process 2 failed: OutOfMemoryError: out of memory; {expected}"

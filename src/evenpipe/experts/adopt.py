@@ -153,7 +153,8 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
         adopted.load.add(adopted.name, top_k_index)
     queue = adopted.queue if adopted.queue.takes(hidden) else None
     if spread is None:
-        call = Call(experts, alone(top_k_index, adopted.count), None, Overlap(), queue)
+        layout = alone(top_k_index, adopted.count)
+        call = Call(experts, layout, None, Overlap(), queue, name=adopted.name)
     else:
         call = _call_of_member(experts, top_k_index, queue)
     return run(call, hidden, top_k_weights)
@@ -166,7 +167,7 @@ def _call_of_member(experts: Any, index: Tensor, queue: WeightGradients | None) 
     member = _Member(adopted.name, spread)
     member.begins()
     layout = spread.routing.layout(adopted.name, lambda: layout_of_member(index, adopted.count, spread.exchange))
-    return Call(experts, layout, spread.exchange, spread.overlap, queue, member)
+    return Call(experts, layout, spread.exchange, spread.overlap, queue, member, adopted.name)
 
 
 @dataclass(frozen=True)

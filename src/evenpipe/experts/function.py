@@ -19,7 +19,8 @@ COMET, arXiv 2502.19811):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -57,6 +58,23 @@ class Call:
     """Takes the weight gradients; None: they are made in the backward."""
     listener: Listener | None = None
     """Is told of the backward."""
+    name: str = "experts"
+    """Of the experts in the model, for messages."""
+
+    @contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """Add to the error of exhausted memory whose rows there are, and how many."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            layout = self.layout
+            note = (
+                f"in {self.name}: {layout.rows} rows, {layout.pairs} pairs of a row and an expert, for"
+                f" {layout.tokens} tokens of its own"
+            )
+            if note not in getattr(error, "__notes__", ()):  # weight gradients are made within a backward
+                error.add_note(note)
+            raise
 
     def matrices(self, name: str) -> Tensor:
         """Return [experts, in, out]."""
@@ -98,7 +116,8 @@ def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
     anchor = None  # without it, nothing would have a graph behind inputs without a gradient
     if any(one.requires_grad for one in call.experts.parameters(recurse=False)):
         anchor = hidden.new_empty(0, requires_grad=True)  # no parameter: its hooks would run, without a gradient
-    result: Tensor = _Experts.apply(hidden, weights, call, anchor)
+    with call.within_memory():
+        result: Tensor = _Experts.apply(hidden, weights, call, anchor)
     return result
 
 
@@ -117,6 +136,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call: Call = ctx.call
+        with call.within_memory():
+            return *_Experts._gradients(ctx, call, gradient), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, call: Call, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if call.listener is not None:
             call.listener.backward_begins()
         ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
@@ -144,7 +168,7 @@ class _Experts(torch.autograd.Function):
         of_hidden = None if leaving is None else _arrived(call, leaving)
         if call.listener is not None:
             call.listener.backward_ends()
-        return of_hidden, None if sum_of_weights is None else sum_of_weights(), None, None
+        return of_hidden, None if sum_of_weights is None else sum_of_weights()
 
 
 def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated: Tensor, weight: Tensor) -> Entry:
@@ -152,6 +176,7 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
     layout, experts = call.layout, call.experts
     names = [name for name in _parameters(experts) if getattr(experts, name).requires_grad]
 
+    @call.within_memory()
     def gradients() -> tuple[Tensor, ...]:
         found: dict[str, Tensor] = {}
         output = of_rows[layout.row]

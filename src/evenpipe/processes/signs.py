@@ -203,7 +203,8 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         return Cause("input", rank, str(error))
     if isinstance(error, RunError):
         return Cause("exception", rank, str(error))
-    return Cause("exception", rank, f"{process(rank)} failed: {type(error).__name__}: {error}")
+    text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return Cause("exception", rank, f"{process(rank)} failed: {text}")
 
 
 def machine() -> str:
