@@ -163,9 +163,20 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
 
 
-def plan_of_two_devices(name: str, ranks: int, given: list[str], capsys: pytest.CaptureFixture[str]) -> PipelineConfig:
+EXPERTS = """moe_intermediate_size = 96
+num_experts = 6
+num_experts_per_tok = 2
+"""
+
+
+def plan_of_two_devices(
+    name: str, ranks: int, given: list[str], capsys: pytest.CaptureFixture[str], *, experts: bool = False
+) -> PipelineConfig:
     """Plan a small model for two devices of so many processes; the plan is one that runs."""
-    Path("train.toml").write_text(CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2"))
+    config = CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2")
+    if experts:
+        config = config.replace('"llama"', '"qwen3_moe"').replace("num_attention", f"{EXPERTS}num_attention")
+    Path("train.toml").write_text(config)
     host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
     write_hardware(hardware_from_dict(host), "host.toml")
     plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", "--gpus", str(2 * ranks), "--pp", "2", *given]
@@ -199,6 +210,21 @@ def test_a_plan_with_pieces_of_sequences_runs(mode: str, capsys: pytest.CaptureF
         assert planned.devices == 2 and (planned.context_exchange == "auto") == (ranks == 1)
         found[name] = losses(name, trained(f"{name}.toml"))
     assert found["pieces"] == pytest.approx(found["whole"], rel=1e-4)
+
+
+def test_a_plan_with_shared_experts_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two devices of two replicas; the losses are those of replicas that have all experts."""
+    found = {}
+    for members, name in ((2, "shared"), (1, "alone")):
+        given = ["--ep", str(members), "--vocabulary", "vocab-2", "--zero", "0"]
+        planned = plan_of_two_devices(name, 2, given, capsys, experts=True)
+        assert (planned.processes, planned.replicas, planned.expert_parallel) == (4, 2, members)
+        found[name] = losses(name, trained(f"{name}.toml"))
+        lines = [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
+        assert all(len(line["expert_load_most"]) == 2 and min(line["expert_load_most"]) >= 1 for line in lines)
+        picture = (Path(name) / "expert_load.svg").read_text()
+        assert "layer 0" in picture and "layer 1" in picture
+    assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
 
 
 def trained(config: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ same code.
 
 from .bars import Bars, bars_svg, bars_text
 from .files import EXTENSIONS, check_file, draw
+from .loads import loads_svg
 from .page import page
 from .panel import Timelines
 from .svg import svg
@@ -20,6 +21,7 @@ __all__ = [
     "bars_text",
     "check_file",
     "draw",
+    "loads_svg",
     "page",
     "svg",
     "terminal",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from evenpipe.draw import loads_svg
+from evenpipe.given import write_text
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.words import count
@@ -244,6 +248,17 @@ def write_report(report: RunReport, path: Path) -> None:
     content: dict[str, Any] = asdict(report)
     training, machine = content.pop("training"), content.pop("machine")
     write_json(path, {**training, **content, **machine, "predicted_speedup": report.predicted_speedup})
+
+
+def write_loads(load: Tensor, layers: Sequence[str], path: Path) -> None:
+    """Draw the tokens of every expert in a step.
+
+    load: [layers, experts]. layers: names of their modules in the model.
+    """
+    numbers = [re.search(r"\.(\d+)\.", name) for name in layers]
+    names = [name if number is None else f"layer {number[1]}" for name, number in zip(layers, numbers, strict=True)]
+    rows = zip(names if len(set(names)) == len(names) else layers, load.tolist(), strict=True)
+    write_text(path, loads_svg(dict(rows), title="Tokens of every expert in the last logged step"))
 
 
 def bytes_text(count: int) -> str:

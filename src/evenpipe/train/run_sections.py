@@ -160,7 +160,8 @@ class OutputConfig(Section):
     section: ClassVar[str] = "output"
 
     folder: str = "runs/default"
-    """Folder of this run: metrics.jsonl, TensorBoard files, tokenizer, checkpoints, the trained model, report.json."""
+    """Folder of this run: metrics.jsonl, TensorBoard files, tokenizer, checkpoints, the trained model, report.json,
+    for models with experts expert_load.svg."""
     log_every_steps: int = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True

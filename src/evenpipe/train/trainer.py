@@ -37,7 +37,7 @@ from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetr
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
-from evenpipe.train.report import TrainingReport, gather_report, report_text, write_report
+from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import Tracker
 
@@ -111,6 +111,7 @@ class _Run:
         self._training_seconds = 0.0
         self._busy_in_all = 0.0
         self._loss = math.nan
+        self._expert_load: torch.Tensor | None = None
         """Loss of the last logged step."""
         self._last: tuple[StepResult | None, float, float] = (None, math.nan, math.nan)
         """Result, gradient norm and learning rate of the last step."""
@@ -356,6 +357,8 @@ class _Run:
         self._training_seconds += seconds
         self._busy_in_all += self._busy_seconds
         if self.metrics is not None:
+            if self.pipeline.expert_layers:
+                self._expert_load = result.expert_load
             self.metrics.log(
                 StepMetrics(
                     step=progress.step,
@@ -369,7 +372,7 @@ class _Run:
                     busy=tuple(busy),
                     seconds=seconds,
                     entropy=result.entropy if self.config.loss.entropy else None,
-                    experts=ExpertMetrics.of(result.expert_load) if self.pipeline.expert_layers else None,
+                    experts=None if self._expert_load is None else ExpertMetrics.of(self._expert_load),
                 )
             )
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
@@ -427,6 +430,8 @@ class _Run:
         if report is not None and self.metrics is not None:
             write_report(report, self.config.run_folder / "report.json")
             self.metrics.say(report_text(report))
+            if self._expert_load is not None:
+                write_loads(self._expert_load, self.pipeline.expert_layers, self.config.run_folder / "expert_load.svg")
 
 
 def _seed(seed: int, step: int, process: int) -> int:

@@ -1,0 +1,68 @@
+"""How busy every expert of every layer is: a table of colours, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from evenpipe.errors import InputError
+
+from .canvas import FAINT, Canvas, text_width
+from .kinds import IDLE
+
+SCALE = (
+    (0.0, "#444b5c", "no token"),
+    (0.5, "#3e70d4", "less than half"),
+    (0.8, "#a9c4f0", "less than 0.8"),
+    (1.25, IDLE, "0.8 to 1.25"),
+    (2.0, "#f8bb2d", "up to 2"),
+    (float("inf"), "#cc3f16", "more than 2"),
+)
+"""Shares of the mean, up to the first number: colour and text. Only the first one is included itself."""
+_ROW, _GAP, _RIGHT = 14.0, 2.0, 150.0
+
+
+def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: int = 1000) -> str:
+    """Return an SVG document: a row for each layer, a column for each expert, coloured by its tokens over the mean of
+    the layer.
+
+    layers: tokens of each expert, by the name of the layer. Raises InputError if there is nothing to draw.
+    """
+    if not any(layers.values()):
+        raise InputError("there are no experts to draw")
+    width = max(400, width)
+    canvas, top = Canvas(), 8.0
+    left = 20 + max(text_width(name, 11) for name in layers)
+    if title:
+        canvas.text(12, 22, title, 17, weight="bold")
+        top += 30
+    for name, tokens in layers.items():
+        shares = _shares(tokens)
+        canvas.text(left - 8, top + 11, name, 11, fill=FAINT, anchor="end")
+        size, place = (width - left - _RIGHT) / max(1, len(shares)), 0
+        for colour, alike in groupby(map(_colour, shares)):
+            count = len(list(alike))
+            canvas.rect(left + place * size, top, count * size, _ROW, colour)
+            place += count
+        canvas.text(width - _RIGHT + 8, top + 11, _figures(shares), 11, fill=FAINT)
+        top += _ROW + _GAP
+    canvas.text(left, top + 14, "experts, from the first to the last; tokens over the mean of the layer:", 12)
+    entries = [(colour, text) for _, colour, text in SCALE]
+    bottom = canvas.legend(entries, left, width - 10, top + 26) + 24
+    summary = "; ".join(f"{name}: {_figures(_shares(tokens))}" for name, tokens in layers.items())
+    return canvas.document(width, bottom, name=title or "Tokens of every expert", summary=summary)
+
+
+def _shares(tokens: Sequence[float]) -> list[float]:
+    mean = sum(tokens) / len(tokens) if tokens else 0.0
+    return [count / mean if mean else 0.0 for count in tokens]
+
+
+def _colour(share: float) -> str:
+    if share <= 0:
+        return SCALE[0][1]
+    return next(colour for most, colour, _ in SCALE[1:] if share < most)
+
+
+def _figures(shares: Sequence[float]) -> str:
+    return f"most {max(shares):.2f}, least {min(shares):.2f}" if shares else ""
