@@ -124,7 +124,7 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
-    """Evaluate memory, then time. A configuration without an order is distinguished from one that does not fit; one
+    """Evaluate time and memory. A configuration without an order is distinguished from one that does not fit; one
     whose step turns out to take `limit` seconds or more is not evaluated further."""
     if configuration.host_share is not None:
         return _evaluate(problem, configuration, limit)
@@ -147,12 +147,24 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
     """Evaluate with a given share of the optimizer."""
     try:
+        # First the time, if possible: of many models the memory takes longer to find out.
+        quickest = None if configuration.moves else timed(problem, _without_recomputation(configuration), limit)
+        if quickest is not None and quickest.late:
+            return replace(quickest, configuration=configuration)
         held = _memory(problem, configuration, configuration.steps[0])
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
     if not held.fits:
         return replace(held, configuration=configuration)
-    return replace(timed(problem, held.configuration, limit), devices=held.devices, kept=held.kept)
+    one = held.configuration
+    if quickest is None or set(one.checkpointing) != set(quickest.configuration.checkpointing):
+        quickest = timed(problem, one, limit)
+    return replace(quickest, configuration=one, devices=held.devices, kept=held.kept)
+
+
+def _without_recomputation(configuration: Configuration) -> Configuration:
+    """Return the same with no recomputation that it does not demand."""
+    return configuration.decided(checkpointing="none") if "checkpointing" in configuration.open else configuration
 
 
 def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:

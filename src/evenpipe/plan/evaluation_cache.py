@@ -21,7 +21,7 @@ from .device_memory import DeviceUse
 from .evaluation import Evaluation
 from .problem import Problem
 
-ROOMS = ("costs", "memory", "model", "plan", "recipe", "schedule", "simulate", "vocabulary")
+ROOMS = ("costs", "experts", "memory", "model", "plan", "recipe", "schedule", "simulate", "vocabulary")
 """Folders whose sources affect an evaluation."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
