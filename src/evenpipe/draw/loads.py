@@ -20,6 +20,8 @@ SCALE = (
 )
 """Shares of the mean, up to the first number: colour and text. Only the first one is included itself."""
 _ROW, _GAP, _RIGHT = 14.0, 2.0, 150.0
+_WIDE = 6.0
+"""Experts that are as wide stand apart; narrower ones of one colour are drawn as one."""
 
 
 def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: int = 1000) -> str:
@@ -40,9 +42,11 @@ def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: 
         shares = _shares(tokens)
         canvas.text(left - 8, top + 11, name, 11, fill=FAINT, anchor="end")
         size, place = (width - left - _RIGHT) / max(1, len(shares)), 0
-        for colour, alike in groupby(map(_colour, shares)):
-            count = len(list(alike))
-            canvas.rect(left + place * size, top, count * size, _ROW, colour)
+        colours = list(map(_colour, shares))
+        gap = 1.0 if size >= _WIDE else 0.0
+        alike = [1] * len(colours) if gap else [len(list(same)) for _, same in groupby(colours)]
+        for count in alike:
+            canvas.rect(left + place * size, top, count * size - gap, _ROW, colours[place])
             place += count
         canvas.text(width - _RIGHT + 8, top + 11, _figures(shares), 11, fill=FAINT)
         top += _ROW + _GAP
