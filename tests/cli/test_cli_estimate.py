@@ -50,7 +50,7 @@ def test_json_has_every_key_and_adds_up(capsys) -> None:
         printed(capsys, "--model", "llama-8b", "--pp", "4", "--schedule", "zbv", "--gpu-memory", "80GiB", "--json")
     )
     assert found["fits"] is True and found["verdict"] == "fits" and found["gpu_memory"] == 80 * 2**30
-    assert found["parallelism"] == {"dp": 1, "tp": 1, "cp": 1, "pp": 4, "zero": 0, "gpus": 4}
+    assert found["parallelism"] == {"dp": 1, "ep": 1, "tp": 1, "cp": 1, "pp": 4, "zero": 0, "gpus": 4}
     assert found["layers_per_stage"] == [4] * 8 and found["vocabulary"] == "vocab-2"
     assert [device["stages"] for device in found["devices"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     for device in found["devices"]:
@@ -65,6 +65,20 @@ def test_a_folder_and_a_file_are_the_same(capsys) -> None:
         json.loads(printed(capsys, "--model", name, *LAYOUT, "--json")) for name in ("llama-8b", "llama-8b/config.json")
     ]
     assert texts[0]["devices"] == texts[1]["devices"] and texts[0]["fits"] is None
+
+
+def test_quantised_weights_count_as_if_they_were_not(capsys, tmp_path) -> None:
+    config = json.loads((tmp_path / "llama-8b" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "quantised.json").write_text(json.dumps(config))
+    assert main(["estimate", "--model", "llama-8b", "--pp", "2"]) == 0
+    plain = capsys.readouterr()
+    assert main(["estimate", "--model", "quantised.json", "--pp", "2"]) == 0
+    quantised = capsys.readouterr()
+    assert quantised.out == plain.out and not plain.err
+    assert (
+        quantised.err.startswith("evenpipe: the weights of this model are quantised") and quantised.err.count("\n") == 1
+    )
 
 
 def test_the_table_for_people(capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,17 @@ def add_skew(parser: argparse._ActionsContainer) -> None:
 
 
 def read_model(text: str) -> Description:
-    """Return the model of `--model` without weights. Raises InputError if it is not a causal language model."""
+    """Return the model of `--model` without weights, and without the quantisation of a source that has one. Raises
+    InputError if it is not a causal language model."""
     from evenpipe.model import describe
+    from evenpipe.model.config import read_config
 
     if Path(text).suffix == ".json" and not Path(text).is_file():
         raise InputError(f"the model is '{plain(text)}', but there is no such file")
-    return describe(text)
+    config = read_config(text)
+    if not getattr(config, "quantization_config", None):
+        return describe(text)
+    del config.quantization_config
+    note = "the weights of this model are quantised, and are taken as if they were not: those cannot be trained"
+    print(f"evenpipe: {note}", file=sys.stderr)
+    return describe(config)
