@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_what_waits_between_i_and_w() -> None:
     output.backward(gradient)
     queue.under_way = None
     (entry,) = queue._entries[0, 0]
-    cells = [cell.cell_contents for cell in entry.gradients.__closure__]
+    cells = [cell.cell_contents for cell in inspect.unwrap(entry.gradients).__closure__]
     held = [one for one in cells if isinstance(one, torch.Tensor)]
     assert all(one.grad_fn is None for one in held)
     assert sorted(tuple(one.shape) for one in held) == sorted(
