@@ -31,6 +31,7 @@ from evenpipe.schedule import Order
 PROCESSES, MICROBATCHES, SEQUENCES, TOKENS, ROWS = 2, 4, 2, 66, 1536
 CPU = replace(KNOWN["H200"], name="this host", torch_device="cpu")
 PREFERENCE = 0.2
+"""Added to the scores, 0 to 1, of the first member's experts."""
 CLOSE = 0.001
 """What is left: the numbers of tokens that choose each expert, which a step counts."""
 

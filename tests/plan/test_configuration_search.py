@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from exhaustive import check_against_all
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.plan import configuration_search
-from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
 from evenpipe.plan.configuration import Configuration, costs_of
-from evenpipe.plan.configuration_search import head_layers, search_configurations
+from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Programs, extended, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains
-from evenpipe.plan.space import Space, configurations, layouts, splits
+from evenpipe.plan.space import Space, layouts, splits
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, Placement
@@ -193,21 +193,7 @@ CASES = {
 @pytest.mark.sampled(1)
 def test_the_best_plan_is_that_of_an_exhaustive_search(name: str) -> None:
     changes, space = CASES[name]
-    given = problem(**changes)
-    best = math.inf
-    for layout in layouts(given, space):
-        for one in configurations(given, space, layout, head_layers(given, layout)):
-            evaluation = evaluate(given, one)
-            if evaluation.fits:
-                best = min(best, evaluation.seconds)
-                # Bounds that hold: else the search might pass the best plan over.
-                assert layout_bound(given, layout).seconds <= evaluation.seconds * (1 + 1e-9)
-                bound = work_bound(given, one)
-                assert max(bound.seconds, order_bound(given, one)) <= evaluation.seconds * (1 + 1e-9), one.name
-                assert not bound.lacking and not layout_bound(given, layout).lacking, one.name
-    found = search_configurations(given, space, wanted=3, workers=1)
-    assert found.best is not None and found.best.seconds <= 1.02 * best
-    assert found.best.seconds >= best
+    check_against_all(problem(**changes), space)
 
 
 def test_worker_processes_compute_with_one_thread(small: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

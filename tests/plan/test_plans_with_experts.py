@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 
 import pytest
+from exhaustive import check_against_all
 from transformers import LlamaConfig, MixtralConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
 from evenpipe.model import describe
-from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
 from evenpipe.plan.configuration import costs_of
-from evenpipe.plan.configuration_search import head_layers, search_configurations
+from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, parameters_per_device
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.space import Space, configurations, layouts
@@ -80,18 +79,7 @@ def test_what_cannot_share_experts_is_one_sentence() -> None:
 
 
 def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
-    given, best = problem(), math.inf
-    for layout in layouts(given, SMALL):
-        for one in configurations(given, SMALL, layout, head_layers(given, layout)):
-            evaluation = evaluate(given, one)
-            if evaluation.fits:
-                best = min(best, evaluation.seconds)
-                assert layout_bound(given, layout).seconds <= evaluation.seconds * (1 + 1e-9)
-                bound = work_bound(given, one)
-                assert max(bound.seconds, order_bound(given, one)) <= evaluation.seconds * (1 + 1e-9), one.name
-                assert not bound.lacking and not layout_bound(given, layout).lacking, one.name
-    found = search_configurations(given, SMALL, wanted=3, workers=1)
-    assert found.best is not None and best <= found.best.seconds <= 1.02 * best
+    check_against_all(problem(), SMALL)
 
 
 def test_members_have_their_share_of_the_experts() -> None:

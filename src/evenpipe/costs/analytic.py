@@ -282,36 +282,34 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
     forward = products + attention + streaming
     inputs = inputs + attention_backward + streaming_backward
-    correction = setting.correction
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
+    again = {"selective": streaming, "full": forward - skipped}
+    return _corrected(setting, forward, inputs=inputs, weights=weights, whole=inputs + weights, again=again)
+
+
+def _corrected(
+    setting: Setting, forward: float, *, inputs: float, weights: float, whole: float, again: Mapping[str, float]
+) -> LayerTime:
+    """Return the times of what tensor ranks do not exchange, corrected by measurements. again: recomputation."""
+    correction = setting.correction
     return LayerTime(
         forward=correction["F"] * forward,
         bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * forward,
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
         weights_repeated=correction["W"] * weights,
-        whole=correction["B"] * (inputs + weights),
-        whole_repeated=correction["B"] * (inputs + weights),
-        again_selective=correction["F"] * streaming,
-        again_full=correction["F"] * (forward - skipped),
+        whole=correction["B"] * whole,
+        whole_repeated=correction["B"] * whole,
+        again_selective=correction["F"] * again["selective"],
+        again_full=correction["F"] * again["full"],
     )
 
 
 def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
     """Return the times of experts, with their exchange."""
-    correction = setting.correction
     taken, activation = times_of_experts(experts, work.hidden_size, setting)
-    return LayerTime(
-        forward=correction["F"] * taken.F,
-        bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * taken.F,
-        inputs=correction["I"] * taken.I,
-        weights=correction["W"] * taken.W,
-        weights_repeated=correction["W"] * taken.W,
-        whole=correction["B"] * taken.B,
-        whole_repeated=correction["B"] * taken.B,
-        again_selective=correction["F"] * activation,
-        again_full=correction["F"] * (taken.R if setting.stops_early else taken.F),
-    )
+    again = {"selective": activation, "full": taken.R if setting.stops_early else taken.F}
+    return _corrected(setting, taken.F, inputs=taken.I, weights=taken.W, whole=taken.B, again=again)
 
 
 BLOCKS = 2

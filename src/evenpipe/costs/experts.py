@@ -23,8 +23,9 @@ def chosen_overlap(experts: ExpertWork, hidden_size: int, setting: Setting) -> C
 
 def times_of_experts(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Times, float]:
     """Return the seconds of passes, and of the activation alone: all that "selective" checkpointing repeats."""
-    work = work_of(_layer(experts, hidden_size, setting), _rates(setting))
-    return times(work, chosen_overlap(experts, hidden_size, setting).overlap), work.gate
+    layer, rates = _layer(experts, hidden_size, setting), _rates(setting)
+    work = work_of(layer, rates)
+    return times(work, choose(setting.axes.experts.options, layer, rates).overlap), work.gate
 
 
 def first_product_bytes(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:

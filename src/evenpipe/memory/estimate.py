@@ -17,6 +17,7 @@ from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.flops import usual_length
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 
 from .bytes import DeviceMemory
@@ -127,9 +128,7 @@ class Estimate:
         """Return a dict for JSON."""
         parallelism = self.recipe.parallelism
         return {
-            "parallelism": {
-                name: getattr(parallelism, name) for name in ("dp", "ep", "tp", "cp", "pp", "zero", "gpus")
-            },
+            "parallelism": {name: getattr(parallelism, name) for name in (*AXES, "zero", "gpus")},
             "schedule": self.schedule,
             "vocabulary": self.recipe.vocabulary,
             "microbatches": self.recipe.microbatches,

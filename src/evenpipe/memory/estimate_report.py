@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.model import Description
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.schedule.words import count, table
 
 from .bytes import TERMS
@@ -24,7 +25,7 @@ def text(description: Description, found: Estimate, paper: PaperEstimate | None 
 def _head(description: Description, found: Estimate) -> list[str]:
     parallelism, settings = found.recipe.parallelism, found.settings
     elements = sum(parameter.numel() for parameter in description.skeleton.parameters())
-    axes = [f"{name} {size}" for name in ("dp", "ep", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
+    axes = [f"{name} {size}" for name in AXES if (size := getattr(parallelism, name)) > 1]
     if parallelism.zero:
         axes.append(f"zero {parallelism.zero}")
     dtypes = settings.dtypes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.parallelism import AXES, Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.planning import BARRIERS
@@ -130,7 +130,7 @@ class Configuration:
 
 def name_of_axes(parallelism: Parallelism) -> str:
     """Return the sizes of the axes in short."""
-    axes = [f"{axis}{size}" for axis in ("dp", "ep", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+    axes = [f"{axis}{size}" for axis in AXES if (size := getattr(parallelism, axis)) > 1]
     return "·".join(axes) or "one GPU"
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from evenpipe.costs.step import Parameters, step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Program
 from evenpipe.schedule.costs import PassTimes
@@ -96,7 +97,7 @@ class Evaluation:
         recipe = self.configuration.recipe
         return {
             "name": self.configuration.name,
-            **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "ep", "tp", "cp", "pp", "zero")},
+            **{axis: getattr(recipe.parallelism, axis) for axis in (*AXES, "zero")},
             "microbatch_size": recipe.batch.microbatch_size,
             "microbatches": recipe.microbatches,
             "slices": recipe.slices,

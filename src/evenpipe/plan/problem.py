@@ -31,7 +31,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.model.row_work import slice_ends
 from evenpipe.recipe.layout import ModelCosts
-from evenpipe.recipe.parallelism import Parallelism, divisor_of
+from evenpipe.recipe.parallelism import AXES, Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 
@@ -130,7 +130,7 @@ class Problem:
             attends_again=(sizes.cp > 1 or recipe.slices > 1) and self.is_ours and self.hardware.torch_device != "cpu",
         )
         return Axes.of(
-            **{name: getattr(sizes, name) for name in ("dp", "tp", "cp", "pp", "ep")},
+            **{name: getattr(sizes, name) for name in AXES},
             pieces=pieces,
             experts=sizes.experts,
             skew=self.skew,

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from evenpipe.memory.sizes import gib_text
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.words import count, table
 
@@ -326,7 +327,7 @@ def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]
 def _choices(plan: Evaluation) -> dict[str, Any]:
     one = plan.configuration
     return {
-        **{axis: getattr(one.recipe.parallelism, axis) for axis in ("dp", "ep", "tp", "cp", "pp", "zero")},
+        **{axis: getattr(one.recipe.parallelism, axis) for axis in (*AXES, "zero")},
         "microbatch size": one.recipe.batch.microbatch_size,
         "slices": one.recipe.slices,
         "schedule": one.schedule_name,

@@ -20,7 +20,7 @@ from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model.context_exchange import heads_divide
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
-from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism, divisor_of
+from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL, Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES, Placement, even_split, planning, split_by_cost
 from evenpipe.schedule.planning import BARRIERS
@@ -95,7 +95,7 @@ class Space:
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
-        for name in ("dp", "ep", "tp", "cp", "pp", "microbatch_sizes", "slices", "stages_per_device"):
+        for name in (*AXES, "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
@@ -118,7 +118,7 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
         refused = [refusal_of_experts(problem, members) for members in space.ep or ()]
         if refused and all(refused):
             raise InputError(refused[0])
-        given = [f"{name} {getattr(space, name)}" for name in ("dp", "ep", "tp", "cp", "pp") if getattr(space, name)]
+        given = [f"{name} {getattr(space, name)}" for name in AXES if getattr(space, name)]
         raise InputError(
             f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
             f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"

@@ -17,6 +17,9 @@ TensorOverlap = Literal["auto", "none", "ring", "fused"]
 
 ContextExchange = Literal["auto", "keys", "heads"]
 
+AXES = ("dp", "ep", "tp", "cp", "pp")
+"""Fields of `Parallelism` that are sizes, as they are listed for people."""
+
 DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
 """Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
 
@@ -63,7 +66,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         if not isinstance(self.experts, ExpertOptions):
             raise InputError(f"experts: {self.experts!r}, expected ExpertOptions, or None")
-        for name in ("dp", "tp", "cp", "pp", "ep"):
+        for name in AXES:
             size = getattr(self, name)
             if not is_whole(size) or size < 1:
                 raise InputError(f"{name} is {size!r}, expected a whole number of at least 1")
