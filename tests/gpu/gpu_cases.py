@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from evenpipe import NcclOptions, Pipeline, initialise_worker, launch
+from evenpipe import ExpertOptions, NcclOptions, OffloadOptions, Pipeline, initialise_worker, launch
 
 Figures = dict[str, Any]
 
 VOCABULARY, SEQUENCES, TOKENS = 1003, 12, 32
+
+DOCUMENT = 20
+"""Tokens of the first document of a row that holds two."""
 
 FP32_LIMIT = 1e-5
 """Relative Frobenius error per gradient, against transformers in one process."""
@@ -39,37 +42,74 @@ SHARED = [
     ("interleaved", "vocab-1"),
 ]
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    # options of `Pipeline`: 4 processes on one GPU
+    "tensor ranks": {"tensor_parallel": 2, "schedule": "zb-h1"},
+    "tensor ranks, rings": {"tensor_parallel": 2, "tensor_overlap": "ring", "checkpointing": "selective"},
+    "context ranks, keys": {"context_parallel": 2, "schedule": "zbv"},
+    "context ranks, heads": {"context_parallel": 2, "context_exchange": "heads", "schedule": "zb-h1"},
+    "slices": {"slices": 3, "schedule": "zb-h1"},
+    "slices, context ranks": {"slices": 2, "context_parallel": 2, "checkpointing": "full"},
+    "documents": {"documents": "separate"},
+    "sharded replicas": {"replicas": 2, "data_parallel": "shard", "schedule": "v-half"},
+    "sharded replicas, freed after each pass": {"replicas": 2, "data_parallel": "shard", "reshard": True},
+    "experts": {"model": "mixtral", "replicas": 2, "expert_parallel": 2, "schedule": "zb-h1"},
+    "experts, columns and arrivals": {
+        "model": "mixtral",
+        "replicas": 2,
+        "expert_parallel": 2,
+        "experts": ExpertOptions(columns=2, arrivals=2),
+        "checkpointing": "full",
+    },
+    "experts on one device": {"model": "mixtral", "schedule": "zb-h1"},
+    "tensor ranks of experts": {"model": "mixtral", "tensor_parallel": 2},
+    "offload": {"schedule": "po-f", "offload": OffloadOptions(activations="all")},
+    "checkpointing": {"schedule": "interleaved", "checkpointing": "full"},
+    "compiled layers": {"compile_layers": True, "schedule": "zb-h1"},
+}
 
-def llama() -> Any:
+
+USUAL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def model_of(name: str) -> Any:
     """The same weights wherever it is called: drawn on the host."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    configs = {
+        "llama": lambda: LlamaConfig(**USUAL),
+        "mixtral": lambda: MixtralConfig(**USUAL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    }
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32)
 
 
 def batch() -> Tensor:
     return torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def one_process(torch_device: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+def positions(separate: bool) -> dict[str, Tensor]:
+    """Of two documents in every row, if rows hold several."""
+    return {"position_ids": (torch.arange(TOKENS) % DOCUMENT).expand(SEQUENCES, -1)} if separate else {}
+
+
+def one_process(name: str, torch_device: str, dtype: torch.dtype, separate: bool) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of transformers, microbatches and processes unheard of; tensors on the host."""
-    model = llama().to(torch_device)
-    rotary = [(name, buffer.clone()) for name, buffer in model.named_buffers()]
+    model = model_of(name).to(torch_device)
+    rotary = [(path, buffer.clone()) for path, buffer in model.named_buffers()]
     model.to(dtype)
-    for name, buffer in rotary:  # .to() rounds the rotary frequencies too, which no bf16 model of transformers does
-        module, _, leaf = name.rpartition(".")
+    for path, buffer in rotary:  # .to() rounds the rotary frequencies too, which no bf16 model of transformers does
+        module, _, leaf = path.rpartition(".")
         model.get_submodule(module)._buffers[leaf] = buffer
-    ids = batch().to(torch_device)
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-    loss = functional.cross_entropy(logits, ids[:, 1:].flatten())
+    documents = batch().to(torch_device).split(DOCUMENT if separate else TOKENS, dim=1)
+    logits = [model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float() for ids in documents]
+    loss = functional.cross_entropy(torch.cat(logits), torch.cat([ids[:, 1:].flatten() for ids in documents]))
     loss.backward()
     return loss.item(), {
         name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -88,89 +128,113 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 # --- pipelines against one process ---------------------------------------------------------------------------
 
 
-def step(schedule: str, vocabulary: str, compute_dtype: torch.dtype, on_a_stream: bool) -> Figures:
-    """Runs in every process: two steps, the second of which counts; gradients on the first process, as numpy."""
-    worker = initialise_worker()
-    pipeline = Pipeline(
-        llama(),
-        schedule=schedule,
-        vocabulary=vocabulary,
-        microbatches=6,
-        compute_dtype=compute_dtype,
-        self_check=False,
-    )
-    stream = torch.cuda.Stream(worker.torch_device) if on_a_stream and worker.torch_device.type == "cuda" else None
-    seconds = 0.0
-    for _ in range(2):
-        pipeline.zero_grad()
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(worker.torch_device))
-        begun = time.perf_counter()
-        with torch.cuda.stream(stream):  # None: nothing changes
-            result = pipeline.step(batch() if pipeline.device == 0 else None)
-            loss = result.loss
-        seconds = time.perf_counter() - begun
-        if stream is not None:
-            torch.cuda.current_stream(worker.torch_device).wait_stream(stream)
-    gradients = pipeline.full_gradients()
-    return {
-        "loss": loss,
-        "step_seconds": seconds,
-        "gradients": {name: gradient.float().numpy() for name, gradient in gradients.items()},
-        "backends": dist.get_backend_config() if dist.is_initialized() else "",
-        "torch_device": str(worker.torch_device),
-    }
-
-
-def compare(
-    torch_device: str,
-    processes: int,
-    schedule: str,
-    vocabulary: str,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-    on_a_stream: bool = False,
-) -> Figures:
+@dataclass(frozen=True)
+class Comparison:
     """A pipeline on processes that share the machine's devices, against transformers in one process on one of them."""
-    given = (schedule, vocabulary, compute_dtype, on_a_stream)
-    results = launch(step, *given, processes=processes, torch_device=torch_device, preload=("gpu_cases",))
-    found = {name: torch.from_numpy(gradient) for name, gradient in results[0]["gradients"].items()}
-    loss, wanted = one_process(torch_device, torch.float32)
-    figures: Figures = {
-        "gradient_error": worst(found, wanted),
-        "loss_error": abs(results[0]["loss"] - loss) / loss,
-        "step_seconds": results[0]["step_seconds"],
-        "backends": results[0]["backends"],
-    }
-    assert all(result["loss"] == results[0]["loss"] for result in results)
-    if torch_device == "cuda":
-        assert all(result["torch_device"].startswith("cuda:") for result in results)
-        # More processes than GPUs: NCCL would refuse, so gloo takes over through host memory.
-        assert ("nccl" in figures["backends"]) == (processes <= torch.cuda.device_count()), figures["backends"]
-    if compute_dtype == torch.float32:
-        assert figures["gradient_error"] <= FP32_LIMIT, figures
-        assert figures["loss_error"] <= FP32_LIMIT, figures
-    else:
-        _, rounded = one_process(torch_device, compute_dtype)
-        ratios = {
-            name: float(torch.linalg.vector_norm(found[name] - wanted[name]))
-            / float(torch.linalg.vector_norm(rounded[name] - wanted[name]))
-            for name in wanted
+
+    layout: dict[str, Any]
+    """Options of `Pipeline`; "model" is one of `model_of`."""
+    processes: int = 4
+    compute_dtype: torch.dtype = torch.float32
+    on_a_stream: bool = False
+
+    def __call__(self, torch_device: str) -> Figures:
+        """Run it alone."""
+        (figures,) = compare([self], torch_device)
+        return figures
+
+    @property
+    def separate(self) -> bool:
+        """Rows hold two documents."""
+        return "documents" in self.layout
+
+    def step(self) -> Figures:
+        """Runs in every process: two steps, the second of which counts; gradients as numpy."""
+        worker = initialise_worker()
+        options = {"microbatches": 6, **self.layout}
+        if (replicas := options.get("replicas", 1)) > 1:
+            options["microbatches"] //= replicas
+        pipeline = Pipeline(model_of(options.pop("model", "llama")), compute_dtype=self.compute_dtype, **options)
+        count = SEQUENCES // replicas
+        own = slice(pipeline.replica * count, (pipeline.replica + 1) * count)
+        given = {name: value[own] for name, value in positions(self.separate).items()}
+        on_a_stream = self.on_a_stream and worker.torch_device.type == "cuda"
+        stream = torch.cuda.Stream(worker.torch_device) if on_a_stream else None
+        seconds = 0.0
+        for _ in range(2):
+            pipeline.zero_grad()
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(worker.torch_device))
+            begun = time.perf_counter()
+            with torch.cuda.stream(stream):  # None: nothing changes
+                result = pipeline.step(batch()[own], **given)
+                loss = result.loss
+            seconds = time.perf_counter() - begun
+            if stream is not None:
+                torch.cuda.current_stream(worker.torch_device).wait_stream(stream)
+        gradients = pipeline.full_gradients()
+        pipeline.close()
+        return {
+            "loss": loss,
+            "step_seconds": seconds,
+            "gradients": {name: gradient.float().numpy() for name, gradient in gradients.items()},
+            "backends": dist.get_backend_config() if dist.is_initialized() else "",
+            "torch_device": str(worker.torch_device),
         }
-        figures["times_the_error_of_one_process"] = max(ratios.values())
-        assert figures["times_the_error_of_one_process"] <= BF16_LIMIT, figures
-    return figures
+
+    def figures(self, results: list[Figures], torch_device: str) -> Figures:
+        """Compare what the processes found."""
+        found = {name: torch.from_numpy(gradient) for name, gradient in results[0]["gradients"].items()}
+        model = self.layout.get("model", "llama"), torch_device
+        loss, wanted = one_process(*model, torch.float32, self.separate)
+        figures: Figures = {
+            "gradient_error": worst(found, wanted),
+            "loss_error": abs(results[0]["loss"] - loss) / loss,
+            "step_seconds": results[0]["step_seconds"],
+            "backends": results[0]["backends"],
+        }
+        assert all(result["loss"] == results[0]["loss"] for result in results)
+        if torch_device == "cuda":
+            assert all(result["torch_device"].startswith("cuda:") for result in results)
+            # More processes than GPUs: NCCL would refuse, so gloo takes over through host memory.
+            assert ("nccl" in figures["backends"]) == (self.processes <= torch.cuda.device_count()), figures["backends"]
+        if self.compute_dtype == torch.float32:
+            assert figures["gradient_error"] <= FP32_LIMIT, figures
+            assert figures["loss_error"] <= FP32_LIMIT, figures
+        else:
+            _, rounded = one_process(*model, self.compute_dtype, self.separate)
+            ratios = {
+                name: float(torch.linalg.vector_norm(found[name] - wanted[name]))
+                / float(torch.linalg.vector_norm(rounded[name] - wanted[name]))
+                for name in wanted
+            }
+            figures["times_the_error_of_one_process"] = max(ratios.values())
+            assert figures["times_the_error_of_one_process"] <= BF16_LIMIT, figures
+        return figures
 
 
-def alone(torch_device: str) -> Figures:
-    """One process: with a GPU of its own, NCCL."""
-    return compare(torch_device, 1, "1f1b", "vocab-2")
+def compare(cases: list[Comparison], torch_device: str) -> list[Figures]:
+    """Run cases one after the other in the same processes: to start them takes longer than most cases."""
+    (processes,) = {case.processes for case in cases}
+    by_process = launch(steps, cases, processes=processes, torch_device=torch_device, preload=("gpu_cases",))
+    return [case.figures(list(results), torch_device) for case, results in zip(cases, zip(*by_process), strict=True)]
+
+
+def steps(cases: list[Comparison]) -> list[Figures]:
+    """Runs in every process. Only the first process sends its gradients."""
+    found = []
+    for case in cases:
+        figures = case.step()
+        if dist.is_initialized() and dist.get_rank():
+            del figures["gradients"]
+        found.append(figures)
+    return found
 
 
 def counted(steps: int) -> Figures:
     """Runs in one process: the allocations of the last of some equal steps."""
     initialise_worker()
-    pipeline = Pipeline(llama(), microbatches=6, self_check=False)
+    pipeline = Pipeline(model_of("llama"), microbatches=6, self_check=False)
     for _ in range(steps):
         pipeline.zero_grad()
         result = pipeline.step(batch(), record_passes=True)
@@ -278,22 +342,27 @@ def marks(torch_device: str) -> Figures:
     }
 
 
+BF16 = {
+    "1f1b, vocab-2": {},
+    "zbv, vocab-2": {"schedule": "zbv"},
+    **{name: LAYOUTS[name] for name in ("tensor ranks", "context ranks, keys", "slices", "documents", "experts")},
+}
+
+
+def of_layouts(layouts: dict[str, dict[str, Any]], dtype: torch.dtype) -> dict[str, Comparison]:
+    """Return one case per layout, on 4 processes."""
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return {f"4 processes, {name}, {kind}": Comparison(layout, compute_dtype=dtype) for name, layout in layouts.items()}
+
+
+SCHEDULES = {f"{schedule}, {mode}": {"schedule": schedule, "vocabulary": mode} for schedule, mode in SHARED}
+
 CASES: dict[str, Callable[[str], Figures]] = {
-    "one process": alone,
-    **{
-        f"4 processes, {schedule}, {vocabulary}, fp32": lambda device, given=(schedule, vocabulary): compare(
-            device, 4, *given
-        )
-        for schedule, vocabulary in SHARED
-    },
-    "4 processes, 1f1b, vocab-2, bf16": lambda device: compare(
-        device, 4, "1f1b", "vocab-2", compute_dtype=torch.bfloat16
-    ),
-    "4 processes, zbv, vocab-2, bf16": lambda device: compare(
-        device, 4, "zbv", "vocab-2", compute_dtype=torch.bfloat16
-    ),
+    "one process": Comparison({}, processes=1),  # with a GPU of its own, NCCL
+    **of_layouts(SCHEDULES | LAYOUTS, torch.float32),
+    **of_layouts(BF16, torch.bfloat16),
+    "I and W on a stream of the caller's": Comparison({"schedule": "zb-h1"}, on_a_stream=True),
     "allocations of a settled step": allocations,
-    "I and W on a stream of the caller's": lambda device: compare(device, 4, "zb-h1", "vocab-2", on_a_stream=True),
     "NCCL in a group of one": nccl,
     "copies between GPU and host": staging,
     "marks in a stream": marks,

@@ -233,7 +233,7 @@ class _Call:
             key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
         ]
         inputs = [self._arguments.pop(key) for key in self._differentiable]
-        self._inputs: Any = _Inputs.apply(*inputs).grad_fn if inputs else None
+        self._inputs: Any = _Inputs.apply(*inputs) if inputs else None  # without it, torch 2.11 frees what its node saves
 
     def forget(self, tensor: Tensor) -> _Saved:
         """Return a placeholder for a tensor of the first run."""
@@ -253,7 +253,7 @@ class _Call:
         assert forward is not None and random_state is not None
         arguments = self._arguments
         if self._inputs is not None:
-            for key, value in zip(self._differentiable, self._inputs.saved_tensors, strict=True):
+            for key, value in zip(self._differentiable, self._inputs.grad_fn.saved_tensors, strict=True):
                 arguments[key] = value.detach().requires_grad_()
         args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
