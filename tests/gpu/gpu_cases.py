@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,13 +79,16 @@ USUAL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_local_experts": 4, "sliding_window": None}
 
 
 def model_of(name: str) -> Any:
     """The same weights wherever it is called: drawn on the host."""
     configs = {
         "llama": lambda: LlamaConfig(**USUAL),
-        "mixtral": lambda: MixtralConfig(**USUAL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        "mixtral": lambda: MixtralConfig(**USUAL, **EXPERTS, num_experts_per_tok=2),
+        # in bf16, where rounding decides between experts of like probability
+        "mixtral, every expert": lambda: MixtralConfig(**USUAL, **EXPERTS, num_experts_per_tok=4),
     }
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32)
@@ -99,6 +103,7 @@ def positions(separate: bool) -> dict[str, Tensor]:
     return {"position_ids": (torch.arange(TOKENS) % DOCUMENT).expand(SEQUENCES, -1)} if separate else {}
 
 
+@cache
 def one_process(name: str, torch_device: str, dtype: torch.dtype, separate: bool) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of transformers, microbatches and processes unheard of; tensors on the host."""
     model = model_of(name).to(torch_device)
@@ -140,8 +145,8 @@ class Comparison:
 
     def __call__(self, torch_device: str) -> Figures:
         """Run it alone."""
-        (figures,) = compare([self], torch_device)
-        return figures
+        (results,) = results_of([self], torch_device)
+        return self.figures(results, torch_device)
 
     @property
     def separate(self) -> bool:
@@ -213,11 +218,12 @@ class Comparison:
         return figures
 
 
-def compare(cases: list[Comparison], torch_device: str) -> list[Figures]:
-    """Run cases one after the other in the same processes: to start them takes longer than most cases."""
+def results_of(cases: list[Comparison], torch_device: str) -> list[list[Figures]]:
+    """Run cases one after the other in the same processes, since to start them takes longer than most cases; return for
+    each what every process found."""
     (processes,) = {case.processes for case in cases}
     by_process = launch(steps, cases, processes=processes, torch_device=torch_device, preload=("gpu_cases",))
-    return [case.figures(list(results), torch_device) for case, results in zip(cases, zip(*by_process), strict=True)]
+    return [list(results) for results in zip(*by_process, strict=True)]
 
 
 def steps(cases: list[Comparison]) -> list[Figures]:
@@ -345,7 +351,8 @@ def marks(torch_device: str) -> Figures:
 BF16 = {
     "1f1b, vocab-2": {},
     "zbv, vocab-2": {"schedule": "zbv"},
-    **{name: LAYOUTS[name] for name in ("tensor ranks", "context ranks, keys", "slices", "documents", "experts")},
+    **{name: LAYOUTS[name] for name in ("tensor ranks", "context ranks, keys", "slices", "documents")},
+    "experts": LAYOUTS["experts"] | {"model": "mixtral, every expert"},
 }
 
 

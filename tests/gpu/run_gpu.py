@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,17 @@ def main() -> int:
         return 0
     from gpu_cases import CASES
 
+    chosen = {name: CASES[name] for name in arguments.case or CASES}
     begun = time.perf_counter()
-    figures = together({name: CASES[name] for name in arguments.case or CASES})
-    if figures:
-        print(f"passed  {len(figures)} cases in the same processes  ({time.perf_counter() - begun:.1f} s)", flush=True)
-    failed = []
-    for name in arguments.case or CASES:
-        if name in figures:
-            continue
+    together = results_together(chosen)
+    print(f"{len(together)} cases ran in the same processes  ({time.perf_counter() - begun:.1f} s)", flush=True)
+    figures, failed = {}, []
+    for name, case in chosen.items():
         begun = time.perf_counter()
         try:
-            figures[name] = {"passed": True, **CASES[name]("cuda")}
+            results = together.get(name)
+            found = case("cuda") if results is None else case.figures(results, "cuda")
+            figures[name] = {"passed": True, **found}
         except Exception as error:
             traceback.print_exc()
             figures[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"}
@@ -71,17 +70,17 @@ def main() -> int:
     return 1 if failed or kernels else 0
 
 
-def together(cases: dict[str, Callable[[str], Any]]) -> dict[str, dict[str, Any]]:
-    """Figures of the comparisons on 4 processes, which share these processes; none if any of them fails."""
-    from gpu_cases import Comparison, compare
+def results_together(cases: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What 4 processes found in the comparisons that they share; nothing if one of them ended the processes."""
+    from gpu_cases import Comparison, results_of
 
     shared = {name: case for name, case in cases.items() if isinstance(case, Comparison) and case.processes == 4}
     try:
-        found = compare(list(shared.values()), "cuda") if shared else []
+        found = results_of(list(shared.values()), "cuda") if shared else []
     except Exception:
         traceback.print_exc()
         return {}
-    return {name: {"passed": True, **figures} for name, figures in zip(shared, found, strict=True)}
+    return dict(zip(shared, found, strict=True))
 
 
 def test_kernels() -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import vocabulary_reference
 from hypothesis import given, settings
 from test_output_gradients import EACH_OPTION, cases
 from torch import Tensor
@@ -21,6 +22,7 @@ KEEP = pytest.mark.parametrize("keep", ["probabilities", "nothing"])
 
 def split_backward(inputs: Problem, options: LossOptions, *, parts: int = 1, trained: bool = True) -> Answer:
     """S, the barrier, dX of all shards, and only then what W does. Frozen: no gradient of weight and bias is wanted."""
+    inputs = inputs.on(vocabulary_reference.TORCH_DEVICE)
     vocabulary = inputs.weight.shape[0]
     dtype = torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32
     buffers = Buffers()
@@ -57,7 +59,7 @@ def split_backward(inputs: Problem, options: LossOptions, *, parts: int = 1, tra
         weight_gradient,
         bias_gradient,
         combined.entropies,
-    )
+    ).on_host()
 
 
 @KEEP

@@ -233,7 +233,8 @@ class _Call:
             key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
         ]
         inputs = [self._arguments.pop(key) for key in self._differentiable]
-        self._inputs: Any = _Inputs.apply(*inputs) if inputs else None  # without it, torch 2.11 frees what its node saves
+        # All of it, since torch 2.11 frees what the node saves once nothing holds its output.
+        self._inputs: Any = _Inputs.apply(*inputs) if inputs else None
 
     def forget(self, tensor: Tensor) -> _Saved:
         """Return a placeholder for a tensor of the first run."""
