@@ -5,8 +5,7 @@ The thread of the watch asks whether a transfer that a GPU waits for has arrived
 answer only after a call of the main thread: loading a kernel, for example, which can wait for the GPU, and so for a
 peer. Without that lock the thread cannot send heartbeats, and the others would take a healthy process for dead.
 
-So after each wait the stream writes a number, one more than the last time, and the watch reads memory. Not yet run on a
-GPU.
+So after each wait the stream writes a number, one more than the last time, and the watch reads memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class Arrivals:
         self._copied = None if device.data_ptr() == host.data_ptr() else host.unbind()
         self._places: dict[int, int] = {}
         self._last = [0] * STREAMS
-        self._write(0, 0)  # load the kernel while nobody waits for this process
+        for place in range(STREAMS):  # load kernels while nobody waits for this process: torch has one per alignment
+            self._write(place, 0)
 
     def mark(self) -> Callable[[], bool]:
         """Mark the work queued on the current stream. Return a function that tells whether the stream has done it,
