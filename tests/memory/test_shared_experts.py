@@ -139,8 +139,11 @@ def test_a_skew_costs_activations() -> None:
     ("options", "said"),
     [
         ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5, expected a number of at least 1"),
-        ({"family": "llama", "dp": 2, "ep": 2}, "ep: 2, expected 1: LlamaForCausalLM has no experts"),
-        ({"dp": 8, "ep": 8}, "ep: 8, expected at most 4, the number of experts of a layer"),
+        (
+            {"family": "llama", "dp": 2, "ep": 2},
+            "expert_parallel: 2, expected 1, since Llama",
+        ),
+        ({"dp": 8, "ep": 8}, "expert_parallel: 8, expected at most 4, the number of experts in"),
     ],
 )
 def test_what_cannot_be_shared(options, said: str) -> None:
@@ -149,5 +152,5 @@ def test_what_cannot_be_shared(options, said: str) -> None:
 
 
 def test_other_frameworks_share_no_experts() -> None:
-    with pytest.raises(InputError, match="ep: 2, expected 1 with kernels of Megatron-LM"):
+    with pytest.raises(InputError, match="expert_parallel: 2, expected 1 with kernels of Megatron-LM"):
         estimate(describe(tiny_config("mixtral")), Recipe.of(dp=2, ep=2, sequence_length=32), kernels="megatron")

@@ -11,13 +11,15 @@ from evenpipe.model import Description
 from evenpipe.model.experts import uses_interface
 
 
-def check_experts(description: Description, ep: int) -> None:
-    """Check that `ep` processes can share the experts of every layer.
+def check_experts(description: Description, ep: int, *, ours: bool = True) -> None:
+    """Check that `ep` processes can share the experts of every layer; not `ours`: with the kernels of Megatron-LM.
 
     Raises InputError: one sentence names the reason, and what would be accepted.
     """
     if ep == 1:
         return
+    if not ours:
+        raise InputError(f"expert_parallel: {ep}, expected 1 with kernels of Megatron-LM")
     if description.config is None:
         raise InputError(f"expert_parallel: {ep}, expected 1: plain modules do not say which of them are experts.")
     model = description.skeleton if description.model is None else description.model

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
+from evenpipe.experts.refusals import check_experts
 from evenpipe.model import Description
 from evenpipe.model.flops import usual_length
 from evenpipe.recipe.parallelism import AXES
@@ -203,7 +204,7 @@ def estimate(
         traced=traced,
         skew=skew,
     )
-    settings.check_experts(description)
+    check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
     plan = source.planned(recipe)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(

@@ -56,7 +56,7 @@ class ModelBytes:
         Raises InputError if the model cannot be cut so.
         """
         ranks = settings.parallelism.tp
-        if ranks == 1 or settings.framework.gathers != "blocks":
+        if ranks == 1 or not settings.is_ours:
             return None
         if ranks not in self._cuts:
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
-from evenpipe.experts.adopt import names_of_experts
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.expert_rows import check_skew
@@ -42,13 +41,16 @@ class Settings:
     """What the fullest of the members that share experts gets over the mean."""
 
     def __post_init__(self) -> None:
-        if self.parallelism.ep > 1 and self.framework.gathers != "blocks":
-            raise InputError(f"ep: {self.parallelism.ep}, expected 1 with kernels of Megatron-LM")
         check_skew(self.skew)
-        if self.slices > 1 and self.framework.gathers != "blocks":
+        if self.slices > 1 and not self.is_ours:
             raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:
             raise InputError(f"sequence is {self.sequence}, expected a multiple of cp = {self.parallelism.cp}")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether layers are cut and run as this library does it."""
+        return self.framework.gathers == "blocks"
 
     @property
     def parallelism(self) -> Parallelism:
@@ -74,7 +76,7 @@ class Settings:
         Raises InputError for a sequence, or a model, that cannot be cut so.
         """
         sizes, slices = self.parallelism, self.slices
-        if self.framework.gathers != "blocks" or (sizes.cp == 1 and slices == 1):
+        if not self.is_ours or (sizes.cp == 1 and slices == 1):
             return (None,)
         if not description.takes("position_ids"):
             name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
@@ -95,17 +97,6 @@ class Settings:
             Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernel=kernel)
             for index in range(slices)
         )
-
-    def check_experts(self, description: Description) -> None:
-        """Raise InputError if members of a group cannot share the experts of this model."""
-        members = self.parallelism.ep
-        if members == 1:
-            return
-        names = {} if description.config is None else names_of_experts(description)
-        if not names:
-            raise InputError(f"ep: {members}, expected 1: {description.architecture} has no experts that can be shared")
-        if members > min(names.values()):
-            raise InputError(f"ep: {members}, expected at most {min(names.values())}, the number of experts of a layer")
 
     @property
     def microbatch_size(self) -> int:
@@ -131,7 +122,7 @@ class Settings:
     def gathers_blocks(self) -> bool:
         """Whether tensor ranks have their own rows of hidden states, and blocks gather those of all."""
         parallelism = self.parallelism
-        return self.framework.gathers == "blocks" and parallelism.tp > 1 and parallelism.sequence_parallel
+        return self.is_ours and parallelism.tp > 1 and parallelism.sequence_parallel
 
     @property
     def sharded(self) -> bool:

@@ -39,9 +39,8 @@ def refusal_of_cut(problem: Problem, ranks: int) -> str:
 
 def refusal_of_experts(problem: Problem, members: int) -> str:
     """Return why so many replicas cannot share the experts of every layer."""
-    if members > 1 and not problem.is_ours:
-        return f"ep: {members}, expected 1 with kernels of Megatron-LM"
-    return _once(problem, check_experts, partial(check_experts, problem.description, members), members)
+    check = partial(check_experts, problem.description, members, ours=problem.is_ours)
+    return _once(problem, check_experts, check, members)
 
 
 def refusal_of_pieces(problem: Problem, ranks: int) -> str:
