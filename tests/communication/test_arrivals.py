@@ -51,6 +51,11 @@ class Gpu:
         monkeypatch.setattr(arrivals, "_mapped", self.mapped)
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
 
+    @property
+    def each(self) -> int:
+        """Operations of one mark."""
+        return 2 if self.pinned_elsewhere else 1
+
     def pinned(self, count: int) -> Any:
         self.allocations += 1
         host = torch.zeros(count, dtype=torch.int64)
@@ -89,12 +94,11 @@ def answers(*marks: Callable[[], bool]) -> list[bool]:
 
 
 def test_marks_of_a_stream_are_passed_in_their_order(gpu: Gpu) -> None:
-    found = Arrivals(DEVICE)
-    each = len(gpu.streams[0])  # what it was given at the start
-    assert each == (2 if gpu.pinned_elsewhere else 1)
+    found, each = Arrivals(DEVICE), gpu.each
+    assert len(gpu.streams[0]) == STREAMS * each, "every place, so that no kernel is loaded later"
     first, second = found.mark(), found.mark()
     assert answers(first, second) == [False, False]
-    gpu.run(0, each)
+    gpu.run(0, STREAMS * each)
     assert answers(first, second) == [False, False]
     gpu.run(0, each)
     assert answers(first, second) == [True, False]
@@ -104,8 +108,8 @@ def test_marks_of_a_stream_are_passed_in_their_order(gpu: Gpu) -> None:
 
 def test_a_stream_says_nothing_of_another(gpu: Gpu) -> None:
     """Whatever order they come in, and however often they take turns."""
-    found = Arrivals(DEVICE)
-    gpu.run(0, each := len(gpu.streams[0]))
+    found, each = Arrivals(DEVICE), gpu.each
+    gpu.run(0, STREAMS * each)
     marks = []
     for stream in (7, 0, 7, 0):
         gpu.current = stream
