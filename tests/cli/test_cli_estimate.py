@@ -124,8 +124,10 @@ def test_exit_codes_tell_the_verdict(capsys) -> None:
     assert json.loads(printed(capsys, *run, "--gpu-memory", "40GiB", code=1))["verdict"] == "does not fit"
     assert json.loads(printed(capsys, *run, "--hardware", "B200"))["verdict"] == "fits"
     most = max(device["process"]["most"] for device in json.loads(printed(capsys, *run))["devices"])
-    risky = json.loads(printed(capsys, *run, "--gpu-memory", f"{most - 2**20}B"))
+    card = ("--gpu-memory", f"{most - 2**20}B")
+    risky = json.loads(printed(capsys, *run, *card))
     assert risky["verdict"] == "at risk" and risky["fits"] is False
+    assert json.loads(printed(capsys, *run, *card, "--strict", code=1)) == risky
 
 
 def test_it_says_what_is_in_the_way(capsys) -> None:

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     card.add_argument(
         "--hardware", metavar="NAME|FILE.toml", help="A100-40G, A100-80G, H100-80G, H200, B200, or a measured file"
     )
+    card.add_argument("--strict", action="store_true", help="exit with 1 if it is at risk, too")
     parser.add_argument(
         "--compare-to-paper", action="store_true", help="also print the estimate by the formula of arXiv 2411.06465"
     )
@@ -55,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "schedule; the memory of the driver, communicators and the allocator is a range.\n\n"
         "fits: even at the upper end of that range. does not fit: not even at the lower end. at risk:\n"
         "between them.\n\n"
-        "exit codes: 0 it fits, is at risk, or no GPU is given; 1 it does not fit; 2 the input is wrong"
+        "exit codes: 0 it fits, is at risk, or no GPU is given; 1 it does not fit, or with --strict is at risk;\n"
+        "2 the input is wrong"
     )
 
 
@@ -177,7 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(estimate_report.text(description, found, paper))
         if arguments.output is not None:
             say(f"wrote {arguments.output}")
-    return 1 if found.verdict == "does not fit" else 0
+    bad = ("does not fit", "at risk") if arguments.strict else ("does not fit",)
+    return 1 if found.verdict in bad else 0
 
 
 def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
