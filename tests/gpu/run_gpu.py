@@ -39,6 +39,14 @@ def main() -> int:
         return 0
     from gpu_cases import CASES
 
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     chosen = {name: CASES[name] for name in arguments.case or CASES}
     begun = time.perf_counter()
     together = results_together(chosen)
@@ -56,15 +64,7 @@ def main() -> int:
             failed.append(name)
         seconds = time.perf_counter() - begun
         print(f"{'FAILED' if name in failed else 'passed'}  {name}  ({seconds:.1f} s)  {figures[name]}", flush=True)
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": machine, "cases": figures}, indent=1) + "\n")
+        arguments.output.write_text(json.dumps({"machine": machine, "cases": figures}, indent=1) + "\n")
     print(f"{len(figures) - len(failed)} of {len(figures)} passed; figures in {arguments.output}")
     kernels = 0 if arguments.case else test_kernels()
     return 1 if failed or kernels else 0
