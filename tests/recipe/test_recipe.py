@@ -131,11 +131,3 @@ def test_what_cannot_run_is_refused_by_a_run(given: dict[str, Any], says: str) -
 def test_an_unknown_option_is_told_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match="unknown argument 'microbatch', did you mean 'microbatches'"):
         Recipe.of(microbatch=2)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("given", "devices", "mode"), [("balanced", 1, "first-last"), ("vocab-2", 1, "vocab-2"), ("balanced", 2, "vocab-2")]
-)
-def test_balanced(given: str, devices: int, mode: str) -> None:
-    """One device has nothing to share, and vocab-2 keeps a second microbatch's activations."""
-    assert Recipe.of(pp=devices, vocabulary=given).vocabulary == mode

@@ -76,8 +76,7 @@ class Recipe:
     """Options of a named schedule, if it has them: `stages_per_device`, `group_size`, `memory_limit`; for a class of
     torch, `stages_per_device`. As given, a mapping."""
     vocabulary: str = "balanced"
-    """"balanced" (= "vocab-2", one barrier; on one device "first-last", which does the same with the activations of one
-    microbatch less), "vocab-1", "interlaced", "redistribute" or "first-last"."""
+    """"balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last"."""
     layers_per_stage: tuple[int, ...] | None = None
     """First stage to last. None: an even split, or by cost with "redistribute"."""
     checkpointing: str | tuple[str, ...] = "none"
@@ -124,8 +123,7 @@ class Recipe:
             self._put("layers_per_stage", tuple(split))
         if isinstance(self.checkpointing, list):
             self._put("checkpointing", tuple(self.checkpointing))
-        alone = self.vocabulary == "balanced" and self.devices == 1
-        self._put("vocabulary", "first-last" if alone else vocabulary_mode(self.vocabulary))
+        self._put("vocabulary", vocabulary_mode(self.vocabulary))
         if self.communicators not in SHARING:
             raise InputError(f"communicators: {self.communicators!r}, expected one of {', '.join(SHARING)}")
         schedule, microbatches, options = read_schedule(

@@ -94,8 +94,7 @@ class Pipeline(SpreadModel):
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
             of torch; default: "1f1b".
         schedule_options: options of a named schedule: `stages_per_device`, `group_size`, `memory_limit`.
-        vocabulary: "balanced" (the default: "vocab-2", with one device "first-last"), "vocab-1", "interlaced",
-            "redistribute" or "first-last".
+        vocabulary: "balanced" (= "vocab-2"; the default), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
         replicas: number of pipelines side by side, each with the whole model and its own data: the size of `dp`;
             default: that of the mesh, else one.

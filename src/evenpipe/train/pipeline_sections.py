@@ -72,7 +72,7 @@ class PipelineConfig(Section):
     """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one). Default: FLOPs."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
-    vocab-2, and with one device first-last."""
+    vocab-2."""
     microbatches: int | None = None
     """Microbatches per step in each pipeline. Default: 4 per device, or the number in the CSV file."""
     slices: int | Literal["auto"] = 1
