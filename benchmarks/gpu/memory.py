@@ -57,7 +57,6 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"pp": 2, "dp": 2, "ep": 2},
 }
 """Options of `Recipe.of`."""
-NAMES = {"dp": "replicas", "tp": "tensor_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +98,11 @@ def run_all(model: Model, cases: list[dict[str, Any]]) -> list[tuple[int, int, i
 def run(model: Model, options: dict[str, Any]) -> tuple[int, int, int]:
     """In every process: its device, and most bytes that the allocator has given out and has reserved."""
     worker = initialise_worker()
-    how = {NAMES.get(name, name): value for name, value in options.items() if name != "pp"}
     pipeline = Pipeline(
         model.config("ep" in options),
-        microbatches=MICROBATCHES,
+        recipe=recipe_of(model, options),
         compute_dtype=torch.bfloat16,
         self_check=False,
-        **how,
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
     on_gpu = worker.torch_device.type == "cuda"
@@ -121,6 +118,11 @@ def run(model: Model, options: dict[str, Any]) -> tuple[int, int, int]:
     if not on_gpu:
         return pipeline.device, 0, 0
     return pipeline.device, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def recipe_of(model: Model, options: dict[str, Any]) -> Recipe:
+    """The same for the run and the estimate."""
+    return Recipe.of(microbatches=MICROBATCHES, sequence_length=model.tokens, **options)
 
 
 def ids_of(model: Model, seed: int) -> Tensor:
@@ -146,8 +148,7 @@ def measure(names: list[str], model: Model, torch_device: str) -> list[dict[str,
 
 def compare(model: Model, options: dict[str, Any], found: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, int]]:
     """Every device, measured and estimated."""
-    recipe = Recipe.of(microbatches=MICROBATCHES, sequence_length=model.tokens, **options)
-    for one in estimate(describe(model.config("ep" in options)), recipe).devices:
+    for one in estimate(describe(model.config("ep" in options)), recipe_of(model, options)).devices:
         yield {
             "device": one.device,
             "allocated": max(allocated for device, allocated, _ in found if device == one.device),

@@ -5,7 +5,7 @@
 
 For hidden sizes and tokens of a microbatch: products of attention (h x h), of the MLP (h x 3.5 h, and back), and of a
 shard of the output layer (h x 32 064), each as F computes it, as I does (for its input) and as W does (for its weight),
-in bf16. Then products of experts, one group of rows for each: of 8 to 64 experts with 64 to 2 048 rows each.
+in bf16. Then products of experts, one group of rows for each: of 8, 16 and 32 experts with 64 to 2 048 rows each.
 
     TFLOP/s     median of runs that take turns
     share       of the peak of the data sheet

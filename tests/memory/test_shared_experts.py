@@ -141,7 +141,7 @@ def test_a_skew_costs_activations() -> None:
         ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5, expected a number of at least 1"),
         (
             {"family": "llama", "dp": 2, "ep": 2},
-            "expert_parallel: 2, expected 1, since Llama",
+            "expert_parallel: 2, expected 1, since LlamaForCausalLM has no experts",
         ),
         ({"dp": 8, "ep": 8}, "expert_parallel: 8, expected at most 4, the number of experts in"),
     ],
