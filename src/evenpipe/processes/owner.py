@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 
 from evenpipe.given import plain_lines
@@ -29,7 +30,9 @@ class Owner:
         self._agent = os.getppid()
 
     def take_over(self) -> None:
-        """Let Ctrl-C end this process at once: Python's own handler is blocked during a gloo wait."""
+        """Let Ctrl-C end this process at once: Python's own handler is blocked during a gloo wait. Say nothing of what
+        torch warns of where the first operation of a backward on a GPU, which has its own thread, is a product."""
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

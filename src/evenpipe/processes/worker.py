@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -392,8 +391,6 @@ def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
         raise InputError(f"torch_device: {wanted!r}, but this process sees {count} GPUs")
     torch.cuda.set_device(device)
     torch.cuda.synchronize(device)  # the driver opens the device now, not at the first operation
-    # torch warns if the first operation of a backward, which has a thread of its own, is a product. It is harmless.
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
     return device, str(torch.cuda.get_device_properties(device).uuid)
 
 
