@@ -1,12 +1,17 @@
 """Are plans as fast, one beside the other, as the planner says?
 
-    python benchmarks/planned.py [--tokens 256] [--turns 4] [--output FILE.json]
+    python benchmarks/planned.py [--plans devices] [--tokens 256] [--turns 4] [--output FILE.json]
 
-`evenpipe profile --hardware` measures this machine, and for each of some choices the planner's best plan for two
-processes is taken. Then, in turns, passes are measured, as `evenpipe profile CONFIG.toml --hardware` does, and some
-steps of each plan run, the same data for all: a machine that others share changes its speed from one minute to the
-next. Printed are medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 %
-and that are measured the other way round.
+`evenpipe profile --hardware` measures this machine, and for each of some choices the planner's best plan is taken:
+
+    devices     schedules and vocabulary modes of two devices
+    axes        a Llama on two devices of two processes: replicas, tensor ranks, context ranks, slices
+    experts     a mixture of experts on two devices of two replicas, which share their experts or not
+
+Then, in turns, passes of two devices are measured, as `evenpipe profile CONFIG.toml --hardware` does, and some steps of
+each plan run, with sums over replicas and the optimizer: a machine that others share changes its speed from one minute
+to the next. Printed are medians and the planner's times, and the pairs of plans whose predicted times differ by more
+than 5 % and that are measured the other way round.
 """
 
 from __future__ import annotations
@@ -23,50 +28,90 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
+import torch
 import torch.distributed as dist
-from common import configuration, llama, option, token_ids
+from common import configuration, option, token_ids
 
 from evenpipe import Pipeline, initialise_worker, launch
+from evenpipe.costs.measured_passes import MeasuredPasses
 from evenpipe.model import describe
-from evenpipe.plan.configuration import Configuration
+from evenpipe.plan.configuration import LEAST, Configuration
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import timed
 from evenpipe.plan.problem import problem_of
 from evenpipe.plan.space import Space
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.hardware_profile import (
     MEASURED_AS,
-    MICROBATCH_SIZES,
     passes_from,
     pipelines_to_measure,
     profile_hardware,
 )
+from evenpipe.train.input_sections import ModelConfig
+from evenpipe.train.planned_config import configured_model
 from evenpipe.train.profile import measure_pipeline, profile_of
 
-ONE: dict[str, Any] = {"tp": (1,), "cp": (1,), "zero": (0,), "pp": (2,)}
+
+def choice(schedule: str = "1f1b", vocabulary: str = "vocab-2", size: int = 1, **more: Any) -> Space:
+    """Two devices with one schedule, mode and microbatch size; axes that are not given are 1."""
+    axes = {axis: (more.pop(axis, 1),) for axis in AXES if axis != "pp"}
+    return Space(
+        **axes,
+        pp=(2,),
+        zero=(0,),
+        schedules=(schedule,),
+        vocabularies=(vocabulary,),
+        microbatch_sizes=(size,),
+        checkpointing=(more.pop("checkpointing", LEAST),),
+        slices=(more.pop("slices", 1),),
+    )
+
+
 CHOICES = {
-    "balanced": Space(**ONE, schedules=("1f1b",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
-    "first-last": Space(**ONE, schedules=("1f1b",), vocabularies=("first-last",), microbatch_sizes=(1,)),
-    "redistribute": Space(**ONE, schedules=("1f1b",), vocabularies=("redistribute",), microbatch_sizes=(1,)),
-    "recomputed": Space(
-        **ONE, schedules=("1f1b",), vocabularies=("first-last",), microbatch_sizes=(1,), checkpointing=("full",)
-    ),
-    "zero bubble": Space(**ONE, schedules=("zb-h1",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
-    "two stages": Space(**ONE, schedules=("zbv",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
-    "large microbatches": Space(**ONE, schedules=("1f1b",), vocabularies=("vocab-2",), microbatch_sizes=(4,)),
+    "devices": {
+        "balanced": choice(),
+        "first-last": choice("1f1b", "first-last"),
+        "redistribute": choice("1f1b", "redistribute"),
+        "recomputed": choice("1f1b", "first-last", checkpointing="full"),
+        "zero bubble": choice("zb-h1"),
+        "two stages": choice("zbv"),
+        "large microbatches": choice(size=4),
+    },
+    "axes": {
+        "replicas": choice(dp=2),
+        "replicas, whole": choice("1f1b", "first-last", dp=2),
+        "tensor ranks": choice(tp=2),
+        "context ranks": choice(cp=2),
+        "context and slices": choice(cp=2, slices=2),
+    },
+    "experts": {
+        "replicas": choice(dp=2),
+        "shared": choice(dp=2, ep=2),
+        "shared, whole": choice("1f1b", "first-last", dp=2, ep=2),
+        "shared, recomputed": choice(dp=2, ep=2, checkpointing="full"),
+        "shared, zero bubble": choice("zb-h1", dp=2, ep=2),
+    },
 }
-"""Name -> what the search may choose: one plan each."""
+"""Set -> name -> what the search may choose: one plan each."""
+DEVICES = 2
+PROCESSES = {"devices": 2, "axes": 4, "experts": 4}
+"""What the plans of a set are for."""
 APART = 0.05
 """Plans whose predicted times differ by more must be measured in the same order."""
+PARTS = ("pipeline_seconds", "end_seconds", "seconds")
+"""Of a step: passes with the sums over replicas beside them, the rest of these sums and the optimizer, and all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(common.Settings):
     """What is measured."""
 
+    processes: int = option(DEVICES, "of a pipeline whose passes are measured")
     tokens: int = option(256, "of a sequence")
     vocabulary: int = option(16384, "rows of embedding and output layer")
+    experts: int = option(16, "of a layer of the mixture, four for each token")
     sequences: int = option(8, "of a step")
     turns: int = option(4, "of passes and of all plans, one after the other")
     profiled_steps: int = option(2, "that passes are taken from, for every form of backward, in each turn")
@@ -75,87 +120,147 @@ class Settings(common.Settings):
     warm_up: int = option(1, "steps of a turn that do not count: memory that another plan gave back is new to them")
 
 
-def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, Any]:
-    """On every process: passes, and seconds of the steps of all plans, in turn."""
+def base_of(settings: Settings, plans: str) -> Config:
+    """Training of the model of a set."""
+    base = configuration(settings, settings.vocabulary)
+    if plans != "experts":
+        return base
+    heads, width = settings.hidden_size // 64, settings.hidden_size
+    mixture = {
+        "vocab_size": settings.vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_experts": settings.experts,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": width,
+        "tie_word_embeddings": False,
+    }
+    return replace(base, model=ModelConfig(architecture="qwen3_moe", config=mixture, self_check=False))
+
+
+Profiles = dict[int, dict[str, tuple[Config, list[dict[str, Any]]]]]
+"""By microbatch size and name of `pipelines_to_measure`."""
+
+
+def measure_passes(settings: Settings, base: Config, sizes: list[int]) -> Profiles:
+    """On both processes of a pipeline: its passes."""
     device = initialise_worker().torch_device
-    measured = []
-    found: dict[int, dict[str, tuple[Config, list[dict[str, Any]]]]] = {}
-    for size in MICROBATCH_SIZES:
-        pipelines = pipelines_to_measure(configuration(settings, settings.vocabulary), settings.processes, size)
-        found[size] = {name: (one, []) for name, one in pipelines.items()}
-        for name, one in pipelines.items():
+    found: Profiles = {}
+    for size in sizes:
+        for name, one in pipelines_to_measure(base, settings.processes, size).items():
             pipeline = build_pipeline(one, settings.vocabulary, 0, device, self_check=False)
-            measured.append((name, one, pipeline, found[size][name][1]))
-    config = llama(settings, settings.vocabulary)
-    arms = {name: Pipeline(config, recipe=plan.recipe, self_check=False) for name, plan in plans.items()}
-    ids = token_ids(settings, settings.vocabulary, settings.sequences)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    gc.collect()
-    gc.freeze()
-    for _ in range(settings.turns):
-        for name, one, pipeline, profiles in measured:
             steps = settings.profiled_steps, settings.profiled_warm_up
-            profiles.append(measure_pipeline(pipeline, one, *steps, MEASURED_AS[name]))
-        for name, arm in arms.items():
-            for step in range(settings.warm_up + settings.repetitions):
-                arm.zero_grad()
-                dist.barrier()
-                started = time.perf_counter()
-                arm.step(ids)
-                dist.barrier()
-                if step >= settings.warm_up:
-                    seconds[name].append(time.perf_counter() - started)
-    return {"seconds": seconds, "profiles": found}
+            profiles = [measure_pipeline(pipeline, one, *steps, MEASURED_AS[name])]
+            found.setdefault(size, {})[name] = one, profiles
+            pipeline.close()
+    return found
+
+
+def measure_steps(
+    settings: Settings, base: Config, plans: dict[str, Configuration]
+) -> dict[str, list[tuple[float, float]]]:
+    """On every process: seconds of passes and of the rest of some steps of each plan."""
+    initialise_worker()
+    model, seconds = configured_model(base), {}
+    for name, plan in plans.items():
+        pipeline = Pipeline(model, recipe=plan.recipe, self_check=False)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-5, fused=True)
+        ids = token_ids(settings, settings.vocabulary, settings.sequences // plan.recipe.parallelism.dp)
+        gc.collect()
+        steps = []
+        for _ in range(settings.warm_up + settings.repetitions):
+            pipeline.zero_grad()
+            dist.barrier()
+            started = time.perf_counter()
+            pipeline.step(ids)
+            stepped = time.perf_counter()
+            optimizer.step()
+            dist.barrier()
+            steps.append((stepped - started, time.perf_counter() - stepped))
+        seconds[name] = steps[settings.warm_up :]
+        pipeline.close()
+    return seconds
+
+
+def measure(
+    settings: Settings, base: Config, plans: dict[str, Configuration], processes: int
+) -> tuple[list[MeasuredPasses], dict[str, list[tuple[float, float]]]]:
+    """Return passes, and by plan the seconds of each step: until its slowest process has run its passes, and after."""
+    sizes = sorted({plan.recipe.batch.microbatch_size for plan in plans.values()})
+    found: Profiles = {}
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
+    for _ in range(settings.turns):
+        profiled = launch(measure_passes, settings, base, sizes, processes=settings.processes, torch_device="cpu")[0]
+        for size, of_size in profiled.items():
+            for name, (one, profiles) in of_size.items():
+                found.setdefault(size, {}).setdefault(name, (one, []))[1].extend(profiles)
+        taken = launch(measure_steps, settings, base, plans, processes=processes, torch_device="cpu")
+        for name, of_plan in steps.items():
+            for of_processes in zip(*(one[name] for one in taken), strict=True):
+                stepped = max(one for one, _ in of_processes)
+                of_plan.append((stepped, max(map(sum, of_processes)) - stepped))
+    passes = [
+        passes_from(
+            {name: profile_of(profiles) for name, (_, profiles) in of_size.items()}, of_size["sharded"][0], "cpu"
+        )
+        for of_size in found.values()
+    ]
+    return passes, steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", choices=CHOICES, default="devices")
     common.add_arguments(parser, Settings)
     given = parser.parse_args()
-    settings = common.settings_of(given, Settings)
-    hardware = profile_hardware(settings.processes)
-    results = common.Results(settings, given.output, hardware=hardware.to_dict())
+    settings, processes = common.settings_of(given, Settings), PROCESSES[given.plans]
+    base = base_of(settings, given.plans)
+    hardware = profile_hardware(processes)
+    results = common.Results(settings, given.output, plans=given.plans, hardware=hardware.to_dict())
     problem = problem_of(
-        describe(llama(settings, settings.vocabulary)),
+        describe(configured_model(base)),
         hardware,
-        gpus=settings.processes,
+        gpus=processes,
         sequence=settings.tokens,
         sequences_per_step=settings.sequences,
         dtype="fp32",
     )
     plans = {}
-    for name, space in CHOICES.items():
+    for name, space in CHOICES[given.plans].items():
         found = search_configurations(problem, space, wanted=1, workers=1)
         assert found.best is not None, f"{name}: nothing fits"
-        plans[name] = found.best
-    configurations = {name: plan.configuration for name, plan in plans.items()}
-    measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
-    passes = [
-        passes_from({name: profile_of(profiles) for name, (_, profiles) in found.items()}, found["sharded"][0], "cpu")
-        for found in measured[0]["profiles"].values()
-    ]
+        plans[name] = found.best.configuration
+    passes, steps = measure(settings, base, plans, processes)
     problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})
-    print(f"{'plan':<20}{'predicted':>11}{'measured':>10}{'error':>9}")
+    print(f"{'plan':<20}{'configuration':<40}{'predicted':>11}{'measured':>11}{'error':>9}{'passes':>9}{'rest':>9}")
     for name, plan in plans.items():
-        steps = [max(step) for step in zip(*(one["seconds"][name] for one in measured), strict=True)]
-        seconds = statistics.median(steps)
-        predicted = timed(problem, plan.configuration).pipeline_seconds
+        taken = [(*step, sum(step)) for step in steps[name]]
+        measured = dict(zip(PARTS, map(statistics.median, zip(*taken, strict=True)), strict=True))
+        evaluation = timed(problem, plan)
+        predicted = {part: getattr(evaluation, part) for part in PARTS}
         results.add(
             {
                 "plan": name,
-                "configuration": plan.configuration.name,
-                "predicted_seconds": predicted,
-                "step_seconds": seconds,
-                "steps": steps,
+                "configuration": plan.name,
+                "predicted": predicted,
+                "measured": measured,
+                "steps": taken,
             }
         )
-        error = predicted / seconds - 1
-        print(f"{name:<20}{predicted:>9.3f} s{seconds:>8.3f} s{100 * error:>7.1f} %")
+        errors = [f"{100 * (predicted[part] / measured[part] - 1):.1f} %" for part in ("seconds", "pipeline_seconds")]
+        rest = f"{predicted['end_seconds'] - measured['end_seconds']:+.3f} s"
+        print(
+            f"{name:<20}{plan.name:<40}{predicted['seconds']:>9.3f} s{measured['seconds']:>9.3f} s"
+            f"{errors[0]:>9}{errors[1]:>9}{rest:>9}"
+        )
     wrong = [
         f"{one['plan']} and {other['plan']}"
         for one, other in combinations(results.cases, 2)
-        if abs(one["predicted_seconds"] / other["predicted_seconds"] - 1) > APART
-        and (one["predicted_seconds"] < other["predicted_seconds"]) != (one["step_seconds"] < other["step_seconds"])
+        if abs(one["predicted"]["seconds"] / other["predicted"]["seconds"] - 1) > APART
+        and (one["predicted"]["seconds"] < other["predicted"]["seconds"])
+        != (one["measured"]["seconds"] < other["measured"]["seconds"])
     ]
     print(f"measured the other way round: {', '.join(wrong) or 'none'}")
 

@@ -92,12 +92,22 @@ def test_wrong_files_are_one_sentence(text: str, tmp_path: Path) -> None:
         ("memory_bytes", 0, "memory_bytes is 0, expected a number above 0"),
         ("product_fraction", 1.2, "product_fraction is 1.2"),
         ("contention", 0.5, "contention is 0.5"),
+        ("cores", -1, "cores is -1, expected a whole number of at least 0"),
         ("peak_flops", {"fp7": 1e12}, r"peak_flops.fp7 is 1000000000000.0, expected FLOPs per second of bf16"),
     ],
 )
 def test_wrong_figures_are_refused(field: str, value: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
         replace(KNOWN["H200"], **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("cores", "slower"),
+    [(0, [1, 1.5, 2, 2.5]), (1, [1, 1.5, 2, 2.5]), (2, [1, 1, 1.75, 2.5]), (3, [1, 1, 1, 2.5]), (4, [1, 1.5, 2, 2.5])],
+)
+def test_devices_slow_each_other_from_the_first_or_from_the_last_core_on(cores: int, slower: list[float]) -> None:
+    machine = replace(KNOWN["H200"], devices_per_node=4, contention=2.5, cores=cores)
+    assert [machine.slower(devices) for devices in (1, 2, 3, 4)] == pytest.approx(slower)
 
 
 def test_unknown_names_get_the_nearest_one() -> None:

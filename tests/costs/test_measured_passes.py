@@ -249,6 +249,21 @@ def test_contention_is_that_of_the_passes() -> None:
     assert problem(measured(1, contention=1.3)).contention(recipe(1, 8)) == pytest.approx(1.3)
 
 
+def test_replicas_on_one_machine_wait_for_its_cores() -> None:
+    """Two devices were measured, with contention 1.1. With a replica beside them there are four processes on two cores,
+    which products alone showed to be 2.4 times slower. Times are those while one device of both replicas computes."""
+    machine = replace(HARDWARE, devices_per_node=4, contention=2.4, cores=2)
+    given = replace(problem(measured(1, devices=2, contention=1.1)), hardware=machine)
+    given = replace(
+        given, hardware=replace(machine, passes=(measured(1, devices=2, contention=1.1),)), gpus=4, known={}
+    )
+    alone, both = Recipe.of(pp=2, microbatches=8), Recipe.of(pp=2, dp=2, microbatches=8)
+    assert given.contention(alone) == pytest.approx(1.1)
+    assert given.contention(both) == pytest.approx(2.4)
+    times = [layer_times(given, one)[0].forward for one in (alone, both)]
+    assert times[1] == pytest.approx(1.1 * times[0], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("passes", "changes"),
     [

@@ -73,6 +73,8 @@ class Hardware:
     """Multiprocessors, which a wave of tiles fills; 1: products have no waves."""
     contention: float = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
+    cores: int = 0
+    """Processor cores that the processes of a host share; 0: no more devices compute at once than it has."""
     context_bytes: int = 0
     """Bytes that a process takes besides its tensors: the driver's context with the loaded kernels. 0: not measured."""
     passes: tuple[MeasuredPasses, ...] = ()
@@ -95,10 +97,10 @@ class Hardware:
         for name in ("product_fraction", "attention_fraction"):
             if getattr(self, name) > 1:
                 raise InputError(f"hardware: {name} is {getattr(self, name)}, expected a number above 0, at most 1")
-        if not isinstance(self.context_bytes, int) or self.context_bytes < 0:
-            raise InputError(
-                f"hardware: context_bytes is {shown(self.context_bytes)}, expected a whole number of at least 0"
-            )
+        for name in ("context_bytes", "cores"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise InputError(f"hardware: {name} is {shown(value)}, expected a whole number of at least 0")
         if self.contention < 1:
             raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
 
@@ -128,6 +130,12 @@ class Hardware:
     def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
         """Return the time of operations that read and write `size` bytes in total."""
         return size / self.memory_bandwidth + operations * self.operation_seconds
+
+    def slower(self, devices: int) -> float:
+        """Return the slowdown of compute while so many devices of a node compute, relative to one: in proportion to
+        those beyond the first, or beyond the cores, up to `contention`."""
+        free = self.cores if 0 < self.cores < self.devices_per_node else 1
+        return 1 + (self.contention - 1) * max(0, devices - free) / max(1, self.devices_per_node - free)
 
     def slowed(self, factor: float) -> Hardware:
         """Return the same hardware with slower compute and memory."""

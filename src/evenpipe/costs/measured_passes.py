@@ -179,10 +179,12 @@ class Correction:
     stage: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a pass besides its layers, by the names in `PASSES`."""
     contention: float | None = None
-    """Factor while all devices of a machine compute, relative to one device; None: that of the hardware."""
+    """Factor while all measured devices compute, relative to one of them; None: that of the hardware."""
     tensor_parallel: int = 1
     """Tensor ranks of the measured devices. From 2 on, factors are for passes with the exchange of these ranks;
     otherwise for computation alone."""
+    processes: int | None = None
+    """Tensor ranks of all measured devices together; None: the contention is that of the hardware."""
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
@@ -210,7 +212,8 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
         if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
     }
     stage = {name: measured.seconds[other] for name, other in STAGE.items() if other in measured.seconds}
-    return Correction(factors, stage, measured.contention, measured.tensor_parallel)
+    processes = measured.devices * measured.tensor_parallel
+    return Correction(factors, stage, measured.contention, measured.tensor_parallel, processes)
 
 
 def between(corrections: Mapping[int, Correction], size: int) -> Correction:
@@ -229,4 +232,4 @@ def between(corrections: Mapping[int, Correction], size: int) -> Correction:
     factors = {name: mean(one[name], other[name]) for name in one.factors.keys() & other.factors.keys()}
     stage = {name: mean(one.stage[name], other.stage[name]) for name in one.stage.keys() & other.stage.keys()}
     assert one.contention is not None and other.contention is not None
-    return Correction(factors, stage, mean(one.contention, other.contention), one.tensor_parallel)
+    return replace(one, factors=factors, stage=stage, contention=mean(one.contention, other.contention))

@@ -154,10 +154,17 @@ class Problem:
 
     def _slower(self, computing: int, correction: Correction) -> float:
         """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many
-        tensor ranks as were measured: in proportion to that of a whole node."""
-        most = self.hardware.contention if correction.contention is None else correction.contention
-        alone, node = correction.tensor_parallel, self.hardware.devices_per_node
-        return 1 + (most - 1) * max(0, min(computing, node) - alone) / max(1, node - alone)
+        tensor ranks as were measured: that of the hardware, and in proportion what measured passes differ from it."""
+        node, alone, most = self.hardware.devices_per_node, correction.tensor_parallel, correction.contention
+        computing = min(computing, node)
+        if computing <= alone:
+            return 1.0
+        slower = self.hardware.slower(computing) / self.hardware.slower(alone)
+        if most is None or correction.processes in (None, alone):
+            return slower
+        expected = self.hardware.slower(correction.processes) / self.hardware.slower(alone)
+        share = (min(computing, correction.processes) - alone) / (correction.processes - alone)
+        return slower * (1 + (most / expected - 1) * share)
 
     # --- measured passes of this model ---------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class Problem:
 
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
-        alone = replace(self.hardware, passes=(), contention=1.0)  # as the measured devices were
+        alone = replace(self.hardware, passes=(), contention=1.0, cores=0)  # as the measured devices were
         uncorrected = replace(self, hardware=alone, known={})
         split = even_split(self.layers, devices)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,7 @@ from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_o
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
+from evenpipe.plan.configuration_search import cores
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import Worker, initialise_worker
 from evenpipe.schedule import even_split
@@ -48,6 +50,8 @@ SECONDS = 0.15
 """Approximate seconds per measurement."""
 MICROBATCH_SIZES = (1, 4)
 """Sequences per microbatch in measured passes of a model."""
+WHILE = 1.0
+"""Seconds in which all processes compute at once."""
 ROUNDS = 5
 """Rounds per measurement. The fastest counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
@@ -104,6 +108,7 @@ def profile_hardware(
         across=wire,
         host_bandwidth=found["host"],
         contention=max(1.0, found["contention"]),
+        cores=cores() if device == "cpu" else 0,
         context_bytes=found["context_bytes"],
         passes=passes,
     )
@@ -167,7 +172,7 @@ def measure() -> dict[str, Any]:
     _all(worker)
     dtype = next(iter(DTYPES[kind].values()))
     large = SIZES[kind][-2]
-    shared = _seconds(_product(large, dtype, device))
+    shared = _seconds_at_length(_product(large, dtype, device), device)
     _all(worker)
     hop = _hop(worker)
     if worker.rank:
@@ -240,6 +245,18 @@ def _attention(device: torch.device) -> float:
 def _seconds(work: Callable[[], Any]) -> float:
     """Return the seconds of one call, from so many that they take about `SECONDS`."""
     return _fastest(work, max(1, int(SECONDS / ROUNDS / max(1e-7, _fastest(work, 1)))))
+
+
+def _seconds_at_length(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call on average over a while that is the same for all processes: those that share a
+    core take turns, and the fastest call had the core to itself."""
+    calls, started = 0, time.perf_counter()
+    while (taken := time.perf_counter() - started) < WHILE:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        calls += 1
+    return taken / calls
 
 
 def _fastest(work: Callable[[], Any], calls: int) -> float:
