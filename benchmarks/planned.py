@@ -40,7 +40,6 @@ from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import timed
 from evenpipe.plan.problem import problem_of
 from evenpipe.plan.space import Space
-from evenpipe.recipe.parallelism import AXES
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.hardware_profile import (
@@ -54,18 +53,31 @@ from evenpipe.train.planned_config import configured_model
 from evenpipe.train.profile import measure_pipeline, profile_of
 
 
-def choice(schedule: str = "1f1b", vocabulary: str = "vocab-2", size: int = 1, **more: Any) -> Space:
-    """Two devices with one schedule, mode and microbatch size; axes that are not given are 1."""
-    axes = {axis: (more.pop(axis, 1),) for axis in AXES if axis != "pp"}
+def choice(
+    schedule: str = "1f1b",
+    vocabulary: str = "vocab-2",
+    *,
+    size: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    slices: int = 1,
+    checkpointing: str = LEAST,
+) -> Space:
+    """Two devices with one schedule, mode and microbatch size, and one size of each other axis."""
     return Space(
-        **axes,
         pp=(2,),
+        dp=(dp,),
+        ep=(ep,),
+        tp=(tp,),
+        cp=(cp,),
         zero=(0,),
         schedules=(schedule,),
         vocabularies=(vocabulary,),
         microbatch_sizes=(size,),
-        checkpointing=(more.pop("checkpointing", LEAST),),
-        slices=(more.pop("slices", 1),),
+        slices=(slices,),
+        checkpointing=(checkpointing,),
     )
 
 

@@ -211,7 +211,7 @@ def _read(
         parallel=bool(getattr(config, "use_parallel_residual", one_norm)),
         holds_attention=config.model_type in _HOLDS_ATTENTION,
         scaled_residual=hasattr(config, "residual_multiplier"),
-        dropout=any(isinstance(value, float) and value > 0 and _drops(name) for name, value in vars(config).items()),
+        dropout=has_dropout(config),
     )
 
 
@@ -260,6 +260,11 @@ def _mlp(config: Any, mlp: nn.Module) -> MlpShape:
         packed_gate=packed,
         bias=_one_of(mlp, _UP + _PACKED_GATE).bias is not None,
     )
+
+
+def has_dropout(config: Any) -> bool:
+    """Return whether layers of such a model use dropout in training."""
+    return any(isinstance(value, float) and value > 0 and _drops(name) for name, value in vars(config).items())
 
 
 def _drops(name: str) -> bool:

@@ -22,7 +22,6 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.experts.load import Load
 from evenpipe.model import (
-    Description,
     disk_tensors,
     save_tensors,
     write_folder_metadata,
@@ -32,9 +31,6 @@ from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.grid import COPIES, Grid
-from evenpipe.parallel.groups import Groups
-from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
-from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     check_kinds,
@@ -43,30 +39,21 @@ from evenpipe.runtime.arguments import (
 )
 from evenpipe.runtime.device import HeldModel
 from evenpipe.runtime.pieces import Cutter
-from evenpipe.runtime.result import StepResult, html_table
-from evenpipe.runtime.trace import gather_trace
+from evenpipe.runtime.result import html_table
+from evenpipe.runtime.scheduled_model import ScheduledModel
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Order, Program, Timeline, time_order, vocabulary_mode
-from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
 
 logger = logging.getLogger(__name__)
 
 
-class SpreadModel:
+class SpreadModel(ScheduledModel):
     """A model of which every process holds a part."""
 
-    description: Description
-    recipe: Recipe
-    layout: Layout
     microbatches: int
-    torch_device: torch.device
-    """Device on which this process computes."""
     device: int
     devices: int
     tensor_rank: int
-    tensor_ranks: int
-    """Processes of a device, which share each of its layers."""
     context_rank: int
     context_ranks: int
     """Processes that share every sequence, each with the same parameters."""
@@ -75,9 +62,7 @@ class SpreadModel:
     expert_rank: int
     expert_ranks: int
     """Neighbouring replicas that share the experts of every layer."""
-    _model_costs: ModelCosts
     _held: HeldModel
-    _groups: Groups
     _walker: Walker
     _pieces: Cutter | None
     _load: Load | None
@@ -184,56 +169,6 @@ class SpreadModel:
             self._walker.counter = counter
 
         return ByteCounter(self._held.tensors(), follow)
-
-    # --- the schedule ----------------------------------------------------------------------------------------
-
-    @property
-    def order(self) -> Order:
-        """The passes of every device in a step, in order, including vocabulary passes."""
-        return self.layout.program.order
-
-    @property
-    def program(self) -> Program:
-        """The passes and transfers that every device executes in a step."""
-        return self.layout.program
-
-    def trace(self, result: StepResult, **about: Any) -> Trace | None:
-        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
-
-        With context ranks, each of them has a trace of its own.
-
-        about: further facts for the reader of the trace. Collective.
-        """
-        if result.record.clock is None:
-            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
-        layout = self.layout
-        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
-        return gather_trace(
-            result.record,
-            layout.program,
-            self._groups.over("pp", "tp"),
-            self.torch_device,
-            costs=layout.costs,
-            about={"vocabulary": layout.mode, **ranks, **about},
-        )
-
-    def predict(self, vocabulary: str | None = None) -> Timeline:
-        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
-
-        The other mode keeps the layers of each stage, unless one of both is "redistribute".
-        """
-        layout = self.layout
-        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
-            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            other = Recipe(
-                parallelism=self.recipe.parallelism,
-                batch=self.recipe.batch,
-                schedule=without_vocabulary(layout.program.order),
-                vocabulary=vocabulary,
-                layers_per_stage=None if cut_anew else layout.layers_per_stage,
-            )
-            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
-        return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     # --- parameters ------------------------------------------------------------------------------------------
 

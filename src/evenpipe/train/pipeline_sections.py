@@ -70,6 +70,11 @@ class PipelineConfig(Section):
     one number, or one per device. Default: the memory of 1f1b."""
     costs: str | None = None
     """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one). Default: FLOPs."""
+    arrange: Literal["measured", "computed"] = "measured"
+    """"measured": a named schedule is arranged anew by the passes of steps 3 to 6, between two steps, if that is
+    predicted to shorten a step by more than 1 % without more activations on a device; again when passes drift. No
+    effect with `costs`, and on models with tied vocabulary matrices or dropout, whose results depend on the order.
+    "computed": it stays as it was at the start."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""

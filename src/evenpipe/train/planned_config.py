@@ -30,7 +30,8 @@ CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 TOKENIZER_ENTRIES = 8192
 
 NOT_PLANNED = (
-    *("compile_layers", "communicators", "tensor_overlap", "nccl_high_priority", "nccl_channels", "timeout_seconds"),
+    *("arrange", "compile_layers", "communicators", "tensor_overlap", "nccl_high_priority", "nccl_channels"),
+    "timeout_seconds",
 )
 """Fields of [pipeline] that a plan does not decide."""
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")

@@ -27,6 +27,7 @@ from evenpipe.processes.stopping import StopRequest
 from evenpipe.processes.worker import initialise_worker
 from evenpipe.runtime.result import StepResult
 from evenpipe.schedule.trace_file import write_trace
+from evenpipe.train.arrangement import Arrangement
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbacks, make_callbacks
 from evenpipe.train.config import Config
@@ -94,6 +95,7 @@ class _Run:
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
+        self._arrangement = Arrangement(self.pipeline, config)
         self.batches: Batches = open_batches(config, self.data, reads=self.feeds)
         self._generation_config = generation_config(config.model)
         self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
@@ -143,6 +145,7 @@ class _Run:
             if decided is not None and decided["for"] == self._time_box:
                 self.progress.steps, self.box_open = decided["steps"], False
         self.started_step = self.progress.step
+        self._arrangement.begin(self.started_step, None if checkpoint is None else checkpoint.extra.get("arrangement"))
         if not self.is_first:
             return
         self.metrics = Metrics(
@@ -192,6 +195,7 @@ class _Run:
             "tokens": progress.tokens,
             "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
+            "arrangement": self._arrangement.state(),
             "config": asdict(self.config),
             "tokenizer": os.path.relpath(
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
@@ -297,9 +301,9 @@ class _Run:
         if self.optimizer is not None:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
-        traced = progress.step + 1 in config.output.trace_steps
+        traced, measured = progress.step + 1 in config.output.trace_steps, self._arrangement.records(progress.step + 1)
         ids, labels, positions = self._given(self.batches.batch, progress.step)
-        result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced)
+        result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced or measured)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
@@ -310,6 +314,10 @@ class _Run:
         progress.tokens += self.batches.tokens_per_batch
         if traced:
             self._write_trace(result)
+        if measured:
+            said = self._arrangement.after(progress.step, result)
+            if said is not None and self.metrics is not None:
+                self.metrics.say(said)
         self._busy_seconds += result.record.busy
         self._last = (result, norm, rate)
         self._pending.append(self._last)

@@ -1,0 +1,119 @@
+"""A model whose devices run a program: its passes, their trace, and another order between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.model.shape import has_dropout
+from evenpipe.parallel.groups import Groups
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.runtime.result import StepResult
+from evenpipe.runtime.trace import gather_trace
+from evenpipe.schedule import Costs, Order, Program, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule.trace import Trace
+
+
+class ScheduledModel:
+    """A model whose devices run the program of a layout."""
+
+    description: Description
+    recipe: Recipe
+    layout: Layout
+    torch_device: torch.device
+    """Device on which this process computes."""
+    tensor_ranks: int
+    """Processes of a device, which share each of its layers."""
+    _model_costs: ModelCosts
+    _groups: Groups
+    _evaluations: dict[int, Program]
+    """By number of sequences."""
+
+    @property
+    def order(self) -> Order:
+        """The passes of every device in a step, in order, including vocabulary passes."""
+        return self.layout.program.order
+
+    @property
+    def program(self) -> Program:
+        """The passes and transfers that every device executes in a step."""
+        return self.layout.program
+
+    @property
+    def order_matters(self) -> bool:
+        """Whether another order of the same passes changes gradients: in their last bits, where one device adds those
+        of both vocabulary layers up in one matrix; or because passes of a device draw other numbers for dropout.
+
+        In all other models each parameter gets its gradients from one microbatch after the other, in any order.
+        """
+        config, modules = self.description.config, self.description.skeleton.modules()
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        return self.description.tied or drops or (config is not None and has_dropout(config.get_text_config()))
+
+    def trace(self, result: StepResult, **about: Any) -> Trace | None:
+        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
+
+        With context ranks, each of them has a trace of its own.
+
+        about: further facts for the reader of the trace. Collective.
+        """
+        if result.record.clock is None:
+            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+        layout = self.layout
+        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
+        return gather_trace(
+            result.record,
+            layout.program,
+            self._groups.over("pp", "tp"),
+            self.torch_device,
+            costs=layout.costs,
+            about={"vocabulary": layout.mode, **ranks, **about},
+        )
+
+    def arranged_by(self, costs: Costs) -> Layout:
+        """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage."""
+        recipe = replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage)
+        return Layout.of(recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
+
+    def arrange(self, costs: Costs) -> None:
+        """From the next step on, run the order that these pass times arrange, the same on all processes. Collective.
+
+        Raises InputError if the pipeline runs a given order, or if the other one needs other communicators.
+        """
+        if not isinstance(self.recipe.schedule, str):
+            raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
+        layout = self.arranged_by(costs)
+        missing = sorted(layout.communicators.keys() - self.layout.communicators.keys())
+        if missing:
+            raise InputError(f"arrange: the order needs communicators that this pipeline lacks: {', '.join(missing)}")
+        self.layout = layout
+        self._evaluations.clear()
+
+    def from_the_first(self, text: str | None, what: str) -> str | None:
+        """Return the text of the very first process on all of them; what: for the error of a process that waits for it
+        in vain. Collective."""
+        return self._groups.from_the_first(text, what)
+
+    def predict(self, vocabulary: str | None = None) -> Timeline:
+        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
+
+        The other mode keeps the layers of each stage, unless one of both is "redistribute".
+        """
+        layout = self.layout
+        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
+            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
+            other = Recipe(
+                parallelism=self.recipe.parallelism,
+                batch=self.recipe.batch,
+                schedule=without_vocabulary(layout.program.order),
+                vocabulary=vocabulary,
+                layers_per_stage=None if cut_anew else layout.layers_per_stage,
+            )
+            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
+        return time_order(layout.program.order, flop_costs(self._model_costs, layout))

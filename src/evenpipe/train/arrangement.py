@@ -1,0 +1,194 @@
+"""Arranges the order of a run by what its passes really take: measured in its first steps, and again when they drift.
+
+A schedule is a rule; how passes stand in it depends on their times. A run starts with an order arranged by computed
+times. Steps 3 to 6 are recorded, and their median times of passes and transfers (over steps, replicas and ranks) give
+another order. It is taken, between two steps, if a step is predicted to become more than 1 % shorter, and no device
+holds more activations than before. The times stand in checkpoints, so that a resumed run begins with the same order.
+Every 100 steps one step is recorded: if a pass takes 5 % more or less than before (a slow device, longer sequences),
+four steps are measured again.
+
+Two runs measure different times, but get the same weights, to the last bit: models whose gradients depend on the order
+(`order_matters`) keep theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from evenpipe.costs import costs_of
+from evenpipe.runtime.pipeline import Pipeline
+from evenpipe.runtime.result import StepResult
+from evenpipe.schedule import Costs, Program
+from evenpipe.schedule.timeline import peak_activations
+from evenpipe.schedule.trace import Trace
+from evenpipe.simulate import simulate
+from evenpipe.train.config import Config
+
+WARM_UP, MEASURED = 2, 4
+"""Steps of a start that do not count, and steps that are measured then."""
+EVERY = 100
+"""Steps between two looks at the passes."""
+DRIFT = 0.05
+"""Relative change of the time of a pass that makes the run measure again."""
+WORTH = 0.01
+"""A new order must shorten the predicted step by more."""
+PASSES = ("F", "B", "I", "W", "R", "S", "C", "T")
+
+
+class Arrangement:
+    """Made on every process of a run; all methods are collective, but `records` and `state`."""
+
+    def __init__(self, pipeline: Pipeline, config: Config) -> None:
+        self._pipeline = pipeline
+        self._for = {**asdict(config.pipeline), "sequence_length": config.data.sequence_length}
+        """What the times are for."""
+        wanted = config.pipeline.arrange == "measured" and config.pipeline.costs is None
+        named = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1
+        self._is_on = wanted and named and not pipeline.order_matters
+        self._next: range = range(0)
+        """Steps to record."""
+        self._traces: list[Trace] = []
+        self._known: dict[str, Any] | None = None
+        """Times at the last decision, valid on the very first process."""
+        self._arranged_by: dict[str, Any] | None = None
+        """Times that the order is arranged by, as `Costs.to_dict`; None: that of the start. The same on all."""
+
+    def begin(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Begin after so many steps of the run; state: of the checkpoint that it goes on from."""
+        self._next = range(step + WARM_UP + 1, step + WARM_UP + MEASURED + 1)
+        if not self._is_on or state is None or state["for"] != _plain(self._for):
+            return
+        self._known, self._arranged_by = state["known"], state["arranged_by"]
+        if self._known is not None and state["next"] > step:
+            self._next = _one_of(state["next"])
+        if self._arranged_by is not None:
+            self._pipeline.arrange(Costs.from_dict(self._arranged_by))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; that of the very first process counts."""
+        return {
+            "for": _plain(self._for),
+            "known": self._known,
+            "arranged_by": self._arranged_by,
+            "next": self._next.start,
+        }
+
+    def records(self, step: int) -> bool:
+        """Return whether the passes of a step, counted from 1, are to be recorded."""
+        return self._is_on and step in self._next
+
+    def after(self, step: int, result: StepResult) -> str | None:
+        """Look at a recorded step. Return what there is to say, on the very first process."""
+        trace = self._pipeline.trace(result)
+        if trace is not None:
+            self._traces.append(trace)
+        if step + 1 in self._next:
+            return None
+        measured = len(self._next)
+        costs = self._costs()
+        if measured == 1 and self._pipeline.from_the_first(self._drifted(costs), "drifting passes") is not None:
+            self._next = range(step + 1, step + MEASURED + 1)
+            return None
+        self._next = _one_of(step + EVERY)
+        return None if measured == 1 else self._decide(costs, step)
+
+    # --- on the very first process --------------------------------------------------------------------------------
+
+    def _decide(self, costs: Costs | None, step: int) -> str | None:
+        """Take another order if it is worth it."""
+        said = text = None
+        if costs is not None:
+            self._known = costs.to_dict()
+            pipeline, layout = self._pipeline, self._pipeline.arranged_by(costs)
+            before, after = (simulate(program, costs).makespan for program in (pipeline.program, layout.program))
+            if after < (1 - WORTH) * before and not _holds_more(layout.program, pipeline.program):
+                text = json.dumps(self._known)
+                said = (
+                    f"order arranged by the passes of steps {step - MEASURED + 1} to {step}: a step is predicted to"
+                    f" take {after:.3g} s, {100 * (1 - after / before):.1f} % less than before"
+                )
+        text = self._pipeline.from_the_first(text, "another order")
+        if text is not None:
+            self._arranged_by = json.loads(text)
+            self._pipeline.arrange(Costs.from_dict(json.loads(text)))
+        return said
+
+    def _drifted(self, costs: Costs | None) -> str | None:
+        """Return the passes whose times are others than at the last decision."""
+        if costs is None or self._known is None:
+            return None
+        known, now = dict(_numbers(self._known)), dict(_numbers(costs.to_dict()))
+        changed = [
+            ".".join(map(str, path))
+            for path, seconds in known.items()
+            if path[0] in PASSES and path in now and abs(now[path] - seconds) > DRIFT * seconds
+        ]
+        return ", ".join(changed) or None
+
+    def _costs(self) -> Costs | None:
+        """Return the median times of all lines of the pipeline, on the very first process; collective."""
+        pipeline, traces = self._pipeline, self._traces
+        self._traces = []
+        measured: dict[str, Any] = {}
+        if traces:
+            by_rank = [one for trace in traces for one in trace.by_rank]
+            lengths = pipeline.slice_lengths(self._for["sequence_length"])
+            measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict()
+        own = dict(_numbers(measured))
+        if pipeline.replicas * pipeline.context_ranks > 1:
+            names = pipeline.from_the_first(json.dumps([list(path) for path in own]), "names of passes")
+            paths = [tuple(path) for path in json.loads(names or "[]")]
+            table = pipeline.gather_numbers([own.get(path, math.nan) for path in paths])
+            own = {
+                path: statistics.median(one for one in column if not math.isnan(one))
+                for path, column in zip(paths, zip(*table, strict=True), strict=True)
+            }
+        if not (pipeline.feeds and pipeline.replica == 0):
+            return None
+        return Costs.from_dict(_filled(measured, own))
+
+
+def _holds_more(program: Program, than: Program) -> bool:
+    """Return whether a device has more activations in flight."""
+    more, fewer = (
+        [peak_activations(one.order.passes(device)) for device in range(one.devices)] for one in (program, than)
+    )
+    return any(one > other for one, other in zip(more, fewer, strict=True))
+
+
+Path = tuple[str | int, ...]
+
+
+def _numbers(values: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield (path, number) of nested dicts and lists."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _numbers(value, (*path, name))
+    elif isinstance(values, (list, tuple)):
+        for place, value in enumerate(values):
+            yield from _numbers(value, (*path, place))
+    elif isinstance(values, (int, float)):
+        yield path, float(values)
+
+
+def _filled(values: Any, numbers: Mapping[Path, float], path: Path = ()) -> Any:
+    """Return nested dicts and lists with other numbers."""
+    if isinstance(values, Mapping):
+        return {name: _filled(value, numbers, (*path, name)) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_filled(value, numbers, (*path, place)) for place, value in enumerate(values)]
+    return numbers.get(path, values)
+
+
+def _one_of(step: int) -> range:
+    return range(step, step + 1)
+
+
+def _plain(values: Mapping[str, Any]) -> Any:
+    """Return values as JSON gives them back."""
+    return json.loads(json.dumps(values))

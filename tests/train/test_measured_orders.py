@@ -1,0 +1,180 @@
+"""Which steps a run measures, and when it takes another order for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from traced_steps import measured
+
+from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Costs
+from evenpipe.schedule.trace import Trace
+from evenpipe.train.arrangement import Arrangement
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import config_from_dict
+
+EQUAL = Costs(F=4.0, I=4.0, W=4.0, S=1.5, T=3.0, E=0.0, G=0.0, p2p=0.02)
+"""Four layers on each of two devices, and an output layer like three layers."""
+SLOW = replace(EQUAL, F=(6.0, 4.0), I=(6.0, 4.0), W=(6.0, 4.0), S=(2.25, 1.5), T=(4.5, 3.0))
+"""The first device takes 1.5 times as long."""
+
+
+@dataclass
+class FakePipeline:
+    """A pipeline whose passes take the times in `takes`."""
+
+    recipe: Recipe = field(
+        default_factory=lambda: Recipe.of(pp=2, microbatches=2, schedule="zb-h1", vocabulary="vocab-1")
+    )
+    takes: Costs = EQUAL
+    devices: int = 2
+    replicas: int = 1
+    context_ranks: int = 1
+    replica: int = 0
+    feeds: bool = True
+    order_matters: bool = False
+    arranged: list[Costs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = ModelCosts(layers=(1.0,) * 8, head=3.0)
+        self.layout = Layout.of(self.recipe, self.model, 64, tied=False)
+
+    @property
+    def program(self) -> Any:
+        return self.layout.program
+
+    def arranged_by(self, costs: Costs) -> Layout:
+        return Layout.of(replace(self.recipe, costs=costs), self.model, 64, tied=False)
+
+    def arrange(self, costs: Costs) -> None:
+        self.arranged.append(costs)
+        self.layout = self.arranged_by(costs)
+
+    def trace(self, result: Any) -> Trace:
+        return measured(self.program, self.takes)
+
+    def slice_lengths(self, tokens: int) -> tuple[int, ...]:
+        return (tokens,)
+
+    def from_the_first(self, text: str | None, what: str) -> str | None:
+        return text
+
+    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Of this one and of two replicas in which everything takes 10 % more and 30 % more."""
+        return [numbers, [float("nan")] * len(numbers), *([factor * one for one in numbers] for factor in (1.1, 1.3))]
+
+
+def configured(**changes: Any) -> Config:
+    values = {"processes": 2, "schedule": "zb-h1", "vocabulary": "vocab-1", "microbatches": 2, **changes}
+    return config_from_dict({"model": {"source": "unread"}, "pipeline": values, "data": {"files": [__file__]}})
+
+
+def run(arrangement: Arrangement, steps: range) -> list[str]:
+    """Take these steps; return what is said."""
+    said = [arrangement.after(step, SimpleNamespace()) for step in steps if arrangement.records(step)]
+    return [one for one in said if one is not None]
+
+
+def begun(pipeline: FakePipeline, state: dict[str, Any] | None = None, step: int = 0, **changes: Any) -> Arrangement:
+    arrangement = Arrangement(pipeline, configured(**changes))  # type: ignore[arg-type]
+    arrangement.begin(step, state)
+    return arrangement
+
+
+def test_steps_3_to_6_are_recorded_and_then_one_of_100() -> None:
+    arrangement = begun(FakePipeline())
+    recorded = []
+    for step in range(1, 310):
+        if arrangement.records(step):
+            recorded.append(step)
+            arrangement.after(step, SimpleNamespace())
+    assert recorded == [3, 4, 5, 6, 106, 206, 306]
+
+
+def test_a_slow_device_gets_another_order() -> None:
+    pipeline = FakePipeline(takes=SLOW)
+    (said,) = run(begun(pipeline), range(1, 10))
+    assert "order arranged by the passes of steps 3 to 6: a step is predicted to take" in said
+    (costs,) = pipeline.arranged
+    assert pytest.approx((6.0, 4.0)) == costs.F
+
+
+def test_an_order_that_is_hardly_shorter_is_not_taken() -> None:
+    pipeline = FakePipeline(takes=replace(EQUAL, F=(4.01, 4.0)))
+    assert run(begun(pipeline), range(1, 10)) == []
+    assert not pipeline.arranged
+
+
+def test_passes_that_drift_are_measured_again() -> None:
+    pipeline = FakePipeline()
+    arrangement = begun(pipeline)
+    assert run(arrangement, range(1, 100)) == []
+    pipeline.takes = replace(EQUAL, F=(4.16, 4.0))
+    assert run(arrangement, range(100, 200)) == []
+    assert not arrangement.records(107)
+    pipeline.takes = SLOW
+    assert run(arrangement, range(200, 207)) == []
+    (said,) = run(arrangement, range(207, 211))
+    assert "steps 207 to 210" in said
+    assert arrangement.records(310)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "changes"),
+    [
+        (FakePipeline(), {"arrange": "computed"}),
+        (FakePipeline(order_matters=True), {}),
+        (FakePipeline(devices=1), {}),
+    ],
+)
+def test_nothing_is_recorded_where_the_order_stays(pipeline: FakePipeline, changes: dict[str, Any]) -> None:
+    pipeline.takes = SLOW
+    arrangement = begun(pipeline, **changes)
+    assert not any(arrangement.records(step) for step in range(1, 300))
+
+
+def test_a_resumed_run_has_the_order_of_before() -> None:
+    pipeline = FakePipeline(takes=SLOW)
+    before = begun(pipeline)
+    run(before, range(1, 50))
+    resumed = FakePipeline(takes=SLOW)
+    arrangement = begun(resumed, before.state(), step=50)
+    assert resumed.arranged == pipeline.arranged
+    assert resumed.program == pipeline.program
+    assert [step for step in range(51, 200) if arrangement.records(step)] == [106]
+    assert arrangement.state() == before.state()
+
+
+def test_a_run_that_is_resumed_in_the_middle_measures_again() -> None:
+    before = begun(FakePipeline(takes=SLOW))
+    run(before, range(1, 5))
+    arrangement = begun(FakePipeline(takes=SLOW), before.state(), step=4)
+    assert [step for step in range(5, 20) if arrangement.records(step)] == [7, 8, 9, 10]
+
+
+def test_times_of_another_layout_do_not_count() -> None:
+    before = begun(FakePipeline(takes=SLOW))
+    run(before, range(1, 50))
+    resumed = FakePipeline(takes=SLOW)
+    arrangement = begun(resumed, before.state(), step=50, microbatches=4)
+    assert not resumed.arranged
+    assert [step for step in range(51, 100) if arrangement.records(step)] == [53, 54, 55, 56]
+
+
+def test_the_median_over_replicas_counts() -> None:
+    pipeline = FakePipeline(takes=SLOW, replicas=3)
+    run(begun(pipeline), range(1, 10))
+    (costs,) = pipeline.arranged
+    assert pytest.approx((6.6, 4.4)) == costs.F
+
+
+def test_an_order_with_more_in_flight_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = FakePipeline(takes=SLOW)
+    held = iter([2, 3, 2, 2])  # devices of the new order, then those of the one that runs
+    monkeypatch.setattr("evenpipe.train.arrangement.peak_activations", lambda row: next(held))
+    assert run(begun(pipeline), range(1, 10)) == []
+    assert next(held, None) is None
