@@ -8,10 +8,10 @@
     axes        a Llama on two devices of two processes: replicas, tensor ranks, context ranks, slices
     experts     a mixture of experts on two devices of two replicas, which share their experts or not
 
-Then, in turns, passes of two devices are measured, as `evenpipe profile CONFIG.toml --hardware` does, and some steps of
-each plan run, with sums over replicas and the optimizer: a machine that others share changes its speed from one minute
-to the next. Printed are medians and the planner's times, and the pairs of plans whose predicted times differ by more
-than 5 % and that are measured the other way round.
+Then passes of two devices with as many ranks are measured in turns, as `evenpipe profile CONFIG.toml --hardware` does,
+and some steps of each plan run, with sums over replicas and the optimizer: a machine that others share changes its
+speed from one minute to the next. Printed are medians and the planner's times, and the pairs of plans whose predicted
+times differ by more than 5 % and that are measured the other way round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from common import configuration, option, token_ids
 
 from evenpipe import Pipeline, initialise_worker, launch
-from evenpipe.costs.measured_passes import MeasuredPasses
+from evenpipe.costs.measured_passes import MeasuredPasses, Ranks
 from evenpipe.model import describe
 from evenpipe.plan.configuration import LEAST, Configuration
 from evenpipe.plan.configuration_search import search_configurations
@@ -120,7 +120,6 @@ PARTS = ("pipeline_seconds", "end_seconds", "seconds")
 class Settings(common.Settings):
     """What is measured."""
 
-    processes: int = option(DEVICES, "of a pipeline whose passes are measured")
     tokens: int = option(256, "of a sequence")
     vocabulary: int = option(16384, "rows of embedding and output layer")
     experts: int = option(16, "of a layer of the mixture, four for each token")
@@ -152,20 +151,26 @@ def base_of(settings: Settings, plans: str) -> Config:
     return replace(base, model=ModelConfig(architecture="qwen3_moe", config=mixture, self_check=False))
 
 
-Profiles = dict[int, dict[str, tuple[Config, list[dict[str, Any]]]]]
-"""By microbatch size and name of `pipelines_to_measure`."""
+Profiles = dict[tuple[Ranks, int], dict[str, tuple[Config, list[dict[str, Any]]]]]
+"""By ranks of a device, microbatch size, and name of `pipelines_to_measure`."""
 
 
-def measure_passes(settings: Settings, base: Config, sizes: list[int]) -> Profiles:
-    """On both processes of a pipeline: its passes."""
+def measure_passes(settings: Settings, base: Config, ranks: Ranks, sizes: list[int]) -> Profiles:
+    """On all processes of a pipeline: its passes."""
     device = initialise_worker().torch_device
+    cut = replace(
+        base.pipeline,
+        processes=DEVICES * ranks.processes,
+        tensor_parallel=ranks.tensor,
+        context_parallel=ranks.context,
+    )
     found: Profiles = {}
     for size in sizes:
-        for name, one in pipelines_to_measure(base, settings.processes, size).items():
+        for name, one in pipelines_to_measure(replace(base, pipeline=cut), cut.processes, size).items():
             pipeline = build_pipeline(one, settings.vocabulary, 0, device, self_check=False)
             steps = settings.profiled_steps, settings.profiled_warm_up
             profiles = [measure_pipeline(pipeline, one, *steps, MEASURED_AS[name])]
-            found.setdefault(size, {})[name] = one, profiles
+            found.setdefault((ranks, size), {})[name] = one, profiles
             pipeline.close()
     return found
 
@@ -201,23 +206,24 @@ def measure(
 ) -> tuple[list[MeasuredPasses], dict[str, list[tuple[float, float]]]]:
     """Return passes, and by plan the seconds of each step: until its slowest process has run its passes, and after."""
     sizes = sorted({plan.recipe.batch.microbatch_size for plan in plans.values()})
+    ranks = sorted({Ranks(plan.recipe.parallelism.tp, plan.recipe.parallelism.cp) for plan in plans.values()})
     found: Profiles = {}
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
     for _ in range(settings.turns):
-        profiled = launch(measure_passes, settings, base, sizes, processes=settings.processes, torch_device="cpu")[0]
-        for size, of_size in profiled.items():
-            for name, (one, profiles) in of_size.items():
-                found.setdefault(size, {}).setdefault(name, (one, []))[1].extend(profiles)
+        for one in ranks:
+            there = DEVICES * one.processes
+            profiled = launch(measure_passes, settings, base, one, sizes, processes=there, torch_device="cpu")[0]
+            for key, of_key in profiled.items():
+                for name, (config, profiles) in of_key.items():
+                    found.setdefault(key, {}).setdefault(name, (config, []))[1].extend(profiles)
         taken = launch(measure_steps, settings, base, plans, processes=processes, torch_device="cpu")
         for name, of_plan in steps.items():
             for of_processes in zip(*(one[name] for one in taken), strict=True):
                 stepped = max(one for one, _ in of_processes)
                 of_plan.append((stepped, max(map(sum, of_processes)) - stepped))
     passes = [
-        passes_from(
-            {name: profile_of(profiles) for name, (_, profiles) in of_size.items()}, of_size["sharded"][0], "cpu"
-        )
-        for of_size in found.values()
+        passes_from({name: profile_of(profiles) for name, (_, profiles) in of_key.items()}, of_key["sharded"][0], "cpu")
+        for of_key in found.values()
     ]
     return passes, steps
 

@@ -118,6 +118,26 @@ def with_ranks(given: Problem, ranks: int, mode: str) -> Costs:
     return pass_costs(given, own, Placement.linear(4))
 
 
+def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
+    """With their exchange. Without passes of these ranks, only what they compute is corrected."""
+
+    def with_context(given: Problem) -> Costs:
+        own = Recipe.of(pp=4, cp=2, microbatches=8, layers_per_stage=(2, 2, 2, 2))
+        return pass_costs(given, own, Placement.linear(4))
+
+    plain = with_context(problem())
+    twice = {name: 2 * time for name, time in passes_of(plain, bare=plain.F).items()}
+    alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FIW"})
+    of_two = with_context(problem(alone, measured(1, seconds=twice, context_parallel=2)))
+    for name in "FBIW":
+        assert getattr(of_two, name) == pytest.approx([2 * time for time in getattr(plain, name)])
+    corrected = with_context(problem(alone))
+    assert pytest.approx([3 * time for time in plain.W]) == corrected.W
+    for name in "FI":
+        for before, after in zip(getattr(plain, name), getattr(corrected, name), strict=True):
+            assert 2 * before < after < 3 * before
+
+
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_measured_passes_hold_for_their_number_of_tensor_ranks(mode: str) -> None:
     """With their exchange. For another number of ranks, only what they compute is corrected."""
@@ -300,6 +320,7 @@ def test_files_hold_them(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"sequence": 0}, "passes.sequence is 0, expected a whole number of at least 1"),
+        ({"context_parallel": 0}, "passes.context_parallel is 0, expected a whole number of at least 1"),
         ({"contention": 0.9}, "passes.contention is 0.9, expected a number of at least 1"),
         ({"seconds": {"F": -1}}, r"passes.seconds.F is -1, expected seconds of F, B, I, W"),
         ({"seconds": {"Q": 1}}, r"passes.seconds.Q is 1, expected seconds of F, B, I, W"),

@@ -124,6 +124,28 @@ def test_a_device_of_two_tensor_ranks_has_the_costs_of_one_device(capsys: pytest
     }
 
 
+@pytest.mark.parametrize(
+    "shared",
+    [
+        ["pipeline.context_parallel=2"],
+        ["pipeline.replicas=2"],
+        ["pipeline.replicas=2", "pipeline.data_parallel=shard", "pipeline.reshard=true"],
+    ],
+    ids=["context", "replicas", "sharded"],
+)
+def test_devices_that_share_parameters_have_every_kind_of_pass(
+    shared: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Passes are measured in other orders than that of the run, which sum gradients at other places."""
+    Path("config.toml").write_text(CONFIG.format(schedule="1f1b", vocabulary="vocab-2"))
+    assert main(["profile", "config.toml", "pipeline.processes=4", *shared, "--steps", "1", "-o", "costs.toml"]) == 0
+    capsys.readouterr()
+    costs = read_costs("costs.toml")
+    for kind in "FBIWRSCTEG":
+        times = getattr(costs, kind)
+        assert len(times) == 2 and min(times) > 0, kind
+
+
 def programs_and_profile(config: Config) -> tuple[str, dict[str, Any]]:
     """The program of a process, and what it returns of a profile."""
     worker = initialise_worker()

@@ -253,16 +253,17 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
     kept = pieces.span is not None
     tensors = moved(attention, pieces.exchange, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
+    factor = setting.correction.between_pieces
     return LayerTime(
-        forward=forward,
-        bare=forward,
-        inputs=backward,
+        forward=factor("F") * forward,
+        bare=factor("F") * forward,
+        inputs=factor("I") * backward,
         weights=0.0,
         weights_repeated=0.0,
-        whole=backward,
-        whole_repeated=backward,
-        again_selective=forward,
-        again_full=forward,
+        whole=factor("B") * backward,
+        whole_repeated=factor("B") * backward,
+        again_selective=factor("F") * forward,
+        again_full=factor("F") * forward,
     )
 
 

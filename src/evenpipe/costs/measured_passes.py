@@ -7,7 +7,7 @@ numbers of devices. The output layer is measured in shards (vocab-2) and as a wh
 shard per token besides its products does not grow with its rows, and collectives of the shards slow down passes beside
 them. Stages are measured in two sizes, because a pass takes some time independent of its layers. Between two microbatch
 sizes the factors are interpolated over the logarithm of the size; outside the measured range the nearest one is used.
-With tensor parallelism, pipelines with the same number of tensor ranks count; if there are none, those without it.
+With tensor or context parallelism, pipelines with as many ranks of a device count; if there are none, others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.given import shown
@@ -46,6 +46,20 @@ TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
 MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *STAGE.values(), *TRANSFERS)
 
 
+class Ranks(NamedTuple):
+    """Processes that compute a device's passes together."""
+
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.context
+
+
+ALONE = Ranks()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPasses:
     """A pipeline of a model, one stage per device, with sharded vocabulary layers (vocab-2) and with whole ones."""
@@ -65,9 +79,16 @@ class MeasuredPasses:
     """By the names in `MEASURED`, without those that could not be measured."""
     tensor_parallel: int = 1
     """Tensor ranks of each device."""
+    context_parallel: int = 1
+    """Context ranks of each device."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Tensor and context ranks of a device."""
+        return Ranks(self.tensor_parallel, self.context_parallel)
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "microbatch_size", "devices", "tensor_parallel"):
+        for name in ("sequence", "microbatch_size", "devices", "tensor_parallel", "context_parallel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"hardware: passes.{name} is {shown(value)}, expected a whole number of at least 1")
@@ -180,18 +201,22 @@ class Correction:
     """Seconds of a pass besides its layers, by the names in `PASSES`."""
     contention: float | None = None
     """Factor while all measured devices compute, relative to one of them; None: that of the hardware."""
-    tensor_parallel: int = 1
-    """Tensor ranks of the measured devices. From 2 on, factors are for passes with the exchange of these ranks;
-    otherwise for computation alone."""
+    ranks: Ranks = ALONE
+    """Of the measured devices. From 2 on, factors are for passes with the exchange of these ranks; otherwise for
+    computation alone."""
     processes: int | None = None
-    """Tensor ranks of all measured devices together; None: the contention is that of the hardware."""
+    """Ranks of all measured devices together; None: the contention is that of the hardware."""
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
 
     def exchange(self, name: str) -> float:
         """Return the factor on the exchange of tensor ranks within a pass."""
-        return self[name] if self.tensor_parallel > 1 else 1.0
+        return self[name] if self.ranks.tensor > 1 else 1.0
+
+    def between_pieces(self, name: str) -> float:
+        """Return the factor on the exchange of context ranks within a pass."""
+        return self[name] if self.ranks.context > 1 else 1.0
 
     @cached_property
     def beside_whole(self) -> Correction:
@@ -212,8 +237,8 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
         if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
     }
     stage = {name: measured.seconds[other] for name, other in STAGE.items() if other in measured.seconds}
-    processes = measured.devices * measured.tensor_parallel
-    return Correction(factors, stage, measured.contention, measured.tensor_parallel, processes)
+    ranks = measured.ranks
+    return Correction(factors, stage, measured.contention, ranks, measured.devices * ranks.processes)
 
 
 def between(corrections: Mapping[int, Correction], size: int) -> Correction:

@@ -14,6 +14,7 @@ from evenpipe.costs.measured_passes import (
     NO_CORRECTION,
     Correction,
     MeasuredPasses,
+    Ranks,
     between,
     correction_of,
     fingerprint,
@@ -106,7 +107,7 @@ class Problem:
         all devices of all of them compute."""
         kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
         computing = parallelism.gpus if together else _side_by_side(parallelism)
-        correction = self.correction(size, parallelism.tp)
+        correction = self.correction(size, parallelism)
         return Setting(
             hardware=self.hardware.slowed(self._slower(computing, correction)),
             correction=correction,
@@ -149,13 +150,13 @@ class Problem:
         parallelism = recipe.parallelism
         if parallelism.pp == 1:
             return 1.0
-        correction = self.correction(recipe.batch.microbatch_size, parallelism.tp)
+        correction = self.correction(recipe.batch.microbatch_size, parallelism)
         return self._slower(parallelism.gpus, correction) / self._slower(_side_by_side(parallelism), correction)
 
     def _slower(self, computing: int, correction: Correction) -> float:
-        """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many
-        tensor ranks as were measured: that of the hardware, and in proportion what measured passes differ from it."""
-        node, alone, most = self.hardware.devices_per_node, correction.tensor_parallel, correction.contention
+        """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many ranks
+        as were measured: that of the hardware, and in proportion what measured passes differ from it."""
+        node, alone, most = self.hardware.devices_per_node, correction.ranks.processes, correction.contention
         computing = min(computing, node)
         if computing <= alone:
             return 1.0
@@ -181,19 +182,20 @@ class Problem:
             if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
         )
 
-    def correction(self, microbatch_size: int, tensor_parallel: int = 1) -> Correction:
-        """Return the correction of analytic times by measurements, if there are any: with the same number of tensor
-        ranks if possible, else without tensor parallelism, else with any number of ranks."""
+    def correction(self, microbatch_size: int, sizes: Parallelism) -> Correction:
+        """Return the correction of analytic times by measurements, if there are any: with as many tensor and context
+        ranks if possible, else with as many tensor ranks alone, else with one of both, else with any."""
         if not self.hardware.passes:
             return NO_CORRECTION
-        for ranks in dict.fromkeys((tensor_parallel, 1, *sorted(one.tensor_parallel for one in self.hardware.passes))):
+        wanted = Ranks(sizes.tp, sizes.cp), Ranks(sizes.tp), Ranks()
+        for ranks in dict.fromkeys((*wanted, *sorted(one.ranks for one in self.hardware.passes))):
             found = self.once((Correction, ranks), partial(self._corrections, ranks))
             if found:
                 return between(found, microbatch_size)
         return NO_CORRECTION
 
-    def _corrections(self, ranks: int) -> dict[int, Correction]:
-        return {one.microbatch_size: self._correction(one) for one in self.measured if one.tensor_parallel == ranks}
+    def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
+        return {one.microbatch_size: self._correction(one) for one in self.measured if one.ranks == ranks}
 
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
@@ -205,6 +207,7 @@ class Problem:
             recipe = Recipe.of(
                 pp=devices,
                 tp=measured.tensor_parallel,
+                cp=measured.context_parallel,
                 microbatch_size=measured.microbatch_size,
                 vocabulary=vocabulary,
                 layers_per_stage=split,

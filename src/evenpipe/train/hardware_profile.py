@@ -28,7 +28,7 @@ from torch.utils.benchmark import Timer
 
 from evenpipe.communication.communicators import Communicators
 from evenpipe.costs.hardware import Hardware, Wire
-from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of, stage_passes, whole_passes
+from evenpipe.costs.measured_passes import MeasuredPasses, Ranks, fingerprint, passes_of, stage_passes, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -125,11 +125,13 @@ MEASURED_AS: dict[str, tuple[str, ...]] = {
 def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> dict[str, Config]:
     """Return configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if the
     model has enough layers, with sharded ones and two stages per device."""
-    ranks = config.pipeline.tensor_parallel
-    devices = processes // ranks
+    ranks = Ranks(config.pipeline.tensor_parallel, config.pipeline.context_parallel)
+    devices = processes // ranks.processes
     plain = PipelineConfig(
         processes=processes,
-        tensor_parallel=ranks,
+        tensor_parallel=ranks.tensor,
+        context_parallel=ranks.context,
+        context_exchange=config.pipeline.context_exchange,
         schedule="1f1b",
         vocabulary="vocab-2",
         microbatches=max(1, 2 * devices),
@@ -160,6 +162,7 @@ def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> Me
         contention=shards.costs.contention,
         seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
         tensor_parallel=config.pipeline.tensor_parallel,
+        context_parallel=config.pipeline.context_parallel,
     )
 
 

@@ -26,9 +26,9 @@ from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import initialise_worker
-from evenpipe.recipe.parallelism import divisor_of
+from evenpipe.recipe.parallelism import divisor_of, for_replicas
 from evenpipe.runtime.pipeline import Pipeline
-from evenpipe.schedule import Costs, Order, plan_program
+from evenpipe.schedule import Costs, Order, plan_program, without_sharding
 from evenpipe.schedule.costs import Cost
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
@@ -124,6 +124,8 @@ def measure_pipeline(
     """Do the same with a given pipeline that `config` describes. Collective."""
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
+    if pipeline.recipe.parallelism.replicas > 1:
+        order = without_sharding(order)  # other orders have these passes at other places
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
     others = {name: with_backward(order, name) for name in BACKWARDS if name in variants}
     if ALONE in variants and pipeline.devices > 1 and pipeline.microbatches > 1:
@@ -176,6 +178,7 @@ def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
     layout = pipeline.layout
     sharing = layout.program.sharing
     _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs, sharing=sharing)
+    program = for_replicas(program, pipeline.recipe.parallelism, tied=pipeline.description.tied)
     pipeline.layout = replace(layout, program=program)
     try:
         yield
