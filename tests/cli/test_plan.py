@@ -103,6 +103,23 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no plan fits" in out and "out of memory by" in out
 
 
+def test_if_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = (*SMALL, "--gpu-memory", "10GiB", "--schedule", "1f1b", "--tp", "1", "--cp", "1")
+    near = json.loads(printed(capsys, *narrow, "--json", code=1))
+    assert near["plans"] == [] and near["nearest"]["lacking_bytes"] > 0
+    host, more = near["would_fit"]
+    assert host["change"].startswith("--host-share 1")
+    gpus = int(more["change"].removesuffix(" GPUs"))
+    assert gpus in (8, 16, 32, 64)
+    text = printed(capsys, *narrow, code=1).splitlines()
+    assert text[1] == "no plan fits"
+    assert text[2].startswith(f"nearest: {near['nearest']['name']}: out of memory by ")
+    assert text[3] == "would fit:"
+    assert [line.split(":")[0].strip() for line in text[4:]] == [host["change"], more["change"]]
+    narrow = (*(str(gpus) if one == "4" else one for one in narrow), "--best", "1", "--json")
+    assert json.loads(printed(capsys, *narrow))["plans"][0]["name"] == more["plan"]
+
+
 def test_plans_for_a_cpu_are_written_for_training(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "-o", "planned.toml")
     assert "wrote planned.toml" in out and "2 GPUs (host" in out

@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print, and write."""
     from evenpipe.plan.configuration_search import search_configurations
     from evenpipe.plan.evaluation_cache import EvaluationCache
+    from evenpipe.plan.nearest import nearest
     from evenpipe.plan.ranking import Ranking
 
     if arguments.best < 1:
@@ -126,12 +127,17 @@ def run(arguments: argparse.Namespace) -> int:
     if found.best is None and found.failed and all(one.fault for one in found.failed):
         raise InputError(found.failed[0].fault)
     ranking = Ranking(found, arguments.best)
+    if found.best is None:
+        near = nearest(found, workers=arguments.workers, cache=cache)
+        if arguments.json:
+            say_json(ranking.to_dict() | near.to_dict())
+        else:
+            say(f"{ranking.text(explain=arguments.explain)}\n{near.text()}")
+        return 1
     if arguments.json:
         say_json(ranking.to_dict())
     else:
         say(ranking.text(explain=arguments.explain))
-    if found.best is None:
-        return 1
     if arguments.output is not None:
         _write(found, base, arguments)
     return 0

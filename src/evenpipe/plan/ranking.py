@@ -269,6 +269,16 @@ def explained(found: Found) -> list[Rejection]:
     return rejections + [_of_floor(one) for one in fastest.values()][: REJECTED - len(rejections)]
 
 
+def by_lack(found: Found) -> list[Rejection]:
+    """Return what does not fit, with the least lack of memory first."""
+    lacking = [
+        _of_plan(found, plan, plan.configuration.name, plan.seconds)
+        for plan in found.failed
+        if plan.devices and not plan.fault
+    ]
+    return sorted([*lacking, *map(_of_floor, found.rejected)], key=lambda one: (one.lacking, one.name))
+
+
 def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
     """Return why a plan is slower than it would be with enough memory."""
     uses = plan.kept or plan.devices

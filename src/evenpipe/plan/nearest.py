@@ -1,0 +1,91 @@
+"""If nothing fits: what comes nearest, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evenpipe.memory.sizes import gib_text
+from evenpipe.schedule.words import count
+
+from .configuration import LEAST
+from .configuration_search import Found, search_configurations
+from .evaluation import Evaluation
+from .evaluation_cache import EvaluationCache
+from .problem import Problem
+from .ranking import Rejection, by_lack
+from .space import Space
+
+MORE = (2, 4, 8, 16)
+"""Times the GPUs that are tried, the fewest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that makes a plan fit."""
+
+    change: str
+    plan: Evaluation
+
+    def text(self) -> str:
+        worst = self.plan.devices[self.plan.worst]
+        name = self.plan.configuration.name
+        return f"{self.change}: {name}, {self.plan.seconds:.3g} s per step, {gib_text(worst.peak_bytes)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"change": self.change, "plan": self.plan.configuration.name, "seconds": self.plan.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The configuration that lacks least, and what would help; empty if none of what was tried does."""
+
+    rejection: Rejection | None
+    remedies: tuple[Remedy, ...]
+
+    def text(self) -> str:
+        lines = [] if self.rejection is None else [f"nearest: {self.rejection.text()}"]
+        if self.remedies:
+            lines += ["would fit:", *(f"  {one.text()}" for one in self.remedies)]
+        else:
+            lines.append(f"would not fit either: moments and activations on the host, {MORE[-1]} times the GPUs")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "nearest": None if self.rejection is None else self.rejection.to_dict(),
+            "would_fit": [one.to_dict() for one in self.remedies],
+        }
+
+
+def nearest(found: Found, *, workers: int | None = None, cache: EvaluationCache | None = None) -> Nearest:
+    """Return what a search without a plan came nearest to, and the best plans after one change each: the optimizer's
+    moments on the host, activations too, and the least of `MORE` that suffices."""
+
+    def searched(problem: Problem, space: Space) -> Evaluation | None:
+        return search_configurations(problem, space, wanted=1, workers=workers, cache=cache).best
+
+    remedies = []
+    for change, problem, space in _on_the_host(found):
+        plan = searched(problem, space)
+        if plan is not None:
+            remedies.append(Remedy(change, plan))
+            break
+    for times in MORE:
+        problem, gpus = found.problem, times * found.problem.gpus
+        sequences = max(problem.sequences_per_step, gpus)
+        plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences, known={}), found.space)
+        if plan is not None:
+            remedies.append(Remedy(count(gpus, "GPU"), plan))
+            break
+    lacking = by_lack(found)
+    return Nearest(lacking[0] if lacking else None, tuple(remedies))
+
+
+def _on_the_host(found: Found) -> Iterator[tuple[str, Problem, Space]]:
+    problem, space = found.problem, found.space
+    if None not in space.host_shares and 1.0 not in space.host_shares:
+        yield "--host-share 1", problem, replace(space, host_shares=(1.0,))
+    if not {"all", LEAST} & set(space.offload):
+        yield "--host-share 1 --offload least", problem, replace(space, host_shares=(1.0,), offload=(LEAST,))
