@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
@@ -166,15 +168,31 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
             f"{nearest(architecture, CAUSAL_LMS)}"
         )
     config_class = CONFIG_MAPPING[architecture]
-    names = _field_names(config_class)
     for name in values:
-        if name not in names:  # transformers would keep it, and ignore it
-            raise InputError(f"model.config.{name} is no field of {config_class.__name__}{nearest(name, names)}")
+        if not is_field(config_class, name):  # transformers would keep it, and ignore it
+            near = nearest(name, _field_names(config_class))
+            raise InputError(f"model.config.{name} is no field of {config_class.__name__}{near}")
     try:
         check_sizes({"model_type": architecture, **values})
         return config_class(**values)
     except Exception as error:  # validators of transformers raise several types
         raise InputError(f"[model.config] does not describe a {architecture} model: {first_line(error)}") from error
+
+
+def is_field(config_class: type, name: str) -> bool:
+    """Return whether a config has a field, or its model reads one that the class does not name, as `head_dim` of
+    Qwen3-MoE."""
+    return name in _field_names(config_class) or name in _names_read(config_class)
+
+
+@functools.cache
+def _names_read(config_class: type) -> frozenset[str]:
+    """Return the names that the code of the causal language model looks for in its config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    module = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+    assert module is not None
+    return frozenset(re.findall(r"\bconfig(?:\.|, *[\"'])(\w+)", inspect.getsource(module)))
 
 
 def _field_names(config_class: type) -> list[str]:

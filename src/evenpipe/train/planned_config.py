@@ -19,7 +19,7 @@ from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.model_source import model_config
+from evenpipe.train.model_source import is_field, model_config
 from evenpipe.train.run_sections import OutputConfig
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def model_tables(description: Description, source: str) -> dict[str, Any]:
     data = {"corpus": CORPUS}
     if weights:
         return {"model": {"source": source}, "data": data}
-    config = description.config
+    config = description.config.get_text_config()
     values = {
         name: value
         for name, value in config.to_diff_dict().items()
-        if name not in (*_NOT_SHAPE, *_OF_THE_TOKENIZER) and value is not None
+        if name not in (*_NOT_SHAPE, *_OF_THE_TOKENIZER) and value is not None and is_field(type(config), name)
     }
-    values["vocab_size"] = config.get_text_config().vocab_size
+    values["vocab_size"] = config.vocab_size
     return {
         "model": {"architecture": config.model_type, "config": values},
         "data": data,
