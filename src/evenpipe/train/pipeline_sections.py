@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
+from evenpipe.errors import InputError
 from evenpipe.train.section import Section
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ class PipelineConfig(Section):
     """For zb-auto and v-budget: maximum number of stage activations on a device, each of one stage and one microbatch;
     one number, or one per device. Default: the memory of 1f1b."""
     costs: str | None = None
-    """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one). Default: FLOPs."""
+    """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one)."""
+    arrange: str = "auto"
+    """What arranges the schedule without `costs`: the pass times of the model on a known GPU (a name, as for `evenpipe
+    plan --hardware`) or on the hardware of a file of `evenpipe profile --hardware`; "flops"; or "auto": the GPU of the
+    run if it is known, else FLOPs. A run that is continued on another GPU keeps its order with a name."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
@@ -162,6 +167,8 @@ class PipelineConfig(Section):
         self._check_names()
 
     def _check_names(self) -> None:
+        from evenpipe.costs.hardware import find_hardware
+        from evenpipe.recipe.recipe import ARRANGE
         from evenpipe.schedule.generators import SCHEDULES
         from evenpipe.schedule.planning import MODES
         from evenpipe.schedule.registry import options_of
@@ -177,6 +184,11 @@ class PipelineConfig(Section):
             if name not in options:
                 self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
         self.known("vocabulary", ("balanced", *MODES))
+        if self.arrange not in ARRANGE:
+            try:
+                find_hardware(self.arrange)
+            except InputError as error:
+                raise InputError(f"pipeline.arrange: {error}") from None
 
     @property
     def devices(self) -> int:

@@ -165,6 +165,12 @@ class _Run:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
+            before, now = state.get("arranged_by", "flops"), self.pipeline.layout.arranged_by
+            if before != now:
+                self.metrics.say(
+                    f"the schedule was arranged by {before}, and is now by {now}: gradients may be summed in another"
+                    " order, so results may differ in their last bits; pipeline.arrange keeps an order"
+                )
             for line in changes_of_data(state["data"], data_identity(config, self.data)):
                 self.metrics.say(line)
 
@@ -190,6 +196,7 @@ class _Run:
         extra: dict[str, Any] = {
             "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
             "tokens": progress.tokens,
+            "arranged_by": self.pipeline.layout.arranged_by,
             "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
             "config": asdict(self.config),
