@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"model"},
     "processes": set(),
     "communication": {"processes"},
-    "costs": {"schedule", "vocabulary", "model", "experts"},
+    "costs": {"schedule", "vocabulary", "model", "experts", "recipe"},
     "recipe": {"schedule", "interop", "vocabulary", "model", "communication", "experts"},
     "optimizers": {"communication", "model", "parallel"},
     "parallel": {"communication", "processes", "model", "attention"},
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoints": {"processes", "communication", "model", "optimizers", "parallel", "host"},
     "runtime": {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
-        *{"parallel", "host", "checkpoints", "tensor", "attention", "experts"},
+        *{"parallel", "host", "checkpoints", "tensor", "attention", "experts", "costs"},
     },
     "memory": {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 KERNELS = {"vocabulary/kernels/rows.py"}
-KEY_TABLES = {"Costs", "DataConfig", "Hardware", "PipelineConfig", "OptimizerConfig", "Space"}
+KEY_TABLES = {"Costs", "DataConfig", "Hardware", "PipelineConfig", "OptimizerConfig", "Recipe", "Space"}
 """Users write their keys, one field each."""
 
 

@@ -14,11 +14,12 @@ from models import Model, costs_name
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES
 from evenpipe.costs.hardware import Wire, find_hardware
 from evenpipe.costs.step import WHOLE
+from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.evaluation import end_seconds, work_of
-from evenpipe.plan.problem import Problem, pass_costs, problem_of
+from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Shape, extended
 from evenpipe.plan.space import Space, configurations
 from evenpipe.plan.stage_costs import with_whole_vocabulary

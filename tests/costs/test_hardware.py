@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.costs.collectives import Axes, Axis
-from evenpipe.costs.hardware import KNOWN, Hardware, Wire, find_hardware, read_hardware, write_hardware
+from evenpipe.costs.hardware import KNOWN, Hardware, Wire, find_hardware, known_gpu, read_hardware, write_hardware
 from evenpipe.errors import InputError
 
 # data sheets: TFLOP/s in 16 bits without sparsity, GB of memory as sold, TB/s of memory, GB/s of NVLink (one direction)
@@ -150,3 +150,10 @@ def test_axes_are_numbered_from_tensor_to_pipeline() -> None:
     assert axes.replicas.size == 8
     shared = Axes.of(dp=8, tp=2, cp=1, pp=2, ep=4).experts
     assert (shared.members, shared.replicas) == (Axis(4, 2), Axis(2, 8))
+
+
+def test_gpus_are_known_by_their_names_in_torch() -> None:
+    assert known_gpu("NVIDIA H100 80GB HBM3") is known_gpu("H100-80G") is KNOWN["H100-80G"]
+    assert known_gpu("NVIDIA H100 PCIe") is None, "which is slower"
+    for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200"):
+        assert known_gpu(name) in KNOWN.values()

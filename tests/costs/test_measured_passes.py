@@ -23,11 +23,12 @@ from evenpipe.costs.measured_passes import (
     stage_passes,
     whole_passes,
 )
+from evenpipe.costs.timed_model import layer_times, pass_costs
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.problem import Problem, layer_times, pass_costs, problem_of
+from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space
 from evenpipe.recipe.recipe import Recipe

@@ -14,8 +14,9 @@ from harness import run_processes
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, find_hardware, hardware_from_dict, write_hardware
+from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe
-from evenpipe.plan.problem import pass_costs, problem_of
+from evenpipe.plan.problem import problem_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Placement
 from evenpipe.train import hardware_profile

@@ -322,6 +322,19 @@ def train_to_the_end(path: str) -> None:
     trainer.train(load_config(Path(path)))
 
 
+def test_a_run_that_is_continued_says_if_its_order_is_arranged_anew(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    text = path.read_text()
+    path.write_text(text.replace("processes = 2", 'processes = 2\nschedule = "v-half"\narrange = "H100-80G"'))
+    prepare(load_config(path), say=lambda text: None)
+    run_part(path, 2, "vocab-2", 6)
+    (again, _) = run_outcomes(train_until, 2, str(path), 2, "vocab-2", 9)
+    assert "arranged" not in again.printed and "continuing from" in again.printed
+    path.write_text(path.read_text().replace('"H100-80G"', '"auto"'))
+    (other, _) = run_outcomes(train_to_the_end, 2, str(path))
+    assert "the schedule was arranged by H100-80G, and is now by flops" in other.printed
+
+
 def test_a_time_box_ends_a_run_early_and_is_kept_when_resumed(tmp_path: Path) -> None:
     path = write_config(tmp_path, steps=100_000)
     path.write_text(path.read_text().replace("steps = 100000", "steps = 100000\nminutes = 0.02"))

@@ -17,7 +17,7 @@ from evenpipe.model import describe
 from evenpipe.plan import configuration_search
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.evaluation import evaluate, work_of
+from evenpipe.plan.evaluation import arranging_gain, evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Programs, extended, short_steps
@@ -123,8 +123,7 @@ def test_short_steps_leave_the_same_rest() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
 def test_programs_are_those_of_the_runtime(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 9, stages_per_device=2 if schedule == "interleaved" else None)
-    costs = ModelCosts.of(small.description, small.sequence)
-    layout = Layout.of(one.recipe, costs, small.description.vocabulary_size, tied=small.description.tied)
+    layout = Layout.of(one.recipe, small.arranging, small.description.vocabulary_size, tied=small.description.tied)
     assert small.programs.of(one.recipe, 9)[1] == layout.program
 
 
@@ -264,6 +263,24 @@ def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
     assert helped and all(plan.fits for one in helped for _, plan in one.fixes)
     text = Ranking(found, 5).text(explain=True)
     assert "out of memory by" in text and "cheapest fixes:" in text
+
+
+# --- what the arrangement is worth ---------------------------------------------------------------------------
+
+
+def test_what_the_arrangement_by_times_is_worth_is_said_if_it_is_much() -> None:
+    given = problem("8B", gpus=8, sequences_per_step=64, kernels="transformers", hardware=KNOWN["H100-80G"])
+    layout = {"pp": (8,), "microbatch_sizes": (1,), "checkpointing": ("none",)}
+    much = Space(**layout, schedules=("v-half",), vocabularies=("vocab-1",))
+    found = search_configurations(given, much, wanted=1, workers=1)
+    assert found.best is not None
+    gain = arranging_gain(given, found.best)
+    assert gain > 0.05
+    text, values = Ranking(found, 1).text(), Ranking(found, 1).to_dict()
+    assert f"by the times of its passes; by FLOPs the step would be {100 * gain:.1f} % longer" in text
+    assert values["arranging_gain"] == gain
+    little = Space(**layout, schedules=("1f1b",), vocabularies=("first-last",))
+    assert "FLOPs" not in Ranking(search_configurations(given, little, wanted=1, workers=1), 1).text()
 
 
 # --- the gain of balance -------------------------------------------------------------------------------------

@@ -9,17 +9,18 @@ import pytest
 from transformers import BloomConfig, LlamaConfig, PreTrainedConfig
 
 from evenpipe.costs.hardware import KNOWN
+from evenpipe.costs.timed_model import ends_of
 from evenpipe.errors import InputError
 from evenpipe.model import RowWork, describe, slice_ends
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import Evaluation, least_work, timed, work_of
-from evenpipe.plan.problem import Problem, ends_of, problem_of
+from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import extended, short_steps
 from evenpipe.plan.ranking import utilization
 from evenpipe.plan.runnable import refusal
 from evenpipe.plan.space import RUNNABLE, Space, layouts
-from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.simulate import simulate
 from evenpipe.train.planned_config import _pipeline
@@ -112,8 +113,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
 def test_programs_of_slices_are_those_of_the_runtime(small: Problem, schedule: str, mode: str) -> None:
     one = sliced(small, schedule, mode, 4, 8)
-    costs = ModelCosts.of(small.description, small.sequence)
-    layout = Layout.of(one.recipe, costs, small.description.vocabulary_size, tied=small.description.tied)
+    layout = Layout.of(one.recipe, small.arranging, small.description.vocabulary_size, tied=small.description.tied)
     assert small.programs.of(one.recipe, 8)[1] == layout.program
 
 

@@ -20,7 +20,7 @@ from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space, configurations, layouts
-from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.schedule.transforms.offload import offloaded
@@ -65,8 +65,7 @@ def configuration(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_programs_are_those_of_the_runtime(roomy: Problem, schedule: str, mode: str, offload: str) -> None:
     one = evaluate(roomy, configuration(schedule, mode, 9, offload=offload)).configuration
-    costs = ModelCosts.of(roomy.description, roomy.sequence)
-    layout = Layout.of(one.recipe, costs, roomy.description.vocabulary_size, tied=roomy.description.tied)
+    layout = Layout.of(one.recipe, roomy.arranging, roomy.description.vocabulary_size, tied=roomy.description.tied)
     assert roomy.programs.of(one.recipe, 9)[1] == layout.program
     assert bool(offloaded(layout.program.order)) == (offload != "scheduled" or schedule == "po-h")
 
@@ -193,17 +192,19 @@ def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
 
 def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
     plan = evaluate(roomy, configuration("1f1b", "vocab-2", 9))
-    tables = planned_tables(roomy, plan, {**BASE, "offload": {"host_memory": "64GiB", "layers": ["keep"]}}, "planned")
+    tables = planned_tables(
+        roomy, plan, {**BASE, "offload": {"host_memory": "64GiB", "layers": ["keep"]}}, "planned", "H100-80G"
+    )
     time, *others = plan.configuration.copy_time
     assert set(others) == {time}
     assert tables["offload"] == {"host_memory": "64GiB", "activations": "free", "copy_time": time}
     other = replace(plan, configuration=plan.configuration.with_offload("free", copy_time=(0.3, 0.3, 0.3, 0.4)))
-    assert planned_tables(roomy, other, BASE, "planned")["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
+    assert planned_tables(roomy, other, BASE, "planned", "H100-80G")["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
     kept = evaluate(roomy, configuration("1f1b", "vocab-2", 9, offload="none"))
-    assert "offload" not in planned_tables(roomy, kept, BASE, "planned")
-    assert planned_tables(roomy, kept, {**BASE, "offload": {"activations": "all"}}, "planned")["offload"] == {
-        "activations": "none"
-    }
+    assert "offload" not in planned_tables(roomy, kept, BASE, "planned", "H100-80G")
+    assert planned_tables(roomy, kept, {**BASE, "offload": {"activations": "all"}}, "planned", "H100-80G")[
+        "offload"
+    ] == {"activations": "none"}
 
 
 def test_what_is_no_choice_is_one_sentence() -> None:
@@ -277,7 +278,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
     assert not less.fits
     again = evaluate(given, replace(one, host_share=0.0))
     assert again.fits and again.seconds > chosen.seconds
-    tables = planned_tables(given, chosen, BASE, "planned")
+    tables = planned_tables(given, chosen, BASE, "planned", "H100-80G")
     assert tables["optimizer"] == {"host_share": chosen.configuration.host_share}
 
 

@@ -22,6 +22,7 @@ from evenpipe.schedule import (
     vocabulary_mode,
 )
 from evenpipe.schedule.registry import generate as registered
+from evenpipe.schedule.simpler_costs import FINE, in_parts
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -156,3 +157,15 @@ def test_the_first_microbatches_of_an_evaluation_are_a_sound_program(name: str) 
 def test_programs_are_checked_for_both_ways_of_queueing() -> None:
     for mode in MODES:
         assert check_program(plan_program("1f1b", 4, 3, mode)[1]).ok
+
+
+def test_arranging_times_are_whole_parts_of_a_mean_pass() -> None:
+    costs = Costs(
+        F=(1.0, 2.0), B=3.1, I=1.49, W=1.53, S=0.2, T=0.001, E=0.0, G=0.0, p2p=0.05, collectives={"reduce": 0.3}
+    )
+    found = in_parts(costs, Placement.linear(2))
+    unit = (1.0 + 2.0 + 2 * 1.49 + 2 * 1.53) / 6 / FINE
+    assert (round(1 / unit), round(2 / unit)) == found.F and round(1.49 / unit) == found.I
+    assert (found.T, found.R, found.C) == (0.0, None, 0.0)
+    assert found.collectives == {"reduce": round(0.3 / unit)}
+    assert hash(found) == hash(in_parts(costs, Placement.linear(2)))

@@ -47,12 +47,12 @@ class FakePipeline:
     def program(self) -> Any:
         return self.layout.program
 
-    def arranged_by(self, costs: Costs) -> Layout:
+    def layout_by(self, costs: Costs) -> Layout:
         return Layout.of(replace(self.recipe, costs=costs), self.model, 64, tied=False)
 
     def arrange(self, costs: Costs) -> None:
         self.arranged.append(costs)
-        self.layout = self.arranged_by(costs)
+        self.layout = self.layout_by(costs)
 
     def trace(self, result: Any) -> Trace:
         return measured(self.program, self.takes)

@@ -223,7 +223,7 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
     assert found.best is not None
     runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe))
     plan = next(runnable, found.best)
-    tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem)
+    tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem, arguments.hardware)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
     write_tables(tables, arguments.output, notes)
     if not arguments.json:

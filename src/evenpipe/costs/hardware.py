@@ -229,6 +229,20 @@ _GPUS = (
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
 """By name. All are SXM devices, eight to a node, with one network card each."""
 
+_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40G",
+    "NVIDIA A100-SXM4-80GB": "A100-80G",
+    "NVIDIA H100 80GB HBM3": "H100-80G",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+}
+"""Names of these devices in torch."""
+
+
+def known_gpu(name: str) -> Hardware | None:
+    """Return the known device with this name, here or in torch; None for any other."""
+    return KNOWN.get(_NAMES.get(name, name))
+
 
 # --- files ---------------------------------------------------------------------------------------------------
 

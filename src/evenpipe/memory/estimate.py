@@ -205,7 +205,7 @@ def estimate(
         skew=skew,
     )
     check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
-    plan = source.planned(recipe)
+    plan = source.planned(recipe, hardware, settings.dtypes.compute)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(
         devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),

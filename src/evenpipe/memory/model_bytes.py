@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.recipe.recipe import Recipe
@@ -68,10 +69,10 @@ class ModelBytes:
             raise InputError(found)
         return found
 
-    def planned(self, recipe: Recipe) -> Planned:
+    def planned(self, recipe: Recipe, hardware: Hardware | None = None, dtype: str = "bf16") -> Planned:
         """Return the program of a recipe, as `programs.planned`; given programs are cached."""
         if not isinstance(recipe.schedule, Program):
-            return planned(self.description, recipe)
+            return planned(self.description, recipe, hardware, dtype)
         given, shared = recipe.schedule, recipe.parallelism
         # Held, so that the id stays unique: comparing programs takes long.
         key = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from evenpipe.costs.hardware import Hardware, known_gpu
+from evenpipe.costs.timed_model import arranging_model
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage
+from evenpipe.recipe.layout import Layout, bounds_of, check_layers_per_stage
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
@@ -60,15 +62,16 @@ class Planned:
         return self._replays[key]
 
 
-def planned(description: Description, recipe: Recipe) -> Planned:
+def planned(description: Description, recipe: Recipe, hardware: Hardware | None = None, dtype: str = "bf16") -> Planned:
     """Return the program of a recipe with its sequence length; to a given program only the work for replicas is added,
-    as `Layout.of` does.
+    as `Layout.of` does. hardware: None: unknown. dtype: of products.
 
     Raises InputError for names and sizes that do not fit together.
     """
     program = recipe.schedule
     if not isinstance(program, Program):
-        costs = ModelCosts.of(description, recipe.batch.sequence_length)
+        at_hand = None if hardware is None else known_gpu(hardware.name)
+        costs = arranging_model(description, recipe, at_hand, dtype)
         layout = Layout.of(recipe, costs, description.vocabulary_size, tied=description.tied)
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
 from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.step import Parameters, step_end_seconds
+from evenpipe.costs.timed_model import layer_times
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
@@ -31,7 +32,7 @@ from evenpipe.simulate.bounds import either_backward
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
 from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device
-from .problem import Problem, layer_times
+from .problem import Problem
 from .programs import InFlight
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from evenpipe.costs.timed_model import pass_costs
 from evenpipe.recipe.parallelism import AXES, Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.planning import BARRIERS
 
-from .problem import Problem, pass_costs
+from .problem import Problem
 from .programs import Shape, short_steps
 
 LEAST = "least"

@@ -29,13 +29,14 @@ from typing import Any, NamedTuple
 import torch
 
 from evenpipe.costs.analytic import least_seconds, whole_head_time
+from evenpipe.costs.timed_model import layer_times
 from evenpipe.recipe.recipe import Recipe
 
 from .bounds import Bound, layout_bound, order_bound, work_bound
 from .configuration import Configuration
 from .evaluation import Evaluation, evaluate
 from .evaluation_cache import EvaluationCache
-from .problem import Problem, layer_times
+from .problem import Problem
 from .space import Space, configurations, layouts
 
 TOGETHER = 8

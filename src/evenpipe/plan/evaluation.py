@@ -32,7 +32,7 @@ from evenpipe.simulate import simulate
 from .configuration import LEAST, Configuration, costs_of
 from .device_memory import DeviceUse, copied, device_uses, state_floor
 from .problem import Problem
-from .programs import extended
+from .programs import Programs, extended
 
 TRIES = 4
 """Rounds of adding layers to recompute, if the first guess does not fit."""
@@ -168,11 +168,22 @@ def _without_recomputation(configuration: Configuration) -> Configuration:
     return configuration.decided(checkpointing="none") if "checkpointing" in configuration.open else configuration
 
 
-def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
+def arranging_gain(problem: Problem, plan: Evaluation) -> float:
+    """Return how much longer the step of an evaluated plan would be if its order were arranged by FLOPs, as a share of
+    the step; negative if it would be shorter."""
+    if plan.configuration.recipe.devices == 1:
+        return 0.0
+    return timed(problem, plan.configuration, programs=problem.programs_by_flops).seconds / plan.seconds - 1
+
+
+def timed(
+    problem: Problem, configuration: Configuration, limit: float = math.inf, *, programs: Programs | None = None
+) -> Evaluation:
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
-    layer. `limit` as for `evaluate`."""
+    layer. `limit` as for `evaluate`. programs: None: as the runtime arranges them."""
     recipe, sizes = configuration.recipe, configuration.steps
-    program = problem.programs.of(recipe, sizes[0])[1]
+    programs = programs or problem.programs
+    program = programs.of(recipe, sizes[0])[1]
     costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
     plain = configuration.decided(checkpointing="none")
@@ -191,7 +202,7 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
         least = max(least, times[0] + max(busy) * (recipe.microbatches - sizes[0]))
         if least + found.end_seconds < limit:
             for size in sizes[1:]:
-                program = problem.programs.of(recipe, size)[1]
+                program = programs.of(recipe, size)[1]
                 times.append(simulate(program, costs).makespan)
             least = extended(times, sizes, recipe.microbatches, max(busy))
             found = replace(found, late=False)
@@ -279,12 +290,16 @@ def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
     return None if "checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
 
 
-def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> Evaluation:
-    """Return the memory with these policies."""
+def _held(
+    problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int, *, quick: bool = False
+) -> Evaluation:
+    """Return the memory with these policies; `quick`: in an order arranged without recomputation, which is arranged
+    only once for all policies and holds about as much."""
     one = one.decided(checkpointing=policies)
     if one.moves:
         one = _with_copies(problem, one, microbatches)
-    devices = device_uses(problem, one, problem.programs.of(one.recipe, microbatches)[1])
+    recipe = one.decided(checkpointing="none").recipe if quick else one.recipe
+    devices = device_uses(problem, one, problem.programs.of(recipe, microbatches)[1])
     return Evaluation(configuration=one, devices=devices)
 
 
@@ -314,10 +329,10 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> Eva
     none = _held(problem, one, ("none",) * layers, microbatches)
     if none.fits:
         return none
-    full = _held(problem, one, ("full",) * layers, microbatches)
+    full = _held(problem, one, ("full",) * layers, microbatches, quick=True)
     if not full.fits:
         return replace(full, kept=none.devices)
-    selective = _held(problem, one, ("selective",) * layers, microbatches)
+    selective = _held(problem, one, ("selective",) * layers, microbatches, quick=True)
     held = layers_of_devices(one)
     wanted = {
         device: _Wanted.of(*uses, len(held[device]))

@@ -22,8 +22,9 @@ from evenpipe.simulate import simulate
 
 from .configuration import Configuration, costs_of
 from .configuration_search import head_layers, search_configurations
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, arranging_gain, evaluate
 from .problem import Problem
+from .ranking import arrangement_in_words
 from .space import Space, divisors, layouts, splits
 
 SHALLOWEST = 4
@@ -77,6 +78,11 @@ class Explanation:
         return min((one for one in self.all if one.fits), key=lambda one: one.seconds, default=self.usual)
 
     @property
+    def arranging_gain(self) -> float:
+        """Return what the arrangement of the best order is worth, as `arranging_gain`."""
+        return 0.0 if math.isinf(self.best.seconds) else arranging_gain(self.problem, self.best)
+
+    @property
     def matrix_layers(self) -> float:
         """Return the number of layers that have as many parameters as the output layer."""
         description = self.problem.description
@@ -103,6 +109,7 @@ class Explanation:
             "sequence": problem.sequence,
             "output_layer_in_layers_of_time": self.head_layers,
             "output_layer_in_layers_of_parameters": self.matrix_layers,
+            "arranging_gain": self.arranging_gain,
             "usual": self.usual.to_dict(),
             "others": [one.to_dict() for one in self.others],
             "next": list(self.commands()),
@@ -173,6 +180,9 @@ class Explanation:
                 f"  {_name(best)} + {best.configuration.recipe.vocabulary}:"
                 f" {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
             )
+        said = arrangement_in_words(self.arranging_gain)
+        if said:
+            yield f"  {_name(best)} + {best.configuration.recipe.vocabulary}: {said}"
 
     def _cells(self, one: Evaluation) -> tuple[str, ...]:
         if one.fault:

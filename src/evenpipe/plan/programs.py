@@ -8,7 +8,6 @@ more, so the shorter step gives it.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +16,14 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.batch_shape import BatchShape
-from evenpipe.recipe.layout import ModelCosts, arranged, arranging_costs
+from evenpipe.recipe.layout import ModelCosts, arranged, arranging_times
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import SCHEDULES, Costs, Order, Placement, Program, generate
-from evenpipe.schedule.costs import Cost
+from evenpipe.schedule import Costs, Order, Placement, Program, generate
 from evenpipe.schedule.effects import Kept, changes, effect_of
 from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.registry import takes_costs
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
 from evenpipe.schedule.transforms.slices import add_slices
@@ -78,15 +77,17 @@ class Programs:
         self._model = model
         self.shape = cache(_shape)
         self.in_flight = lru_cache(maxsize=512)(self._in_flight)
-        self._program = lru_cache(maxsize=32)(self._arranged)
+        self._program = lru_cache(maxsize=64)(self._arranged)
         self._base_order = lru_cache(maxsize=64)(_base_order)
         self._equal_order = lru_cache(maxsize=64)(_equal_order)
 
     def of(self, recipe: Recipe, microbatches: int) -> tuple[Order, Program]:
         """Return the order and the checked program of a recipe with the name of a schedule, for a step of
         `microbatches`. Raises InputError if there is none of this size."""
+        shape, split = self._shape_of(recipe), recipe.layers_per_stage
+        assert split is not None
         offload = OffloadOptions(activations=recipe.offload.activations, copy_time=recipe.offload.copy_time)
-        if offload.activations == "none" and not self._shape_of(recipe).moves:
+        if offload.activations == "none" and not shape.moves:
             offload = replace(offload, activations="scheduled")  # which is the same
         return self._program(
             Recipe(  # everything that an order depends on
@@ -95,8 +96,8 @@ class Programs:
                 schedule=recipe.schedule,
                 schedule_options=recipe.schedule_options,
                 vocabulary=recipe.vocabulary,
-                layers_per_stage=recipe.layers_per_stage,
                 offload=offload,
+                costs=arranging_times(recipe, self._model, shape.placement, split),
             )
         )
 
@@ -108,16 +109,17 @@ class Programs:
 
     def _arranged(self, recipe: Recipe) -> tuple[Order, Program]:
         shape = self._shape_of(recipe)
-        assert recipe.layers_per_stage is not None and isinstance(recipe.schedule, str)
-        costs = arranging_costs(recipe, self._model, shape.placement, recipe.layers_per_stage)
+        assert recipe.costs is not None and isinstance(recipe.schedule, str)
+        costs = recipe.costs.with_copies(shape.placement, recipe.offload.copy_time)
         if recipe.offload.activations != "scheduled" and not shape.moves:
             # An order with copies is the order without copies, plus copies.
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
         else:  # modes with the same stage costs have the same order below their vocabulary passes
             copies = costs.O if shape.moves else None
-            slices, times = recipe.slices, (costs.F, costs.B, copies)
-            size = recipe.devices, recipe.microbatches * slices
-            order = self._base_order(recipe.schedule, recipe.schedule_options, size, times, slices)
+            times = Costs(F=costs.F, B=costs.B, I=costs.I, W=costs.W, p2p=costs.p2p, O=copies, L=copies)
+            size = recipe.devices, recipe.microbatches * recipe.slices
+            by_costs = times if shape.by_costs else None
+            order = self._base_order(recipe.schedule, recipe.schedule_options, size, by_costs, recipe.slices)
         return arranged(recipe, costs, order)
 
     def _in_flight(
@@ -147,7 +149,7 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
     return Shape(
         placement=order.placement,
         split=any(item.kind is Kind.I for item in order.passes(0)),
-        by_costs="costs" in inspect.signature(SCHEDULES[schedule]).parameters,
+        by_costs=takes_costs(schedule),
         moves=bool(offloaded(order)),
         slices=_can_be_cut(order),
     )
@@ -165,12 +167,10 @@ def _base_order(
     schedule: str,
     options: Options,
     size: tuple[int, int],
-    times: tuple[Cost | None, Cost | None, Cost | None],
+    costs: Costs | None,
     slices: int,
 ) -> Order:
-    """size: devices, and slices of all microbatches. times: of forwards, backwards and copies."""
-    forward, backward, copies = times
-    costs = Costs(F=forward, B=backward, I=forward, W=forward, O=copies, L=copies)
+    """size: devices, and slices of all microbatches. costs: of a slice on average; None: they make no difference."""
     return add_slices(generate(schedule, *size, costs=costs, **dict(options)), slices)
 
 

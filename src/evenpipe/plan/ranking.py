@@ -16,7 +16,7 @@ from evenpipe.schedule.words import count, table
 from .bounds import order_bound
 from .configuration import name_of_axes
 from .configuration_search import Found, Rejected, head_layers
-from .evaluation import Evaluation
+from .evaluation import Evaluation, arranging_gain
 from .problem import Problem
 from .runnable import refusal
 
@@ -71,6 +71,20 @@ def binding(problem: Problem, plan: Evaluation) -> str:
     return "; ".join(parts) or "compute only"
 
 
+WORTH_SAYING = 0.01
+"""Least gain by the arrangement of an order that is said."""
+
+
+def arrangement_in_words(gain: float) -> str:
+    """Return what `arranging_gain` found, in a sentence; empty if it is hardly anything."""
+    if abs(gain) < WORTH_SAYING:
+        return ""
+    length = "longer" if gain > 0 else "shorter"
+    return (
+        f"its order is arranged by the times of its passes; by FLOPs the step would be {100 * abs(gain):.1f} % {length}"
+    )
+
+
 # --- the table -----------------------------------------------------------------------------------------------
 
 
@@ -106,6 +120,7 @@ class Ranking:
                 }
                 for plan in self.plans
             ],
+            "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans else None,
             "vocabulary": [gain.to_dict() for gain in gains(self.found)],
             "rejected": [one.to_dict() for one in explained(self.found)],
         }
@@ -149,6 +164,9 @@ class Ranking:
         yield ""
         for place, plan in enumerate(self.plans, 1):
             yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}"
+        said = arrangement_in_words(arranging_gain(problem, self.plans[0]))
+        if said:
+            yield f"plan 1: {said}"
 
     def _gains(self) -> Iterator[str]:
         compared = gains(self.found)

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Literal
 
 from evenpipe.costs.experts import chosen_overlap
+from evenpipe.costs.timed_model import layer_times
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model.context_exchange import heads_divide
@@ -27,7 +28,7 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
 from .configuration import LEAST, POLICIES, Configuration
-from .problem import Problem, layer_times
+from .problem import Problem
 from .programs import Options
 from .runnable import refusal_of_cut, refusal_of_experts, refusal_of_pieces, refusal_of_slices
 

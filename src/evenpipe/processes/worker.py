@@ -83,6 +83,14 @@ class Worker:
             with self.store.patient(self.watch.silence_seconds):
                 self.store.write(name, "")
 
+    def settle(self, name: str, text: str) -> str:
+        """Return the text that the first process gave for the name, the same on all. Raises StoreError if the store is
+        gone."""
+        if self.store is None:
+            return text
+        with self.store.patient(self.watch.silence_seconds):
+            return self.store.settle(name, text)
+
     def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
         """Return when the first process has left the mark, however long its work takes.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
@@ -25,8 +25,9 @@ from evenpipe.schedule import (
 from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
-from evenpipe.schedule.planning import costs_of_work, order_of_function
-from evenpipe.schedule.registry import options_of
+from evenpipe.schedule.planning import BARRIERS, costs_of_work, order_of_function
+from evenpipe.schedule.registry import options_of, takes_costs
+from evenpipe.schedule.simpler_costs import in_parts
 from evenpipe.schedule.slice_costs import each_slice
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard
@@ -43,6 +44,10 @@ class ModelCosts:
     """How the work of layers grows along a row."""
     length: int = 0
     """Tokens of the row for which these are the costs of a token on average."""
+    times: Callable[[Recipe, Placement], Costs] | None = field(default=None, compare=False, repr=False)
+    """Times of the passes and transfers of a recipe with `layers_per_stage`, if the hardware is known."""
+    hardware: str = "flops"
+    """Its name."""
 
     @classmethod
     def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
@@ -88,6 +93,8 @@ class Layout:
     head_shards: tuple[Shard, ...]
     """The same: its rows of the output layer."""
     costs: Costs
+    arranged_by: str = "flops"
+    """What gave these costs: "costs", those of the recipe; "flops"; or the name of the hardware of pass times."""
 
     @classmethod
     def of(cls, recipe: Recipe, model: ModelCosts, rows: int, *, tied: bool) -> Layout:
@@ -119,6 +126,11 @@ class Layout:
             embedding_shards=embedding,
             head_shards=head,
             costs=costs,
+            arranged_by="costs"
+            if recipe.costs is not None
+            else model.hardware
+            if _depends_on_times(recipe)
+            else "flops",
         )
 
     @property
@@ -152,15 +164,28 @@ def runnable_order(recipe: Recipe) -> Order:
 
 def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
     """Return the pass times by which the order of a recipe is arranged, in this placement."""
-    costs = recipe.costs
-    if costs is None:
-        costs = costs_of_work(model.layers, model.head, split, recipe.devices, recipe.vocabulary)
-    else:
-        schedule = recipe.schedule
-        slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
-        if slices != (len(each_slice(costs)) if costs.slices else 1):
-            costs = model.costs_of_slices(costs, recipe, slices)
+    costs = arranging_times(recipe, model, placement, split)
     return costs.with_copies(placement, recipe.offload.copy_time)
+
+
+def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
+    """Return the same without the copies to the host: the costs of the recipe; else FLOPs if the hardware is unknown,
+    or if its passes are in one order at any times; else its times there."""
+    costs, schedule = recipe.costs, recipe.schedule
+    slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
+    if costs is not None:
+        known = len(each_slice(costs)) if costs.slices else 1
+        return costs if slices == known else model.costs_of_slices(costs, recipe, slices)
+    if model.times is None or not _depends_on_times(recipe):
+        return costs_of_work(model.layers, model.head, split, recipe.devices, recipe.vocabulary)
+    cut = replace(recipe, layers_per_stage=tuple(split), batch=replace(recipe.batch, slices=slices))
+    return in_parts(model.times(cut, placement), placement)
+
+
+def _depends_on_times(recipe: Recipe) -> bool:
+    """Return whether other times may change the order of the passes of a recipe."""
+    schedule, moved = recipe.schedule, recipe.offload.activations not in ("scheduled", "none")
+    return moved or bool(BARRIERS[recipe.vocabulary]) or (isinstance(schedule, str) and takes_costs(schedule))
 
 
 def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, Program]:

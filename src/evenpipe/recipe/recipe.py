@@ -18,6 +18,9 @@ from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
 from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, vocabulary_mode
 from evenpipe.schedule.registry import nearest
 
+ARRANGE = ("auto", "flops")
+"""Choices of `Recipe.arrange` that name no hardware."""
+
 SEPARATE = ("name", "devices", "microbatches", "costs")
 """Arguments of generators that are no options."""
 
@@ -51,6 +54,7 @@ class RecipeOptions(TypedDict, total=False):
     communicators: str
     nccl: NcclOptions | None
     costs: Costs | None
+    arrange: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,11 @@ class Recipe:
     nccl: NcclOptions = field(default_factory=NcclOptions)
     """Priority and channels of communication on GPUs. No effect on gloo."""
     costs: Costs | None = None
-    """Pass times that arrange the order, one F and B per stage *without* the vocabulary layers. None: FLOPs."""
+    """Pass times that arrange the order, one F and B per stage *without* the vocabulary layers."""
+    arrange: str = "auto"
+    """What arranges the order without `costs`: the model's pass times on a known GPU (for example "H100-80G") or on the
+    hardware of a file of `evenpipe profile --hardware`; "flops"; or "auto": the GPU at hand if it is known, else
+    FLOPs."""
 
     @classmethod
     def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
@@ -202,6 +210,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "vocabulary": (str, "the name of a vocabulary mode"),
     "schedule_options": ((Mapping, tuple), "a dictionary of options by name, or None"),
     "costs": ((Costs, type(None)), "Costs, or None"),
+    "arrange": (str, "auto, flops, a known GPU, or a hardware file"),
     "compile_layers": (bool, "True or False"),
     "nccl": (NcclOptions, "NcclOptions, or None"),
     "offload": (OffloadOptions, "OffloadOptions, or None"),

@@ -45,6 +45,7 @@ def with_slices(
     """
     if recipe.batch.slices != "auto":
         return recipe, ""
+    model = replace(model, times=None)  # by FLOPs, with `EXTRA`
 
     def cut(slices: int) -> Recipe:
         return replace(recipe, batch=replace(recipe.batch, slices=slices))

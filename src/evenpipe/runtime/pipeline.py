@@ -38,6 +38,7 @@ from evenpipe.runtime.arguments import (
     recipe_of,
     sizes_given,
 )
+from evenpipe.runtime.arranging import model_costs
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
 from evenpipe.runtime.expert_group import count_choices, spread_experts
@@ -102,8 +103,8 @@ class Pipeline(SpreadModel):
         layers_per_stage: layers of each stage, first to last; default: an even split.
         checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
         compile_layers: run every layer through torch.compile.
-        costs: measured pass times for arranging the schedule; default: FLOPs.
-        sequence_length: tokens per sequence for these FLOPs.
+        costs: measured pass times for arranging the schedule.
+        arrange, sequence_length: what arranges it without `costs`, as in `Recipe`, for sequences of so many tokens.
         communicators: "per-pair" (the default), "per-kind" or "one".
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
@@ -175,8 +176,8 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            slices, model_costs = self.layout.program.slices, self._model_costs
-            cutter = make_cutter(self.description, model_costs, slices, self.recipe, self._groups)
+            slices = self.layout.program.slices
+            cutter = make_cutter(self.description, self._model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
@@ -219,8 +220,9 @@ class Pipeline(SpreadModel):
         layers, offload = self.description.layers, self.recipe.offload
         self._checkpointing = self.recipe.checkpointing_of(layers)
         check_choices(self._checkpointing)
-        self._model_costs, self.recipe, self.chosen_slices = cut_sequences(
-            self.description, self.recipe, self.torch_device.type, says=self._is_very_first
+        self._model_costs = model_costs(self.description, self.recipe, worker, self._compute_dtype)
+        self.recipe, self.chosen_slices = cut_sequences(
+            self.description, self._model_costs, self.recipe, self.torch_device.type, says=self._is_very_first
         )
         self.layout = Layout.of(
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied

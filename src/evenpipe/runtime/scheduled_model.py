@@ -76,7 +76,7 @@ class ScheduledModel:
             about={"vocabulary": layout.mode, **ranks, **about},
         )
 
-    def arranged_by(self, costs: Costs) -> Layout:
+    def layout_by(self, costs: Costs) -> Layout:
         """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage."""
         recipe = replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage)
         return Layout.of(recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
@@ -88,7 +88,7 @@ class ScheduledModel:
         """
         if not isinstance(self.recipe.schedule, str):
             raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
-        layout = self.arranged_by(costs)
+        layout = self.layout_by(costs)
         missing = sorted(layout.communicators.keys() - self.layout.communicators.keys())
         if missing:
             raise InputError(f"arrange: the order needs communicators that this pipeline lacks: {', '.join(missing)}")

@@ -15,16 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 def cut_sequences(
-    description: Description, recipe: Recipe, torch_device: str, *, says: bool
-) -> tuple[ModelCosts, Recipe, str | None]:
-    """Return the costs by which a model is arranged, its recipe with a number of slices, and why it is that number;
-    None if a number was given. The same on every process.
+    description: Description, costs: ModelCosts, recipe: Recipe, torch_device: str, *, says: bool
+) -> tuple[Recipe, str | None]:
+    """Return the recipe of a model with a number of slices, and why it is that number; None if a number was given. The
+    same on every process.
 
     Args:
         torch_device: "cuda" or "cpu".
         says: whether this process logs it.
     """
-    costs = ModelCosts.of(description, recipe.batch.sequence_length)
 
     def refusal() -> str | None:
         try:
@@ -36,4 +35,4 @@ def cut_sequences(
     chosen, why = with_slices(recipe, costs, torch_device, refusal)
     if why and says:
         logger.info("slices: %s", why)
-    return costs, chosen, why or None
+    return chosen, why or None

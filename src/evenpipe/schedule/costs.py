@@ -120,6 +120,9 @@ class Costs:
     average. `layers`: for F, B, I, W and R (one number per slice, or a list of one per stage); F, B, I, W, R: for that
     kind alone; `tokens`: for everything else, but for what is sent to replicas."""
 
+    def __hash__(self) -> int:
+        return hash((self.F, self.B, self.I, self.W, self.S, self.T, self.p2p))
+
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)

@@ -53,7 +53,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
         order = _from_file(name, devices, microbatches)
     else:
         generator = SCHEDULES[name]
-        if costs is not None and "costs" in inspect.signature(generator).parameters:
+        if costs is not None and takes_costs(name):
             options["costs"] = costs
         order = generator(devices, microbatches, **options)
     if stages_per_device is not None and order.placement.stages != stages_per_device * devices:
@@ -69,6 +69,11 @@ def options_of(name: str) -> tuple[str, ...]:
     if name not in SCHEDULES:
         raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
     return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
+
+
+def takes_costs(name: str) -> bool:
+    """Return whether a schedule plans by costs."""
+    return "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def describe(name: str) -> str:

@@ -104,7 +104,7 @@ class Arrangement:
         said = text = None
         if costs is not None:
             self._known = costs.to_dict()
-            pipeline, layout = self._pipeline, self._pipeline.arranged_by(costs)
+            pipeline, layout = self._pipeline, self._pipeline.layout_by(costs)
             before, after = (simulate(program, costs).makespan for program in (pipeline.program, layout.program))
             if after < (1 - WORTH) * before and not _holds_more(layout.program, pipeline.program):
                 text = json.dumps(self._known)
@@ -151,6 +151,17 @@ class Arrangement:
         if not (pipeline.feeds and pipeline.replica == 0):
             return None
         return Costs.from_dict(_filled(measured, own))
+
+
+def changes_of_order(pipeline: Pipeline, before: str) -> list[str]:
+    """Return what to say of a run that goes on with an order arranged by other times than `before`."""
+    now = pipeline.layout.arranged_by
+    if now == before or not pipeline.order_matters:
+        return []
+    return [
+        f"the schedule was arranged by {before}, and is now by {now}: gradients may be summed in another order, so"
+        " results may differ in their last bits; pipeline.arrange keeps an order"
+    ]
 
 
 def _holds_more(program: Program, than: Program) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
+from evenpipe.errors import InputError
 from evenpipe.train.section import Section
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ class PipelineConfig(Section):
     """For zb-auto and v-budget: maximum number of stage activations on a device, each of one stage and one microbatch;
     one number, or one per device. Default: the memory of 1f1b."""
     costs: str | None = None
-    """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one). Default: FLOPs."""
-    arrange: Literal["measured", "computed"] = "measured"
-    """"measured": a named schedule is arranged anew by the passes of steps 3 to 6, between two steps, if that is
-    predicted to shorten a step by more than 1 % without more activations on a device; again when passes drift. No
-    effect with `costs`, and on models with tied vocabulary matrices or dropout, whose results depend on the order.
-    "computed": it stays as it was at the start."""
+    """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one)."""
+    arrange: str = "measured"
+    """What arranges a named schedule without `costs`: the pass times of the model on a known GPU (a name, as for
+    `evenpipe plan --hardware`) or on the hardware of a file of `evenpipe profile --hardware`; "flops"; "auto": the GPU
+    of the run if it is known, else FLOPs; or "measured": so at the start, and anew by the passes of steps 3 to 6,
+    between two steps, if a step is predicted to become more than 1 % shorter without more activations on a device, and
+    again when passes drift. Orders of models with tied vocabulary matrices or dropout stay, since results depend on
+    them."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
@@ -119,6 +122,7 @@ class PipelineConfig(Section):
         converted = {
             "checkpointing": _one_or_all(self.checkpointing),
             "costs": None if self.costs is None else read_costs(self.costs),
+            "arrange": "auto" if self.arrange == "measured" else self.arrange,
             "nccl": NcclOptions(high_priority=self.nccl_high_priority, channels=self.nccl_channels),
         }
         return Recipe.of(
@@ -167,6 +171,8 @@ class PipelineConfig(Section):
         self._check_names()
 
     def _check_names(self) -> None:
+        from evenpipe.costs.hardware import find_hardware
+        from evenpipe.recipe.recipe import ARRANGE
         from evenpipe.schedule.generators import SCHEDULES
         from evenpipe.schedule.planning import MODES
         from evenpipe.schedule.registry import options_of
@@ -182,6 +188,11 @@ class PipelineConfig(Section):
             if name not in options:
                 self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
         self.known("vocabulary", ("balanced", *MODES))
+        if self.arrange not in (*ARRANGE, "measured"):
+            try:
+                find_hardware(self.arrange)
+            except InputError as error:
+                raise InputError(f"pipeline.arrange: {error}") from None
 
     @property
     def devices(self) -> int:

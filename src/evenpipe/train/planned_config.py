@@ -40,9 +40,11 @@ _OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
 _NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
 
 
-def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], name: str) -> dict[str, Any]:
+def planned_tables(
+    problem: Problem, plan: Evaluation, base: Mapping[str, Any], name: str, hardware: str
+) -> dict[str, Any]:
     """Return the tables of `base` with the planned pipeline. Their run has a new folder, `name`, because it would
-    otherwise resume the run of `base`.
+    otherwise resume the run of `base`. hardware: that of the problem, as `find_hardware` takes it.
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
@@ -57,6 +59,8 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
     kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
     tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
+    if parallelism.pp > 1:
+        tables["pipeline"].setdefault("arrange", hardware)
     tables |= _offload(tables.get("offload"), plan.configuration)
     if parallelism.ep > 1:
         beside = {"columns": parallelism.experts.columns, "arrivals": parallelism.experts.arrivals}

@@ -27,7 +27,7 @@ from evenpipe.processes.stopping import StopRequest
 from evenpipe.processes.worker import initialise_worker
 from evenpipe.runtime.result import StepResult
 from evenpipe.schedule.trace_file import write_trace
-from evenpipe.train.arrangement import Arrangement
+from evenpipe.train.arrangement import Arrangement, changes_of_order
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbacks, make_callbacks
 from evenpipe.train.config import Config
@@ -168,7 +168,8 @@ class _Run:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
-            for line in changes_of_data(state["data"], data_identity(config, self.data)):
+            changes = changes_of_data(state["data"], data_identity(config, self.data))
+            for line in [*changes_of_order(self.pipeline, state.get("arranged_by", "flops")), *changes]:
                 self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -193,6 +194,7 @@ class _Run:
         extra: dict[str, Any] = {
             "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
             "tokens": progress.tokens,
+            "arranged_by": self.pipeline.layout.arranged_by,
             "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
             "arrangement": self._arrangement.state(),

@@ -26,12 +26,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
+from evenpipe.schedule.simpler_costs import simpler
 
-from .vocabulary import INTERVAL, apart_at_the_loss, refuse_unfit, virtual_times
+from .list_scheduling import Timed
+from .vocabulary import INTERVAL, apart_at_the_loss, complete, refuse_unfit, virtual_times
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
@@ -42,7 +44,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     (equal stages by default) decide which passes meet in a period. Raises InputError if the order already has
     vocabulary passes, only evaluates or has torch's sharding passes, and if costs are missing or all 0.
     """
-    costs = EQUAL_COSTS if costs is None else costs
+    costs = complete(costs)
     refuse_unfit(order)
     if order.forward_only:
         raise InputError("an order that only evaluates cannot be interlaced")
@@ -50,7 +52,12 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     one_each = order.placement.is_chain and order.placement.stages == order.devices
     if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
-    return at_instants(apart_at_the_loss(order), costs)
+    apart = apart_at_the_loss(order)
+    best = at_instants(apart, costs)
+    for other_costs in simpler(costs, order.placement):  # which may be worth more
+        other = at_instants(apart, other_costs)
+        best = other if Timed.of(other, costs).better_than(Timed.of(best, costs)) else best
+    return best
 
 
 def at_instants(order: Order, costs: Costs) -> Order:

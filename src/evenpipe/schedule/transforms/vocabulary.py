@@ -15,7 +15,8 @@ break ties in the same way. With equal costs and enough microbatches, the peak o
 activations per stage that it holds. With unequal costs it may grow by more, and devices may wait for each other in
 every interval. So virtual times are also priorities for `list_schedule`, in which each device runs the earliest ready
 pass, within that peak. The result is the better of the two: the one that keeps the peak, then the one with the shorter
-span, then with the shorter step.
+span, then with the shorter step. If F, I and W of a stage differ, and the step is not as short as could be hoped for,
+virtual times of simpler costs are tried, too.
 
 An order for evaluation gets E, S and C, with C(i) an interval after S(i): no pass waits for it, so the statistics have
 time to arrive. Its lists have no memory limit.
@@ -41,6 +42,7 @@ from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.simpler_costs import simpler
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.timing import EventTimes, timed
 
@@ -111,15 +113,28 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     if barriers not in ((1,) if order.forward_only else (1, 2)):
         accepted = "1, as for every evaluation" if order.forward_only else "1 (vocab-2) or 2 (vocab-1)"
         raise InputError(f"barriers must be {accepted}, not {barriers}")
+    costs = complete(costs)
+    order = apart_at_the_loss(order)
+    times = VirtualTimes.of(order, barriers, costs)
+    best = _placed(order, barriers, costs, times)
+    # Virtual times of equal slices or passes keep the pattern of the order, which may be worth more.
+    others = [costs.on_average] if costs.slices else []
+    simple = [] if best.makespan <= _enough(order, barriers, costs, times) else simpler(costs, order.placement)
+    for other in (*others, *simple[:1]):
+        even = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, other))
+        best = even if even.better_than(best) else best
+    for other in simple[1:]:  # so may an order that is arranged by coarse times throughout
+        found = _placed(order, barriers, other, VirtualTimes.of(order, barriers, other))
+        coarse = Timed.of(found.order, costs)
+        best = coarse if found.span < inf and coarse.better_than(best) else best
+    return best.order
+
+
+def complete(costs: Costs | None) -> Costs:
+    """Return costs with all times of vocabulary passes, 0 by default; equal stages by default."""
     costs = EQUAL_COSTS if costs is None else costs
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
-    costs = replace(costs, **missing)
-    order = apart_at_the_loss(order)
-    best = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, costs))
-    if costs.slices:  # virtual times of equal slices keep the pattern of the order, which may be worth more
-        even = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, costs.on_average))
-        best = even if even.better_than(best) else best
-    return best.order
+    return replace(costs, **missing)
 
 
 def _placed(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> Timed:
@@ -133,9 +148,14 @@ def _placed(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> T
         if listed is not None:
             timed = Timed.of(listed, costs)
             best = timed if timed.better_than(best) else best
-        if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001:
+        if best.makespan <= _enough(order, barriers, costs, times):
             break
     return best
+
+
+def _enough(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> float:
+    """Return the makespan from which on nothing else is tried."""
+    return (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001
 
 
 def apart_at_the_loss(order: Order) -> Order:

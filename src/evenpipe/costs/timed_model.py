@@ -1,0 +1,297 @@
+"""Times of the passes of a model under a recipe, on some hardware: orders are arranged by them, and plans timed.
+
+`arranging_model` decides for runs, estimates and plans by which times their orders are arranged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from evenpipe.model.context_exchange import choose
+from evenpipe.model.description import Description
+from evenpipe.model.flops import usual_length
+from evenpipe.model.row_work import slice_ends
+from evenpipe.recipe.layout import ModelCosts
+from evenpipe.recipe.parallelism import AXES, Parallelism, divisor_of
+from evenpipe.recipe.recipe import ARRANGE, Recipe
+from evenpipe.schedule import Costs, Placement, even_split
+
+from .analytic import LayerTime, Setting, layer_time
+from .collectives import Axes, Pieces
+from .hardware import Hardware, find_hardware
+from .measured_passes import (
+    NO_CORRECTION,
+    Correction,
+    MeasuredPasses,
+    Ranks,
+    between,
+    correction_of,
+    fingerprint,
+    passes_of,
+    whole_passes,
+)
+from .step import WHOLE, Cut, costs_of_cut, costs_of_slices
+from .work import LayerWork, layers_of
+
+Found = TypeVar("Found")
+
+Span = tuple[int, int]
+"""Of a slice: its first token, and the one behind its last."""
+
+
+class Implementation(NamedTuple):
+    """How a framework computes, as in `Setting`."""
+
+    fused: bool = False
+    flash: bool = True
+    adds_weight_gradients: bool = False
+    loss: str = "evenpipe"
+    stops_early: bool = True
+    ours: bool = True
+    """Whether evenpipe runs it, not another framework."""
+
+
+OURS = Implementation()
+"""The modules of transformers, as evenpipe runs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedModel:
+    """A model on some hardware, and how long its passes take there."""
+
+    description: Description
+    works: tuple[LayerWork, ...]
+    """Work of each layer."""
+    model_costs: ModelCosts
+    """Its work in FLOPs."""
+    hardware: Hardware
+    sequence: int
+    dtype: str = "bf16"
+    skew: float = 1.0
+    """What the fullest of the replicas that share experts gets over the mean."""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Results that are needed again, for `once`."""
+
+    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+        """Return what `make` returned for this key the first time."""
+        if key not in self.known:
+            self.known[key] = make()
+        found: Found = self.known[key]
+        return found
+
+    @property
+    def implementation(self) -> Implementation:
+        """How it computes."""
+        return OURS
+
+    @property
+    def layers(self) -> int:
+        return len(self.works)
+
+    @property
+    def kinds(self) -> tuple[LayerWork, ...]:
+        """The distinct layers."""
+        return tuple({id(work): work for work in self.works}.values())
+
+    def setting(self, recipe: Recipe, *, together: bool = False) -> Setting:
+        """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
+        all devices of all of them compute."""
+        parallelism, size, kernels = recipe.parallelism, recipe.batch.microbatch_size, self.implementation
+        computing = parallelism.gpus if together else _side_by_side(parallelism)
+        correction = self.correction(size, parallelism)
+        return Setting(
+            hardware=self.hardware.slowed(self._slower(computing, correction)),
+            correction=correction,
+            axes=self._axes(recipe),
+            dtype=self.dtype,
+            microbatch_size=size,
+            sequence=self.sequence,
+            sequence_parallel=parallelism.sequence_parallel,
+            fused=kernels.fused,
+            flash=kernels.flash,
+            adds_weight_gradients=kernels.adds_weight_gradients,
+            loss=kernels.loss,
+            stops_early=kernels.stops_early,
+        )
+
+    def _axes(self, recipe: Recipe) -> Axes:
+        """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
+        sizes = recipe.parallelism
+        pieces = Pieces(
+            exchange=self.exchange_of(sizes, recipe.slices),
+            attends_again=(sizes.cp > 1 or recipe.slices > 1)
+            and self.implementation.ours
+            and self.hardware.torch_device != "cpu",
+        )
+        return Axes.of(
+            **{name: getattr(sizes, name) for name in AXES},
+            pieces=pieces,
+            experts=sizes.experts,
+            skew=self.skew,
+        )
+
+    def exchange_of(self, sizes: Parallelism, slices: int) -> str:
+        """Return "keys" or "heads", as the runtime chooses."""
+        if sizes.cp == 1:
+            return "keys"
+        choice = choose(self.description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        return choice.exchange
+
+    def contention(self, recipe: Recipe) -> float:
+        """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
+        of them compute, so do the GPUs of j devices of all replicas."""
+        parallelism = recipe.parallelism
+        if parallelism.pp == 1:
+            return 1.0
+        correction = self.correction(recipe.batch.microbatch_size, parallelism)
+        return self._slower(parallelism.gpus, correction) / self._slower(_side_by_side(parallelism), correction)
+
+    def _slower(self, computing: int, correction: Correction) -> float:
+        """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many ranks
+        as were measured: that of the hardware, and in proportion what measured passes differ from it."""
+        node, alone, most = self.hardware.devices_per_node, correction.ranks.processes, correction.contention
+        computing = min(computing, node)
+        if computing <= alone:
+            return 1.0
+        slower = self.hardware.slower(computing) / self.hardware.slower(alone)
+        if most is None or correction.processes in (None, alone):
+            return slower
+        expected = self.hardware.slower(correction.processes) / self.hardware.slower(alone)
+        share = (min(computing, correction.processes) - alone) / (correction.processes - alone)
+        return slower * (1 + (most / expected - 1) * share)
+
+    # --- measured passes of this model ---------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> tuple[MeasuredPasses, ...]:
+        """Return the passes of this model, with this sequence length and these kernels, on this hardware."""
+        if self.implementation != OURS:
+            return ()
+        description = self.description
+        own = fingerprint(self.works, description.vocabulary_size, description.hidden_size)
+        return tuple(
+            one
+            for one in self.hardware.passes
+            if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
+        )
+
+    def correction(self, microbatch_size: int, sizes: Parallelism) -> Correction:
+        """Return the correction of analytic times by measurements, if there are any: with as many tensor and context
+        ranks if possible, else with as many tensor ranks alone, else with one of both, else with any."""
+        if not self.hardware.passes:
+            return NO_CORRECTION
+        wanted = Ranks(sizes.tp, sizes.cp), Ranks(sizes.tp), Ranks()
+        for ranks in dict.fromkeys((*wanted, *sorted(one.ranks for one in self.hardware.passes))):
+            found = self.once((Correction, ranks), partial(self._corrections, ranks))
+            if found:
+                return between(found, microbatch_size)
+        return NO_CORRECTION
+
+    def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
+        return {one.microbatch_size: self._correction(one) for one in self.measured if one.ranks == ranks}
+
+    def _correction(self, measured: MeasuredPasses) -> Correction:
+        devices = measured.devices
+        alone = replace(self.hardware, passes=(), contention=1.0, cores=0)  # as the measured devices were
+        uncorrected = replace(self, hardware=alone, known={})
+        split = even_split(self.layers, devices)
+
+        def costs(vocabulary: str) -> Costs:
+            recipe = Recipe.of(
+                pp=devices,
+                tp=measured.tensor_parallel,
+                cp=measured.context_parallel,
+                microbatch_size=measured.microbatch_size,
+                vocabulary=vocabulary,
+                layers_per_stage=split,
+            )
+            return pass_costs(uncorrected, recipe, Placement.linear(devices))
+
+        shards, whole = costs("vocab-2"), costs("first-last")
+        sharded = passes_of(shards, bare=shards.F)
+        return correction_of(measured, sharded | whole_passes(whole, split, sharded, bare=whole.F))
+
+
+def _side_by_side(parallelism: Parallelism) -> int:
+    """Return the GPUs that compute whenever one of them does: tensor and context ranks of a device, in all replicas."""
+    return parallelism.gpus // parallelism.pp
+
+
+def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
+    """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
+    mode; equal layers are computed once."""
+    whole = recipe.vocabulary in WHOLE
+
+    def times() -> tuple[LayerTime, ...]:
+        setting = model.setting(recipe).on(span)
+        if whole:
+            setting = replace(setting, correction=setting.correction.beside_whole)
+        found = {id(work): layer_time(work, setting) for work in model.kinds}
+        return tuple(found[id(work)] for work in model.works)
+
+    return model.once((recipe.parallelism, recipe.batch, whole, span), times)
+
+
+def pass_costs(model: TimedModel, recipe: Recipe, placement: Placement) -> Costs:
+    """Return the seconds of passes and transfers, without copies to the host; for sequences in slices with factors."""
+    cut = Cut(
+        placement=placement,
+        layers_per_stage=recipe.layers_per_stage or even_split(model.layers, placement.stages),
+        checkpointing=recipe.checkpointing_of(model.layers),
+        vocabulary=recipe.vocabulary,
+    )
+
+    def costs(setting: Setting) -> Costs:
+        return costs_of_cut(
+            cut,
+            layer_times(model, recipe, setting.axes.pieces.span),
+            setting,
+            rows=model.description.vocabulary_size,
+            hidden_size=model.description.hidden_size,
+            contention=model.contention(recipe),
+        )
+
+    setting = model.setting(recipe)
+    return costs(setting) if recipe.slices == 1 else costs_of_slices(setting, ends_of(model, recipe), costs)
+
+
+def ends_of(model: TimedModel, recipe: Recipe) -> tuple[int, ...]:
+    """Return the number of tokens up to the end of each slice of a sequence, as the runtime cuts it."""
+    sizes, slices = recipe.parallelism, recipe.slices
+    multiple, rows = divisor_of(sizes.cp, sizes.tp), model.model_costs.rows_for(recipe)
+    cut = partial(slice_ends, rows, model.sequence, slices, multiple)
+    return model.once((slice_ends, slices, multiple), cut)
+
+
+# --- what a run arranges its orders by -------------------------------------------------------------------------
+
+
+def arranging_model(
+    description: Description, recipe: Recipe, at_hand: Hardware | None, dtype: str | None
+) -> ModelCosts:
+    """Return what the order of a run is arranged by, unless its recipe has costs: the pass times of the model on the
+    hardware that `recipe.arrange` names, else on that at hand, else FLOPs.
+
+    at_hand: a known GPU, the same on every process; None for any other. dtype: of products; None if it is none of
+    `ELEMENT_BYTES`. Raises InputError for unknown hardware, and for a file that cannot be read.
+    """
+    costs = ModelCosts.of(description, recipe.batch.sequence_length)
+    named = recipe.arrange not in ARRANGE
+    hardware = find_hardware(recipe.arrange) if named else at_hand if recipe.arrange == "auto" else None
+    if hardware is None or dtype is None or dtype not in hardware.peak_flops:
+        return costs
+    sizes = recipe.parallelism
+    multiple = divisor_of(sizes.cp, sizes.tp)
+    sequence = recipe.batch.sequence_length or usual_length(description)
+    model = TimedModel(
+        description=description,
+        works=layers_of(description),
+        model_costs=costs,
+        hardware=hardware,
+        sequence=max(1, sequence // multiple) * multiple,
+        dtype=dtype,
+    )
+    return replace(costs, times=partial(pass_costs, model), hardware=hardware.name)

@@ -1,0 +1,54 @@
+"""Costs that are simpler than given ones, by which orders are arranged, too: these keep the pattern of an order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .costs import Costs
+from .passes import Kind
+from .placement import Placement
+
+NEARLY_EQUAL = 0.01
+"""F, I and W that differ by no more, relative to their mean on the longest stage, are equal."""
+
+FINE, COARSE = 1000, 20
+"""Parts of a mean pass, for times by which orders are arranged: fine ones only leave out what may differ between two
+machines that compute them; with coarse ones, passes that end at nearly the same time end at the same time."""
+
+
+def in_parts(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
+    """Return times of passes and transfers as whole numbers, of which a mean pass of a stage takes `parts`."""
+    times = costs.stage_times(placement)
+    split = [time for kind in (Kind.F, Kind.I, Kind.W) for time in times[kind] or ()]
+    unit = sum(split) / len(split) / parts
+
+    def whole(time: Any) -> Any:
+        if isinstance(time, tuple):
+            return tuple(map(whole, time))
+        return None if time is None else float(round(time / unit))
+
+    kinds = ("F", "B", "I", "W", "S", "C", "T", "E", "G")
+    return Costs(
+        **{name: whole(getattr(costs, name)) for name in kinds},
+        p2p=whole(costs.p2p),
+        collectives={name: whole(time) for name, time in costs.collectives.items()},
+        slices=costs.slices,
+    )
+
+
+def simpler(costs: Costs, placement: Placement) -> list[Costs]:
+    """Return costs with equal F, I and W of each stage and transfers without time, and coarse ones; nothing if F, I and
+    W are nearly equal. Those of slices are the same for all of them."""
+    costs = costs.on_average
+    times = costs.stage_times(placement)
+    forward, inputs, weights = times[Kind.F], times[Kind.I], times[Kind.W]
+    if forward is None or inputs is None or weights is None:
+        return []
+    passes = list(zip(forward, inputs, weights, strict=True))
+    each = tuple(sum(three) / 3 for three in passes)
+    if max(max(three) - min(three) for three in passes) <= NEARLY_EQUAL * max(each):
+        return []
+    whole = tuple(2 * time for time in each)
+    even = replace(costs, F=each, B=whole, I=each, W=each, p2p=0.0, collectives={}, links={})
+    return [even, in_parts(costs, placement, COARSE)]

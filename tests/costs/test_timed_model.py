@@ -1,0 +1,140 @@
+"""What orders of runs are arranged by: pass times on known hardware, the same as those of the planner; else FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN, write_hardware
+from evenpipe.costs.timed_model import OURS, arranging_model
+from evenpipe.errors import InputError
+from evenpipe.memory.estimate import estimate
+from evenpipe.model import describe
+from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Program
+
+H100 = KNOWN["H100-80G"]
+MODEL = describe(
+    LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+)
+ROWS = MODEL.vocabulary_size
+
+
+def recipe(**options: Any) -> Recipe:
+    options = {"pp": 4, "microbatches": 12, "schedule": "v-half", "sequence_length": 4096} | options
+    return Recipe.of(**options)
+
+
+def program(model: ModelCosts, one: Recipe) -> Program:
+    return Layout.of(one, model, ROWS, tied=False).program
+
+
+def problem(**options: Any) -> Problem:
+    options = {"gpus": 4, "sequence": 4096, "sequences_per_step": 12} | options
+    return problem_of(MODEL, H100, **options)
+
+
+BY_FLOPS = ModelCosts.of(MODEL, 4096)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "at_hand", "dtype", "expected"),
+    [
+        ("auto", None, "bf16", "flops"),
+        ("auto", H100, "bf16", "H100-80G"),
+        ("auto", H100, None, "flops"),
+        ("flops", H100, "bf16", "flops"),
+        ("A100-80G", H100, "bf16", "A100-80G"),
+        ("h200", None, "fp32", "H200"),
+    ],
+)
+def test_which_hardware_arranges_an_order(arrange: str, at_hand: Any, dtype: Any, expected: str) -> None:
+    found = arranging_model(MODEL, recipe(arrange=arrange), at_hand, dtype)
+    assert found.hardware == expected
+    assert (found.times is None) == (expected == "flops")
+
+
+def test_a_file_of_hardware_is_taken_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    write_hardware(replace(H100, name="ours", operation_seconds=1e-3), tmp_path / "ours.toml")
+    found = arranging_model(MODEL, recipe(arrange=str(tmp_path / "ours.toml")), None, "bf16")
+    assert found.hardware == "ours" and found.times is not None
+    with pytest.raises(InputError, match="hardware 'H1000' is unknown, did you mean 'H100-80G'"):
+        arranging_model(MODEL, recipe(arrange="H1000"), None, "bf16")
+
+
+RECIPES = {
+    "v-half": {},
+    "recomputed": {"checkpointing": "full"},
+    "zbv": {"schedule": "zbv", "vocabulary": "vocab-1"},
+    "whole": {"schedule": "zbv", "vocabulary": "first-last", "layers_per_stage": (3, 2, 2, 2, 2, 2, 2, 1)},
+    "tensor ranks": {"tp": 2, "dp": 2},
+    "slices": {"schedule": "zb-h1", "slices": 2, "microbatches": 6},
+    "copies": {"schedule": "po-h"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_has_the_order_that_its_plan_was_timed_with(name: str) -> None:
+    one = recipe(**RECIPES[name])
+    one = replace(one, layers_per_stage=Layout.of(one, BY_FLOPS, ROWS, tied=False).layers_per_stage)
+    given = problem()
+    assert given.implementation == OURS
+    planned = given.programs.of(one, one.microbatches)[0]
+    assert program(arranging_model(MODEL, one, H100, "bf16"), one).order == for_one(planned, one)
+    assert program(arranging_model(MODEL, replace(one, arrange="H100-80G"), None, "bf16"), one).order == for_one(
+        planned, one
+    )
+
+
+def for_one(order: Any, one: Recipe) -> Any:
+    """The order with the work for replicas, as in a run."""
+    return program(BY_FLOPS, replace(one, schedule=order, schedule_options=())).order
+
+
+def test_times_arrange_another_order_than_flops_and_costs_win() -> None:
+    known = arranging_model(MODEL, recipe(), H100, "bf16")
+    by_times = program(known, recipe())
+    assert by_times != program(BY_FLOPS, recipe())
+    twice = replace(known, times=lambda *given: scaled(known, given, 2.0))
+    nearly = replace(known, times=lambda *given: scaled(known, given, 1.003))
+    assert program(twice, recipe()) == program(nearly, recipe()) == by_times
+    costs = Layout.of(recipe(), BY_FLOPS, ROWS, tied=False).costs
+    assert program(known, recipe(costs=costs)) == program(BY_FLOPS, recipe())
+
+
+def scaled(model: ModelCosts, given: Any, factor: float) -> Any:
+    """The times of a model, longer by a factor."""
+    assert model.times is not None
+    costs = model.times(*given)
+    each = {name: tuple(factor * time for time in getattr(costs, name)) for name in "FBIW"}
+    others = {name: factor * getattr(costs, name) for name in ("S", "C", "T", "E", "G", "p2p")}
+    return replace(costs, **each, **others, collectives={name: factor * one for name, one in costs.collectives.items()})
+
+
+def test_an_estimate_has_the_order_of_a_run_on_its_hardware() -> None:
+    one = recipe(layers_per_stage=(2,) * 8)
+    found = estimate(MODEL, one, hardware=H100)
+    by_run = estimate(
+        MODEL, replace(one, schedule=program(arranging_model(MODEL, one, H100, "bf16"), one)), hardware=H100
+    )
+    assert [device.process for device in found.devices] == [device.process for device in by_run.devices]
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 3}, {"cp": 2, "tp": 3, "dp": 2}])
+def test_a_run_whose_sequences_have_no_known_length_is_arranged_all_the_same(sizes: dict[str, int]) -> None:
+    one = recipe(sequence_length=None, layers_per_stage=(2,) * 8, **sizes)
+    assert program(arranging_model(MODEL, one, H100, "bf16"), one).devices == 4
