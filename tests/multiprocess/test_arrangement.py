@@ -150,7 +150,7 @@ def test_a_given_order_is_not_arranged() -> None:
 
 
 def test_a_slow_device_gets_another_order_which_a_resumed_run_has_again(tmp_path: Path) -> None:
-    kept = run_processes(orders_of_a_run, 2, configured(tmp_path / "kept", arrange="computed"), None)
+    kept = run_processes(orders_of_a_run, 2, configured(tmp_path / "kept", arrange="auto"), None)
     assert len({*kept[0], *kept[1]}) == 1
     config = configured(tmp_path / "run")
     first = run_processes(orders_of_a_run, 2, config, 10)

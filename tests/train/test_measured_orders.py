@@ -126,7 +126,7 @@ def test_passes_that_drift_are_measured_again() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "changes"),
     [
-        (FakePipeline(), {"arrange": "computed"}),
+        (FakePipeline(), {"arrange": "auto"}),
         (FakePipeline(order_matters=True), {}),
         (FakePipeline(devices=1), {}),
     ],
