@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +41,9 @@ from .programs import Programs
 EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
+KEPT = 4096
+"""Results that `Problem.lately` keeps."""
+
 Found = TypeVar("Found")
 
 Span = tuple[int, int]
@@ -73,6 +77,18 @@ class Problem:
         if key not in self.known:
             self.known[key] = make()
         found: Found = self.known[key]
+        return found
+
+    def lately(self, key: Any, make: Callable[[], Found]) -> Found:
+        """As `once`, of many keys: what was not needed for long is made again."""
+        recent: OrderedDict[Any, Any] = self.once(OrderedDict, OrderedDict)
+        if key in recent:
+            recent.move_to_end(key)
+        else:
+            recent[key] = make()
+            if len(recent) > KEPT:
+                recent.popitem(last=False)
+        found: Found = recent[key]
         return found
 
     @property
@@ -116,7 +132,7 @@ class Problem:
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
             fused=kernels.norm == "fused",
-            flash=kernels.attention != "eager",
+            attention=kernels.attention,
             adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,
@@ -259,7 +275,7 @@ def problem_of(
 def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
     """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
     mode; equal layers are computed once."""
-    whole = recipe.vocabulary in WHOLE
+    whole = recipe.vocabulary in WHOLE and bool(problem.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
         setting = problem.setting(recipe).on(span)
@@ -268,7 +284,13 @@ def layer_times(problem: Problem, recipe: Recipe, span: Span | None = None) -> t
         found = {id(work): layer_time(work, setting) for work in problem.kinds}
         return tuple(found[id(work)] for work in problem.works)
 
-    return problem.once((recipe.parallelism, recipe.batch, whole, span), times)
+    key = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices, whole, span
+    return problem.once(key, times)
+
+
+def computing(sizes: Parallelism) -> Parallelism:
+    """Return the same without what changes no pass: how parameters are sharded."""
+    return replace(sizes, data_parallel="replicate", reshard=False, prefetch=None)
 
 
 def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
