@@ -381,3 +381,17 @@ def llama_8b() -> LlamaConfig:
         vocab_size=128256,
         tie_word_embeddings=False,
     )
+
+
+def test_models_that_refuse_kernels_write_probabilities() -> None:
+    """gpt-oss has a sink beside the keys. Pieces of sequences have our own attention, whatever the model."""
+    eager, other = (layers_of(describe(tiny_config(name)))[0] for name in ("gpt_oss", "llama"))
+    assert eager.eager and not other.eager
+    pieces = {"axes": Axes.of(dp=1, tp=1, cp=1, pp=8, pieces=Pieces(span=(0, 2048)))}
+    for work in (eager, other):
+        flash, default, slow, piece = (
+            layer_time(work, setting(attention=name, **more))
+            for name, more in (("flash", {}), ("sdpa", {}), ("eager", {}), ("sdpa", pieces))
+        )
+        assert default == (slow if work.eager else flash) != (flash if work.eager else slow)
+        assert piece == flash

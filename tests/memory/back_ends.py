@@ -26,7 +26,7 @@ def both(
         description,
         compute_dtype=dtype,
         parameter_dtype=dtype,
-        split=True,
+        backwards="both",
         recompute=recompute,
         kernels=kernels,
         ranks=ranks,

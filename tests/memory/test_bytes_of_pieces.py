@@ -74,7 +74,13 @@ def test_agrees_with_the_trace(cut, case):
         portion = Portion(element=dtype.itemsize, piece=piece, **sizes)
         ours = ClosedForms(description).stage(first, first + 2, portion, **how)
         tracer = StageTracer(
-            description, compute_dtype=dtype, parameter_dtype=dtype, split=True, recompute=True, piece=piece, **sizes
+            description,
+            compute_dtype=dtype,
+            parameter_dtype=dtype,
+            backwards="both",
+            recompute=True,
+            piece=piece,
+            **sizes,
         )
         traced = tracer.stage(first, first + 2, **how)
         names = ("input", "output", "stored", "queued", "moved", "saves_input", "carried", "carried_gradients")

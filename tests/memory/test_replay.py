@@ -260,7 +260,7 @@ def config() -> LlamaConfig:
 @cache
 def tracer(compute: torch.dtype) -> StageTracer:
     return StageTracer(
-        describe(config()), microbatch_size=1, sequence=TOKENS, compute_dtype=compute, split=True, recompute=True
+        describe(config()), microbatch_size=1, sequence=TOKENS, compute_dtype=compute, backwards="both", recompute=True
     )
 
 

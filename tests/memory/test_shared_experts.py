@@ -47,7 +47,7 @@ def traced(family: str, dtype: str, members: int, skew: float = 1.0, checkpointi
         sequence=SEQUENCE,
         compute_dtype=DTYPES[dtype],
         parameter_dtype=DTYPES[dtype],
-        split=True,
+        backwards="both",
         sharing=Sharing(members, skew),
     )
     return tracer.stage(1, 3, is_first=False, is_last=False, checkpointing=checkpointing)

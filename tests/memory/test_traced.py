@@ -51,7 +51,7 @@ def traced(description, first, last, choices="none", *, split=True, recompute=Fa
         microbatch_size=SIZES,
         sequence=SEQUENCE,
         compute_dtype=compute_dtype,
-        split=split,
+        backwards="both" if split else "whole",
         recompute=recompute,
     )
     every = choices if isinstance(choices, str) else (*["none"] * first, *choices)
@@ -175,6 +175,37 @@ def test_layers_that_are_alike_are_traced_once(layers: int, choices: str) -> Non
         assert difference(traced(description, first, last, choices), real) == {}
 
 
+MIXED = [("full", "none"), ("full", "selective"), ("selective", "none", "none"), ("full", "full", "selective", "none")]
+
+
+@pytest.mark.parametrize("choices", MIXED)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral", "phi"])
+@pytest.mark.sampled(4)
+def test_equal_layers_of_several_choices_follow_from_those_of_one(
+    family: str, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    description, runs, run = describe(tiny_config(family)), [], StageTracer._run
+    assert len(set(kinds_of_layers(description))) == 1
+    monkeypatch.setattr(StageTracer, "_run", lambda self, *given: runs.append(given) or run(self, *given))
+    for first, last in ((0, len(choices)), (4 - len(choices), 4)):
+        runs.clear()
+        found = traced(description, first, last, choices)
+        assert len({checkpointing for _, layers, _ in runs for _, checkpointing, _ in layers}) == len(runs)
+        assert difference(found, counted(description, first, last, choices)) == {}
+
+
+def test_a_device_without_B_runs_none() -> None:
+    description, sizes = described("qwen3"), {"microbatch_size": 2, "sequence": 12}
+    both, parts = (StageTracer(description, backwards=backwards, **sizes) for backwards in ("both", "split"))
+    for choices in ("none", "full"):
+        one, other = (
+            dataclasses.asdict(tracer.stage(0, 2, is_first=True, is_last=False, checkpointing=choices))
+            for tracer in (both, parts)
+        )
+        assert other["peaks"] == {**one["peaks"], "backward": 0, "first_backward": None}
+        assert {**one, "peaks": None} == {**other, "peaks": None}
+
+
 def test_layers_of_two_kinds() -> None:
     """The mask of one kind goes with its first layer: a little earlier or later than in the run that stands for all."""
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 4
@@ -197,7 +228,8 @@ def test_a_run_has_one_for_each_place() -> None:
 def test_stretches_one_after_the_other() -> None:
     assert joined([Stretch(3, 2), Stretch(5, -1), Stretch(1, 1)]) == Stretch(7, 2)
     profile = Profile(Stretch(1, 1), (Stretch(9, 2), Stretch(4, 3)), Stretch(0, -1), backwards=True)
-    assert profile.over([0, 1, 1]) == joined([Stretch(1, 1), *[Stretch(4, 3)] * 2, Stretch(9, 2), Stretch(0, -1)])
+    layers = [profile.layers[place] for place in (0, 1, 1)]
+    assert profile.over(layers) == joined([Stretch(1, 1), *[Stretch(4, 3)] * 2, Stretch(9, 2), Stretch(0, -1)])
 
 
 # --- published figures ----------------------------------------------------------------------------------------------
@@ -236,7 +268,7 @@ def test_full_checkpointing_keeps_two_bytes_per_element() -> None:
 def test_W_needs_the_inputs_and_output_gradients_of_linear_layers() -> None:
     """arXiv 2401.10241 in our queue: 12 + 4r + 6q per layer, in whatever dtype of two bytes."""
 
-    tracer = StageTracer(llama(), microbatch_size=1, sequence=256, compute_dtype=torch.bfloat16, split=True)
+    tracer = StageTracer(llama(), microbatch_size=1, sequence=256, compute_dtype=torch.bfloat16, backwards="both")
 
     def queued(layers: int) -> int:
         return tracer.stage(0, layers, is_first=False, is_last=False).queued

@@ -248,7 +248,7 @@ def tracer(family: str, bf16: bool) -> StageTracer:
         microbatch_size=SEQUENCES,
         sequence=TOKENS,
         compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        split=True,
+        backwards="both",
         recompute=True,
     )
 

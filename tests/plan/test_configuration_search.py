@@ -26,7 +26,7 @@ from evenpipe.plan.space import Space, layouts, splits
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, Placement
-from evenpipe.simulate import simulate
+from evenpipe.simulate import makespan, simulate
 
 GIB = 2**30
 LLAMA = {
@@ -95,6 +95,7 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule:
     programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
     costs = costs_of(small, one)
     whole = simulate(programs[40], costs).makespan
+    assert makespan(programs[40], costs) == whole
     least = max(work_of(programs[40], costs))
     found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 40, least)
     assert found == pytest.approx(whole, rel=0.005)

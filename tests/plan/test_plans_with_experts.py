@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from exhaustive import check_against_all
 from transformers import LlamaConfig, MixtralConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
+from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
-from evenpipe.plan.configuration import costs_of
+from evenpipe.plan import configuration_search
+from evenpipe.plan.bounds import Bound, saved_floor
+from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, parameters_per_device
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.space import Space, configurations, layouts
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.planned_config import model_tables, planned_tables
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+from families import tiny_config
 
 GIB = 2**30
 
@@ -114,3 +125,47 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     assert (read.experts.columns, read.experts.arrivals) == (beside.columns, beside.arrivals)
     assert "dp8·ep4·pp2" in found.best.configuration.name
     assert read.pipeline.arrange == "H100-80G", "the order that the plan was timed with"
+
+
+def test_a_search_traces_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers have no closed form with ep > 1: the first, a middle and the last stage are traced for B, and for I and W
+    with and without recomputation, whatever is sharded."""
+    runs: list[Any] = []
+    run = StageTracer._run
+    monkeypatch.setattr(StageTracer, "_run", lambda self, *given: runs.append(given) or run(self, *given))
+    given = replace(problem(memory=18), known={})
+    changes: dict[str, Any] = {"ep": (4,), "pp": (4,), "zero": (1, 3), "microbatch_sizes": (4,)}
+    found = search_configurations(given, replace(SMALL, vocabularies=("first-last",), **changes), wanted=3, workers=1)
+    assert found.evaluated == 4 and found.best is not None
+    assert len(runs) <= 9
+
+
+def test_bounds_of_larger_microbatches_are_not_asked_for_if_smaller_ones_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounded: list[Configuration] = []
+    bound = configuration_search.work_bound
+
+    def noted(given: Problem, one: Configuration) -> Bound:
+        found = bound(given, one)
+        bounded.extend([one] if found.lacking else [])
+        return found
+
+    monkeypatch.setattr(configuration_search, "work_bound", noted)
+    space = replace(SMALL, microbatch_sizes=None, ep=(1,))
+    search_configurations(problem(memory=16), space, wanted=3, workers=1)
+    assert bounded and len({configuration_search._all_but_size(one) for one in bounded}) == len(bounded)
+
+
+def test_floors_hold_for_eager_attention() -> None:
+    """gpt-oss keeps the probabilities of attention."""
+    description = describe(tiny_config("gpt_oss"))
+    sizes = {"gpus": 2, "sequence": 64, "sequences_per_step": 4}
+    given = problem_of(description, KNOWN["H100-80G"], **sizes)
+    setting = given.setting(Recipe.of(pp=2, sequence_length=64))
+    tracer = StageTracer(description, microbatch_size=1, sequence=64, compute_dtype=torch.bfloat16)
+    for layer, work in enumerate(given.works[:2]):
+        stage = tracer.stage(layer, layer + 1, is_first=False, is_last=False)
+        none, selective, full = saved_floor(work, setting)
+        assert full <= selective <= none <= stage.input + stage.stored
+        assert none > saved_floor(work, replace(setting, attention="flash"))[0]

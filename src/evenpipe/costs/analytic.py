@@ -81,8 +81,8 @@ class Setting:
     """Norms, activation and rotary embedding are one kernel each."""
     adds_weight_gradients: bool = True
     """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
-    flash: bool = True
-    """Attention does not write its probabilities."""
+    attention: str = "flash"
+    """As `Kernels.attention`."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
     stops_early: bool = True
@@ -117,6 +117,11 @@ class Setting:
     def on(self, span: tuple[int, int] | None) -> Setting:
         """Return the same for a slice; None: for whole sequences."""
         return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
+
+    def is_eager(self, work: LayerWork) -> bool:
+        """Return whether attention writes all of its probabilities."""
+        own = work.eager and self.attention == "sdpa" and self.axes.context.size == 1 and self.axes.pieces.span is None
+        return own or self.attention == "eager"
 
     def keys(self, attention: Attention) -> float:
         """Return the keys that a token of the slice attends to, on average."""
@@ -357,7 +362,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         return 0.0, 0.0
     hardware = setting.hardware
     speed = hardware.peak(setting.dtype) * hardware.attention_fraction
-    if setting.flash:
+    if not setting.is_eager(work):
         flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
         forward = flops / speed + hardware.operation_seconds
         backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds

@@ -46,7 +46,7 @@ class Implementation(NamedTuple):
     """How a framework computes, as in `Setting`."""
 
     fused: bool = False
-    flash: bool = True
+    attention: str = "sdpa"
     adds_weight_gradients: bool = False
     loss: str = "evenpipe"
     stops_early: bool = True
@@ -111,7 +111,7 @@ class TimedModel:
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
             fused=kernels.fused,
-            flash=kernels.flash,
+            attention=kernels.attention,
             adds_weight_gradients=kernels.adds_weight_gradients,
             loss=kernels.loss,
             stops_early=kernels.stops_early,
@@ -223,7 +223,7 @@ def _side_by_side(parallelism: Parallelism) -> int:
 def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
     """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
     mode; equal layers are computed once."""
-    whole = recipe.vocabulary in WHOLE
+    whole = recipe.vocabulary in WHOLE and bool(model.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
         setting = model.setting(recipe).on(span)
@@ -232,7 +232,13 @@ def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> 
         found = {id(work): layer_time(work, setting) for work in model.kinds}
         return tuple(found[id(work)] for work in model.works)
 
-    return model.once((recipe.parallelism, recipe.batch, whole, span), times)
+    key = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices, whole, span
+    return model.once(key, times)
+
+
+def computing(sizes: Parallelism) -> Parallelism:
+    """Return the same without what changes no pass: how parameters are sharded."""
+    return replace(sizes, data_parallel="replicate", reshard=False, prefetch=None)
 
 
 def pass_costs(model: TimedModel, recipe: Recipe, placement: Placement) -> Costs:

@@ -76,6 +76,9 @@ class LayerWork:
     gathered: tuple[tuple[Product, ...], ...] = field(default=(), repr=False)
     """Per block (attention, MLP), the matrices that multiply its input. Tensor ranks keep their own rows of that input
     until the weight gradients of these matrices, and gather it again for them. Not part of `fingerprint`."""
+    eager: bool = field(default=False, repr=False)
+    """transformers computes attention of whole sequences step by step, since the model refuses its kernels. Not part of
+    `fingerprint`."""
     experts: ExpertWork | None = field(default=None, repr=False)
     """Those that run as one module, whose matrices are among `products`, too. Not part of `fingerprint`."""
 
@@ -128,6 +131,7 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
         eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
         last=_last_product(module, named),
         gathered=_gathered(module, named, description.hidden_size),
+        eager=description.config is not None and description.skeleton.config._attn_implementation == "eager",
         experts=experts,
     )
 

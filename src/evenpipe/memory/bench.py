@@ -54,14 +54,18 @@ class Trace:
     gathered: int = 0
     """Bytes of the keys and values that a layer gathers from context ranks."""
 
-    def over(self, places: Sequence[int]) -> StageBytes:
-        """Return the measurements for a stage whose i-th layer is like the one at `places[i]`."""
-        itself = range(len(self.gradients) - 1)
-        total = {name: profile.over(places) for name, profile in self.profiles.items()}
-        more = {name: total[name].kept - profile.over(itself).kept for name, profile in self.profiles.items()}
+    def over(self, places: Sequence[int], traces: Sequence[Trace] = ()) -> StageBytes:
+        """Return the measurements for a stage whose i-th layer is like the one at `places[i]` of the i-th trace, by
+        default this one, which has its ends."""
+        like = list(zip(traces or [self] * len(places), places, strict=True))
+        total = {
+            name: profile.over([one.profiles[name].layers[place] for one, place in like])
+            for name, profile in self.profiles.items()
+        }
+        more = {name: total[name].kept - profile.over(profile.layers).kept for name, profile in self.profiles.items()}
 
-        def of_all(sizes: tuple[int, ...]) -> int:
-            return sizes[-1] + sum(sizes[place] for place in places)
+        def of_all(name: str) -> int:
+            return getattr(self, name)[-1] + sum(getattr(one, name)[place] for one, place in like)
 
         def above(name: str) -> int:
             return total[name].above if name in total else 0
@@ -69,20 +73,20 @@ class Trace:
         split = "input" in total
         for name, grown in self.grown.items():
             if name in more:
-                more[name] -= sum(grown[place] for place in places) - sum(grown)
-        carried = [self.carried[place] for place in places] if self.carried else []
+                more[name] -= sum(one.grown[name][place] for one, place in like) - sum(grown)
+        carried = [one.carried[place] for one, place in like] if self.carried else []
         return StageBytes(
             input=self.hidden,
             output=self.output,
             saves_input=self.hidden == self.output,
             stored=self.stored + more["forward"],
-            moved=of_all(self.moved),
+            moved=of_all("moved"),
             queued=self.queued + more["forward"] + more["input"] if split else 0,
             carried=sum(one.keys for one in carried),
             carried_gradients=sum(one.gradients for one in carried),
             gathered=self.gathered,
             parameters=PartBytes(
-                gradients=of_all(self.gradients), input_gradients=of_all(self.input_gradients) if split else 0
+                gradients=of_all("gradients"), input_gradients=of_all("input_gradients") if split else 0
             ),
             peaks=PassPeaks(
                 forward=above("forward"),
@@ -91,7 +95,7 @@ class Trace:
                 weight=above("weight"),
                 recompute=above("recompute"),
                 bare_forward=above("bare forward") if "bare forward" in total else None,
-                first_backward=above("first backward"),
+                first_backward=above("first backward") if "first backward" in total else None,
                 first_input=above("first input") if split else None,
                 first_weight=above("first weight") if split else None,
             ),
@@ -179,19 +183,20 @@ class Bench:
         self._input_gradients: tuple[int, ...] = ()
         self._profiles: dict[str, Profile] = {}
 
-    def trace(self, *, split: bool, recompute: bool) -> Trace:
-        """Run every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
-        self._microbatch(first=True)
-        self._find_moved()
-        hidden, output, stored, queued = self._microbatch()
-        gradients = self._gradient_sizes()
-        if recompute:
-            self._microbatch(recompute=True)
-        if split:
+    def trace(self, *, whole: bool = True, split: bool, recompute: bool) -> Trace:
+        """Run every pass without gradients of parameters, and with them. Arguments as of `StageTracer`."""
+        gradients: tuple[int, ...] = ()
+        # What other slices leave in a carry is known after a first whole backward.
+        for parts in [False] * (whole or self._piece is not None) + [True] * split:
             for master in self._parameters.values():
                 master.grad = None
-            self._microbatch(first=True, split=True)
-            hidden, output, stored, queued = self._microbatch(split=True)
+            self._microbatch(first=True, split=parts)
+            if not gradients:
+                self._find_moved()
+            hidden, output, stored, queued = self._microbatch(split=parts)
+            gradients = gradients or self._gradient_sizes()
+        if recompute:
+            self._repeat()
         input_gradients = self._input_gradients if split else ()
         found = Trace(hidden, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
         return found if self._piece is None else self._with_carry(found, self._piece)
@@ -209,21 +214,16 @@ class Bench:
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
-    def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, ...]:
-        """Run F, R if wanted, and B or I and W. Return the bytes of the input and the output, and the stored and queued
-        ones."""
+    def _microbatch(self, *, first: bool = False, split: bool = False) -> tuple[int, ...]:
+        """Run F, and B or I and W. Return the bytes of the input and the output, and the stored and queued ones."""
         which, piece = "first " if first else "", self._piece
         if piece is not None:
             piece.begin()
         before = self._live
         hidden = torch.empty(self._shape, dtype=self._dtype)
         size = self._live - before
-        if recompute:
-            with torch.no_grad(), self._passing("bare forward"):
-                output = self._run(hidden)
-            del output
         self._running.place = KEY
-        edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
+        edge = self._forward(hidden, "forward", split=split)
         stored = self._live - before - size
         if piece is not None:
             piece.turn()
@@ -232,8 +232,7 @@ class Bench:
         output_size = gradient.nbytes
         if split:
             self._queue.begin(KEY)
-        name = "after R" if recompute else which + ("input" if split else "backward")
-        with self._passing(name, backwards=True):
+        with self._passing(which + ("input" if split else "backward"), backwards=True):
             torch.autograd.backward((edge,), (gradient,))
         self._queue.under_way = self._running.place = None
         input_gradient = hidden.grad
@@ -250,6 +249,17 @@ class Bench:
         assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
         return size, output_size, stored, queued
 
+    def _repeat(self) -> None:
+        """Run F without a graph, and R; the backward behind it is like any other."""
+        if self._piece is not None:
+            self._piece.begin()
+        hidden = torch.empty(self._shape, dtype=self._dtype)
+        with torch.no_grad(), self._passing("bare forward"):
+            output = self._run(hidden)
+        del output
+        self._running.place = KEY
+        self._forward(hidden, "recompute", keep_all=True)
+
     @property
     def _live(self) -> int:
         """Live bytes without the carry."""
@@ -259,7 +269,7 @@ class Bench:
         output: Tensor = self._stage(hidden) if self._piece is None else self._piece.run(self._stage, hidden)
         return output
 
-    def _forward(self, hidden: Tensor, name: str, *, split: bool, keep_all: bool) -> GradientEdge:
+    def _forward(self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False) -> GradientEdge:
         self._queue.under_way = KEY if split else None
         self._switch.off = keep_all
         if self._exchange is not None:

@@ -76,7 +76,7 @@ class DeviceBytes:
             )
             for one, replicas in zip((held.others + embedding + output, held.experts), _replicas(settings), strict=True)
         )
-        pieces, slices = settings.pieces(source.description), []
+        pieces, slices = settings.pieces(source.description, source.row_work), []
         for piece in pieces:
             stages = {
                 stage: _stage(source, plan, settings, device, stage=stage, piece=piece, own=own)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
-from evenpipe.model import Description
+from evenpipe.model import Description, RowWork
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import cut_of_model
@@ -50,6 +51,11 @@ class ModelBytes:
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
         self._cuts: dict[int, ModelCut | str] = {}
+
+    @cached_property
+    def row_work(self) -> RowWork:
+        """How the work of its layers grows along a row."""
+        return RowWork.of(self.description)
 
     def cut(self, settings: Settings) -> ModelCut | None:
         """Return how layers are cut over tensor ranks; None for one, and in frameworks with other cuts.
@@ -143,10 +149,13 @@ class ModelBytes:
         piece: Piece | None = None,
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
-        ranks, split, recompute = settings.parallelism.tp, Kind.I in kinds, Kind.R in kinds
+        ranks, recompute = settings.parallelism.tp, Kind.R in kinds
+        backwards: Literal["whole", "split", "both"] = "whole"
+        if Kind.I in kinds:
+            backwards = "both" if Kind.B in kinds else "split"
         sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
         sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
-        key = (*sizes, settings.dtypes, settings.kernels, split, recompute)
+        key = (*sizes, settings.dtypes, settings.kernels, backwards, recompute)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
@@ -154,7 +163,7 @@ class ModelBytes:
                 sequence=settings.sequence,
                 compute_dtype=TORCH[settings.dtypes.compute],
                 parameter_dtype=TORCH[settings.dtypes.masters],
-                split=split,
+                backwards=backwards,
                 recompute=recompute,
                 kernels=settings.kernels,
                 ranks=ranks,

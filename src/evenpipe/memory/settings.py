@@ -69,9 +69,9 @@ class Settings:
         """Parts in which a sequence flows through the pipeline."""
         return self.recipe.slices
 
-    def pieces(self, description: Description) -> tuple[Piece | None, ...]:
+    def pieces(self, description: Description, work: RowWork) -> tuple[Piece | None, ...]:
         """Return what the first context rank of our own runtime has of each slice; None for whole sequences, and where
-        another framework's attention shares them.
+        another framework's attention shares them. work: of the model, by which slices are cut.
 
         Raises InputError for a sequence, or a model, that cannot be cut so.
         """
@@ -90,7 +90,7 @@ class Settings:
                 f"sequence is {self.sequence}, expected a multiple of {divisor} and at least {divisor * slices}:"
                 f" {slices} slices for {sizes.cp} context ranks with two chunks of each, and {sizes.tp} tensor ranks"
             )
-        ends = slice_ends(RowWork.of(description), self.sequence, slices, divisor)
+        ends = slice_ends(work, self.sequence, slices, divisor)
         kernel = self.on_cpu and self.kernels.attention == "sdpa"
         way = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         return tuple(

@@ -41,10 +41,9 @@ class Profile:
     backwards: bool
     """Whether it reaches the last layer first."""
 
-    def over(self, places: Sequence[int]) -> Stretch:
-        """Return the profile of a stage whose i-th layer is like the one at `places[i]`."""
-        order = reversed(places) if self.backwards else places
-        return joined((self.start, *(self.layers[place] for place in order), self.end))
+    def over(self, layers: Sequence[Stretch]) -> Stretch:
+        """Return the pass of a stage with these layers, and ends like those of this one."""
+        return joined((self.start, *(reversed(layers) if self.backwards else layers), self.end))
 
 
 def window(kinds: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:

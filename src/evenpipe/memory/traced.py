@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -47,6 +47,15 @@ from evenpipe.model.stage import Stage
 from evenpipe.parallel.running import Running
 from evenpipe.tensor.layers import ModelCut
 
+_Layer = tuple[int, str, bool]
+"""The kind of a layer, its checkpointing, and whether it is moved."""
+
+_Ends = tuple[bool, bool, bool]
+"""Whether a stage is the first, the last, and repeats its forward."""
+
+_LEAST_FIRST = ("full", "selective", "none")
+"""Checkpointing by what layers keep."""
+
 
 class StageTracer:
     """Traces the stages of one model.
@@ -54,7 +63,7 @@ class StageTracer:
     Args:
         microbatch_size: sequences of a microbatch, of `sequence` tokens each.
         compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
-        split: some backwards are I and W.
+        backwards: whole (B), split (I and W), or some of both.
         recompute: some microbatches have R.
         piece: of every sequence; then `sequence` is not used. None: whole sequences.
         ranks, cut: tensor ranks of a device, and how layers are cut over them: the stage is that of the first one.
@@ -69,7 +78,7 @@ class StageTracer:
         sequence: int,
         compute_dtype: torch.dtype = torch.float32,
         parameter_dtype: torch.dtype = torch.float32,
-        split: bool = False,
+        backwards: Literal["whole", "split", "both"] = "whole",
         recompute: bool = False,
         kernels: Kernels = PRESETS["transformers"],
         ranks: int = 1,
@@ -82,7 +91,7 @@ class StageTracer:
         self._description = description
         self._shape = (microbatch_size, sequence if piece is None else piece.tokens, description.hidden_size)
         self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
-        self._split, self._recompute = split, recompute
+        self._backwards, self._recompute = backwards, recompute
         self._kernels = kernels
         self._kinds = kinds_of_layers(description)
         self._traces: dict[tuple[Any, ...], Trace] = {}
@@ -109,38 +118,51 @@ class StageTracer:
         check_choices(every)
         choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
-        found = self._stage(first, choices, moves, is_first=is_first, is_last=is_last)
-        if self._recompute and (self._cut is not None or any(choice != "none" for choice in choices)):
+        repeats = self._cut is not None  # of R, for which tensor ranks keep more
+        found = self._stage(first, choices, moves, (is_first, is_last, False))
+        if self._recompute and (repeats or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
-            again = self._stage(first, plain, moves, is_first=is_first, is_last=is_last, repeats=True)
-            found = replace(found, recomputed=again)
+            found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats)))
         return found
 
-    def _stage(
-        self,
-        first: int,
-        choices: tuple[str, ...],
-        moves: tuple[bool, ...],
-        *,
-        is_first: bool,
-        is_last: bool,
-        repeats: bool = False,
-    ) -> StageBytes:
-        """repeats: its forward is that of R, for which tensor ranks keep more."""
-        repeats = repeats and self._cut is not None
-        alike = list(zip(self._kinds[first : first + len(choices)], choices, moves, strict=True))
-        start, width, places = window([alike.index(kind) for kind in alike])
-        run = alike[start : start + width]
-        key = (tuple(run), is_first, is_last, repeats)
-        trace = self._traces.get(key)
-        if trace is None:
-            ends = {"is_first": is_first, "is_last": is_last}
-            trace = self._traces[key] = self._run(first + start, run, ends, repeats=repeats)
+    def _stage(self, first: int, choices: Sequence[str], moves: Sequence[bool], ends: _Ends) -> StageBytes:
+        kinds = self._kinds[first : first + len(choices)]
+        if all(moves) and self._can_join(kinds, choices):
+            return self._joined(first, choices, ends)
+        trace, places = self._trace(first, tuple(zip(kinds, choices, moves, strict=True)), ends)
         return trace.over(places)
 
-    def _run(self, first: int, run: Sequence[tuple[Any, str, bool]], ends: dict[str, bool], *, repeats: bool) -> Trace:
-        """run: for each layer, its kind, its checkpointing and whether it is moved."""
-        description = self._description
+    def _can_join(self, kinds: Sequence[int], choices: Sequence[str]) -> bool:
+        """Return whether equal layers have several choices, and those that keep least come first: what layers share
+        then lives as long as with the first choice alone. Tensor ranks gather for one layer during another's W."""
+        by_keeping = sorted(choices, key=_LEAST_FIRST.index)
+        return self._cut is None and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
+
+    def _joined(self, first: int, choices: Sequence[str], ends: _Ends) -> StageBytes:
+        """Return the bytes of such layers, each as in a stage where all have its choice."""
+        kind = self._kinds[first]
+        made = {choice: self._trace(first, ((kind, choice, True),) * len(choices), ends) for choice in set(choices)}
+        traces, (_, places) = [made[choice][0] for choice in choices], made[choices[0]]
+        found = traces[0].over(places, traces)
+        if choices[-1] != "none":
+            return found
+        plain = made["none"][
+            0
+        ].moved  # its first layer is also the first that saves tables of positions, which it moves
+        assert found.moved is not None
+        return replace(found, moved=found.moved + plain[0] - plain[1])
+
+    def _trace(self, first: int, alike: Sequence[_Layer], ends: _Ends) -> tuple[Trace, tuple[int, ...]]:
+        """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it."""
+        start, width, places = window([alike.index(layer) for layer in alike])
+        run = tuple(alike[start : start + width])
+        trace = self._traces.get((run, ends))
+        if trace is None:
+            trace = self._traces[run, ends] = self._run(first + start, run, ends)
+        return trace, places
+
+    def _run(self, first: int, run: Sequence[_Layer], ends: _Ends) -> Trace:
+        description, (is_first, is_last, repeats) = self._description, ends
         choices = [choice for _, choice, _ in run]
         indices = range(first, first + len(choices))
         held: dict[str, TensorPlacement | None] = {}
@@ -155,8 +177,8 @@ class StageTracer:
         part = Part(
             first=first,
             last=first + len(choices),
-            is_first=ends["is_first"],
-            is_last=ends["is_last"],
+            is_first=is_first,
+            is_last=is_last,
             dtype=self._parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device="meta",
@@ -194,7 +216,9 @@ class StageTracer:
                     piece=seen,
                     experts=self._kernels.experts == "rows" if member is None else member,
                 )
-                return bench.trace(split=self._split, recompute=self._recompute)
+                return bench.trace(
+                    whole=self._backwards != "split", split=self._backwards != "whole", recompute=self._recompute
+                )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise InputError(
                 f"model: {description.architecture} asks for the values of its tensors ({error}), so what its layers"

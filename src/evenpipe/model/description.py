@@ -97,6 +97,8 @@ class Description:
     def head_bias_name(self) -> str | None:
         """Name of the head's bias, the first one if it has several; None if there is none."""
         bias = self._head.bias
+        if bias is None:
+            return None
         return next((name for name, one in self.skeleton.named_parameters() if one is bias), None)
 
     @property

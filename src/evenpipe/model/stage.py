@@ -15,11 +15,12 @@ last the operations after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -312,10 +313,17 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
 def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of a model's buffers in `dtype`: some follow it (decays, masks that multiply scores), others do
     not (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
-    model = build_skeleton(description.config, dtype, type(description.skeleton))
-    kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
-    buffers = model.named_buffers()
-    return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
+    found = _DTYPES_OF_BUFFERS.setdefault(description.skeleton, {})
+    if dtype not in found:
+        model = build_skeleton(description.config, dtype, type(description.skeleton))
+        kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
+        buffers = model.named_buffers()
+        found[dtype] = {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
+    return found[dtype]
+
+
+_DTYPES_OF_BUFFERS: MutableMapping[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]] = WeakKeyDictionary()
+"""By skeleton, and dtype of the model: to look them up, the whole model is made."""
 
 
 def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:

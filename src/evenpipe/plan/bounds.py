@@ -1,6 +1,7 @@
 """Lower bounds on configurations, in microseconds of computation, so that the search can skip most of them.
 
-    layout          (work of all devices / devices) x microbatches + the end of the step
+    layout          the work of a device with the mean of all, or with as many layers as the busiest has at least,
+                    x microbatches + the end of the step
     configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`;
                     + the end of the step
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
 from evenpipe.costs.experts import first_product_bytes
@@ -46,18 +48,20 @@ class Bound:
     device: int = 0
 
 
-def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> Bound:
+def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, slices: bool = True) -> Bound:
     """Return the bound of all configurations of a layout. host_share: the largest share of the optimizer's moments on
-    the host."""
+    the host. slices: some may cut sequences."""
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
-    # As if there were slices, which gather keys once less.
-    span = (0, problem.sequence) if parallelism.cp > 1 else None
-    work = min(
-        sum(time.forward + time.backward for time in layer_times(problem, replace(layout, vocabulary=mode), span))
-        for mode in ("first-last", "vocab-2")
-    )
+    # As if there were slices, which gather keys once less, and have no eager attention.
+    span = (0, problem.sequence) if slices or parallelism.cp > 1 else None
+    work, busiest = math.inf, math.inf
+    for mode in ("first-last", "vocab-2"):
+        times = layer_times(problem, replace(layout, vocabulary=mode), span)
+        layers = sorted(time.forward + time.backward for time in times)
+        work = min(work, sum(layers))
+        busiest = min(busiest, sum(layers[: -(-len(layers) // parallelism.pp)]))
     # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
@@ -69,7 +73,8 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> B
     devices = parallelism.tp * parallelism.pp
     share = Parameters(others / devices, experts / devices / parallelism.ep)
     together = problem.setting(layout, together=True)
-    seconds = work / parallelism.pp * layout.microbatches + step_end_seconds(share, together, zero=parallelism.zero)
+    most = max(work / parallelism.pp, busiest) * layout.microbatches
+    seconds = most + step_end_seconds(share, together, zero=parallelism.zero)
     lacking = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))
 
@@ -116,9 +121,13 @@ def usable(problem: Problem, layout: Recipe, *, transfers: int = 0) -> float:
         return problem.memory_bytes
     framework, parallelism = FRAMEWORKS[problem.kernels_name], layout.parallelism
     own = dict.fromkeys(map(str, range(transfers)), (0,))
-    communicators = communicators_of(0, parallelism, framework, own)
+    key = communicators_of(0, parallelism, framework, own), parallelism.cp > 1
+    return problem.once((usable, *key), partial(_usable, problem, *key))
+
+
+def _usable(problem: Problem, communicators: int, context_parallel: bool) -> float:
     beside = [
-        process_memory(size, CUDA, communicators=communicators, context_parallel=parallelism.cp > 1).process.most
+        process_memory(size, CUDA, communicators=communicators, context_parallel=context_parallel).process.most
         for size in (0, GIB)
     ]
     return (problem.memory_bytes - beside[0]) / (beside[1] - beside[0]) * GIB
@@ -136,12 +145,13 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     flight = _in_flight(problem, configuration)
     logits = _logits(problem, configuration, setting)
     slices = recipe.slices
-    saved = tuple(
-        min(sizes) / slices for sizes in zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
+    saved = problem.once(
+        (saved_floor, recipe.parallelism, recipe.batch.microbatch_size),
+        lambda: [min(sizes) for sizes in zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)],
     )
-    if configuration.moves:  # any amount may be on the host
-        saved = (0.0, 0.0, 0.0)
-    turns_back = shape.placement == Placement.v_shape(devices)
+    # Any amount may be on the host.
+    saved = [0.0, 0.0, 0.0] if configuration.moves else [size / slices for size in saved]
+    turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     times = layer_times(problem, recipe)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
@@ -191,8 +201,8 @@ def _logits(problem: Problem, configuration: Configuration, setting: Setting) ->
 def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
     """Return the least bytes that a layer keeps of one microbatch, under the policies none, selective and full.
 
-    None: inputs of products, norms and the activation, queries, keys and values. Selective: results of products and of
-    attention. Full: its input.
+    None: inputs of products, norms and the activation, queries, keys and values, and the probabilities of eager
+    attention. Selective: results of products and of attention. Full: its input.
     """
     tokens = setting.tokens * setting.element
     wide = work.hidden_size * setting.hidden_share
@@ -201,6 +211,7 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
-    none = tokens * (4 * wide + attended + middle + last) + of_experts
+    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.is_eager(work) else 0.0
+    none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
     selective = min(none, tokens * (wide + attended + middle) + of_experts)
     return none, selective, min(selective, tokens * wide)

@@ -30,6 +30,7 @@ import torch
 
 from evenpipe.costs.analytic import least_seconds, whole_head_time
 from evenpipe.costs.timed_model import layer_times
+from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 
 from .bounds import Bound, layout_bound, order_bound, work_bound
@@ -37,7 +38,7 @@ from .configuration import Configuration
 from .evaluation import Evaluation, evaluate
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
-from .space import Space, configurations, layouts
+from .space import LONG, Space, configurations, layouts
 
 TOGETHER = 8
 """Configurations that are evaluated at the same time."""
@@ -106,6 +107,10 @@ def search_configurations(
     return run.found
 
 
+_Sizes = list[tuple[float, Recipe]]
+"""Layouts that differ only in the sequences of a microbatch, fewest first, each with its bound."""
+
+
 class _Search:
     def __init__(
         self, problem: Problem, space: Space, wanted: int, each_vocabulary: bool, cache: EvaluationCache
@@ -114,7 +119,7 @@ class _Search:
         self.cache = cache
         self.found = Found(problem, space)
         self.numbers = count()
-        self.heap: list[tuple[float, int, Recipe | Configuration]] = []
+        self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
         self.sharp: set[Configuration] = set()  # those with the bound of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
@@ -122,9 +127,17 @@ class _Search:
         self.bounds: dict[Configuration, float] = {}  # configurations being evaluated
         self.too_large: dict[Any, int] = {}  # by the other fields: sequences per microbatch that do not fit
         most_on_host = max(1.0 if share is None else share for share in space.host_shares)
+        slices = problem.sequence >= LONG if space.slices is None else space.slices != (1,)
+        alike: dict[Any, _Sizes] = {}
         for layout in layouts(problem, space):
             self.found.layouts += 1
-            self._push_or_reject(layout_bound(problem, layout, most_on_host), layout)
+            bound = layout_bound(problem, layout, most_on_host, slices=slices)
+            if bound.lacking:
+                self.found.rejected.append(Rejected(layout, None, bound))
+            else:
+                alike.setdefault(_axes(layout), []).append((bound.seconds, layout))
+        for sizes in alike.values():
+            self._push_layouts(sorted(sizes, key=lambda one: one[1].batch.microbatch_size))
 
     def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
         """Search until no better plan is possible."""
@@ -138,13 +151,11 @@ class _Search:
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
-    def _push_or_reject(self, bound: Bound, layout: Recipe, configuration: Configuration | None = None) -> None:
-        if bound.lacking:
-            self.found.rejected.append(Rejected(layout, configuration, bound))
-        else:
-            self._push(bound.seconds, configuration or layout)
+    def _push_layouts(self, sizes: _Sizes) -> None:
+        if sizes:
+            self._push(min(seconds for seconds, _ in sizes), sizes)
 
-    def _push(self, bound: float, node: Recipe | Configuration) -> None:
+    def _push(self, bound: float, node: _Sizes | Configuration) -> None:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _next(self) -> list[Configuration]:
@@ -154,7 +165,7 @@ class _Search:
             seconds, _, node = heapq.heappop(self.heap)
             if seconds >= self._limit(*self.space.vocabularies):
                 self.heap.clear()
-            elif isinstance(node, Recipe):
+            elif isinstance(node, list):
                 self._open(node)
             elif seconds * self._loss(node) >= self._limit(_mode(node)) or self._skip(node):
                 continue
@@ -177,14 +188,31 @@ class _Search:
         """Return the empirical factor on the bound."""
         return 1 + LOSS_SHARE * (self.losses.get(_family(one), 1.0) - 1)
 
-    def _open(self, layout: Recipe) -> None:
-        """Compute bounds of all configurations of a layout."""
+    def _open(self, sizes: _Sizes) -> None:
+        """Compute bounds of all configurations of the layout with the fewest sequences per microbatch that may be fast
+        enough; the others are opened later, if any of these may fit."""
+        limit, may_fit = self._limit(*self.space.vocabularies), False
+        (_, layout), *larger = (one for one in sizes if one[0] < limit)
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             self.found.bounded += 1
-            self._push_or_reject(work_bound(self.problem, one), layout, one)
+            if self._skip(one):
+                continue
+            bound = work_bound(self.problem, one)
+            if bound.lacking:
+                self.found.rejected.append(Rejected(layout, one, bound))
+                self._does_not_fit(one)
+            else:
+                may_fit = True
+                self._push(bound.seconds, one)
+        if may_fit:
+            self._push_layouts(larger)
 
     def _skip(self, one: Configuration) -> bool:
         return one.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(one), math.inf)
+
+    def _does_not_fit(self, one: Configuration) -> None:
+        key, size = _all_but_size(one), one.recipe.batch.microbatch_size
+        self.too_large[key] = min(size, self.too_large.get(key, size))
 
     def _take(self, evaluation: Evaluation) -> None:
         found, one = self.found, evaluation.configuration
@@ -192,8 +220,7 @@ class _Search:
         if not evaluation.fits:
             found.failed.append(evaluation)
             if not evaluation.fault:
-                key, size = _all_but_size(one), one.recipe.batch.microbatch_size
-                self.too_large[key] = min(size, self.too_large.get(key, size))
+                self._does_not_fit(one)
             return
         if evaluation.late:
             return
@@ -226,7 +253,14 @@ def _family(one: Configuration) -> Any:
 
 def _all_but_size(one: Configuration) -> Any:
     recipe, keeps = one.recipe, (one.checkpointing, one.offload, one.host_share, one.recipe.slices)
-    return recipe.parallelism, one.schedule, recipe.schedule_options, recipe.vocabulary, one.layers_per_stage, keeps
+    return _axes(recipe), one.schedule, recipe.schedule_options, recipe.vocabulary, one.layers_per_stage, keeps
+
+
+def _axes(recipe: Recipe) -> Any:
+    """Return what layouts have in common that differ only in the sequences of a microbatch, and what follows from
+    them."""
+    sizes = recipe.parallelism
+    return (*(getattr(sizes, axis) for axis in AXES), sizes.zero)
 
 
 # --- processes -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from evenpipe.costs.step import Parameters
 from evenpipe.memory.estimate import Estimate, estimate
@@ -83,10 +84,10 @@ def state_floor(
 ) -> tuple[float, float]:
     """Return the bytes of a device with these parameters: of them and the optimizer's state, which are always present,
     and of gradients, which may come with the first backward. host_share: share of that state on the host."""
-    replicas = layout.parallelism.replicas
-    floors = [
-        _floor_of_each(problem, layout, count, host_share) for count in (replicas, replicas // layout.parallelism.ep)
-    ]
+    sizes, floors = layout.parallelism, []
+    for count in (sizes.replicas, sizes.replicas // sizes.ep):
+        key = (_floor_of_each, sizes.zero, sizes.reshard, sizes.prefetch, count, host_share)
+        floors.append(problem.once(key, partial(_floor_of_each, problem, layout, count, host_share)))
     always, gradients = (
         sum(count * each for count, each in zip(parameters, kind, strict=True)) for kind in zip(*floors, strict=True)
     )

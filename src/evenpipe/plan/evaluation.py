@@ -16,18 +16,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from evenpipe.costs.step import Parameters, step_end_seconds
+from evenpipe.costs.timed_model import computing
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Costs, Program
+from evenpipe.schedule import Costs, Placement, Program
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.simulate import simulate
+from evenpipe.simulate import makespan
 
 from .configuration import LEAST, Configuration, costs_of
 from .device_memory import DeviceUse, copied, device_uses, state_floor
@@ -198,12 +200,12 @@ def timed(
     )
     least = max(busy) * recipe.microbatches
     if least + found.end_seconds < limit:
-        times = [simulate(program, costs).makespan]
+        times = [makespan(program, costs)]
         least = max(least, times[0] + max(busy) * (recipe.microbatches - sizes[0]))
         if least + found.end_seconds < limit:
             for size in sizes[1:]:
                 program = programs.of(recipe, size)[1]
-                times.append(simulate(program, costs).makespan)
+                times.append(makespan(program, costs))
             least = extended(times, sizes, recipe.microbatches, max(busy))
             found = replace(found, late=False)
     return replace(found, seconds=least + found.end_seconds, pipeline_seconds=least)
@@ -221,6 +223,13 @@ def work_of(program: Program, costs: Costs) -> list[float]:
 
 def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
+    recipe = configuration.recipe
+    sizes = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices
+    split = configuration.placement, configuration.layers_per_stage, recipe.checkpointing, recipe.vocabulary
+    return problem.lately((least_work, sizes, split), lambda: _least_work(problem, configuration))
+
+
+def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
     costs, placement = costs_of(problem, configuration), configuration.placement
     work, slices = [0.0] * placement.devices, configuration.recipe.slices
     by_kind = costs.stage_times(placement)
@@ -255,6 +264,13 @@ def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:
 def parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
     """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
     a few thousandths."""
+    recipe, sizes = configuration.recipe, configuration.recipe.parallelism
+    split = configuration.placement, configuration.layers_per_stage, bool(BARRIERS[recipe.vocabulary])
+    key = (parameters_per_device, split, sizes.tp, sizes.ep)
+    return problem.once(key, lambda: _parameters_per_device(problem, configuration))
+
+
+def _parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
     recipe, placement = configuration.recipe, configuration.placement
     works = [[problem.works[layer] for layer in layers] for layers in layers_of_devices(configuration)]
     held = [float(sum(work.parameters - work.expert_parameters for work in own)) for own in works]
@@ -394,11 +410,14 @@ def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wan
     return tuple(policies)
 
 
-def layers_of_devices(configuration: Configuration) -> list[list[int]]:
+def layers_of_devices(configuration: Configuration) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the layers of each device, in the order of its stages."""
-    held: list[list[int]] = [[] for _ in range(configuration.placement.devices)]
-    for device, bounds in zip(
-        configuration.placement.stage_device, bounds_of(configuration.layers_per_stage), strict=True
-    ):
-        held[device] += range(*bounds)
-    return held
+    return _layers_of_devices(configuration.placement, configuration.layers_per_stage)
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_devices(placement: Placement, layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    held: list[tuple[int, ...]] = [()] * placement.devices
+    for device, bounds in zip(placement.stage_device, bounds_of(layers_per_stage), strict=True):
+        held[device] += tuple(range(*bounds))
+    return tuple(held)

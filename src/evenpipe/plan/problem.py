@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
-from evenpipe.costs.timed_model import Implementation, TimedModel, pass_costs
+from evenpipe.costs.timed_model import Found, Implementation, TimedModel, pass_costs
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
@@ -20,6 +23,9 @@ from .programs import Programs
 
 EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
+
+KEPT = 4096
+"""Results that `Problem.lately` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,18 @@ class Problem(TimedModel):
     def arranging(self) -> ModelCosts:
         """What orders are arranged by: the times of passes on this hardware."""
         return replace(self.model_costs, times=partial(pass_costs, self), hardware=self.hardware.name)
+
+    def lately(self, key: Any, make: Callable[[], Found]) -> Found:
+        """As `once`, of many keys: what was not needed for long is made again."""
+        recent: OrderedDict[Any, Any] = self.once(OrderedDict, OrderedDict)
+        if key in recent:
+            recent.move_to_end(key)
+        else:
+            recent[key] = make()
+            if len(recent) > KEPT:
+                recent.popitem(last=False)
+        found: Found = recent[key]
+        return found
 
     @property
     def programs(self) -> Programs:
@@ -64,7 +82,7 @@ class Problem(TimedModel):
         kernels = self.kernels
         return Implementation(
             fused=kernels.norm == "fused",
-            flash=kernels.attention != "eager",
+            attention=kernels.attention,
             adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
             stops_early=FRAMEWORKS[self.kernels_name].stops_early,

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
 from evenpipe.schedule.collection import collecting_nothing
+from evenpipe.schedule.passes import SHARDING_KINDS
 
 from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
@@ -82,15 +83,28 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     Raises InputError if it cannot complete (with every fault), and if `costs` lack a needed kind.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
+    work, loop = _run(program, costs)
+    timeline = timeline_of(program, costs, work, loop)
+    waiting, slowed = _idle(work, loop, timeline.makespan)
+    return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
+
+
+@collecting_nothing()
+def makespan(program: Program, costs: Costs) -> float:
+    """Return `simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
+    work, loop = _run(program, costs)
+    steps = [n for n, item in enumerate(work.items) if n not in work.beside or item.kind in SHARDING_KINDS]
+    return max(loop.end[n] for n in steps) - min(loop.start[n] for n in steps)
+
+
+def _run(program: Program, costs: Costs) -> tuple[Work, Loop]:
     costs.check_devices(program.placement)
     work = Work(program, costs)
     loop = Loop(work, costs.overlap_slowdown, costs.engine, costs.contention)
     if not loop.run():
         check_program(program).raise_if_faulty()
         raise AssertionError("a sound program does not complete")
-    timeline = timeline_of(program, costs, work, loop)
-    waiting, slowed = _idle(work, loop, timeline.makespan)
-    return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
+    return work, loop
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
