@@ -271,7 +271,7 @@ def arranging_model(
     costs = ModelCosts.of(description, recipe.batch.sequence_length)
     named = recipe.arrange not in ARRANGE
     hardware = find_hardware(recipe.arrange) if named else at_hand if recipe.arrange == "auto" else None
-    if hardware is None or dtype not in hardware.peak_flops:
+    if hardware is None or dtype is None or dtype not in hardware.peak_flops:
         return costs
     sizes = recipe.parallelism
     multiple = divisor_of(sizes.cp, sizes.tp)
