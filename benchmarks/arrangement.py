@@ -7,7 +7,7 @@ steps of all families of schedules, in all vocabulary modes, are simulated with 
 transformers' modules, hops across nodes), in three orders:
 
     flops    arranged by FLOPs, as on unknown hardware: F = I = W, and transfers take no time
-    now      arranged as `evenpipe plan` and runs on this GPU arrange them: by the times, in thousandths of a pass
+    now      arranged as `evenpipe plan` and runs on this GPU arrange them: by the times, rounded (`FINE`)
     own      arranged by the very times that are simulated
 
 Printed is by how much the first two are longer than the third, in percent, the worst of all models, and the most

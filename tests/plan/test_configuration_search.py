@@ -91,7 +91,7 @@ STEPS = [
 def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
     sizes = short_steps(4, 40, planned=mode not in ("first-last", "redistribute"))
-    assert sizes in ((8, 12), (12, 24))
+    assert sizes in ((8, 12), (16, 24))
     programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
     costs = costs_of(small, one)
     whole = simulate(programs[40], costs).makespan

@@ -124,7 +124,7 @@ def test_two_short_steps_of_slices_say_how_long_a_long_one_takes(
 ) -> None:
     one = sliced(small, schedule, mode, slices, 40)
     sizes = short_steps(4, 40, planned=mode != "first-last", slices=slices)
-    assert sizes[1] - sizes[0] == (1 if mode == "first-last" else 3) * 4 // slices
+    assert sizes[1] - sizes[0] == (1 if mode == "first-last" else 2) * 4 // slices
     costs = costs_of(small, one)
     programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
     found = extended(

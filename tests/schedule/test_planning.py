@@ -161,7 +161,7 @@ def test_programs_are_checked_for_both_ways_of_queueing() -> None:
 
 def test_arranging_times_are_whole_parts_of_a_mean_pass() -> None:
     costs = Costs(
-        F=(1.0, 2.0), B=3.1, I=1.49, W=1.53, S=0.2, T=0.001, E=0.0, G=0.0, p2p=0.05, collectives={"reduce": 0.3}
+        F=(1.0, 2.0), B=3.1, I=1.49, W=1.53, S=0.2, T=1e-8, E=0.0, G=0.0, p2p=0.05, collectives={"reduce": 0.3}
     )
     found = in_parts(costs, Placement.linear(2))
     unit = (1.0 + 2.0 + 2 * 1.49 + 2 * 1.53) / 6 / FINE

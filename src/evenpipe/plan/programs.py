@@ -31,12 +31,12 @@ from evenpipe.schedule.transforms.slices import add_slices
 WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
 
-SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 6}
+SHORT, LONG = {False: 2, True: 4}, {False: 3, True: 6}
 """Microbatches per device, besides the remainder, of the two simulated steps, without and with vocabulary passes or
-copies to the host. The lists of the vocabulary transform become periodic from three on: with two, steps of V-shaped
-schedules were off by up to 2 %. If F, I and W differ, warm-up and end of V-shaped ones also differ between lengths, by
-up to 0.4 microbatches: the steps are so far apart that this matters less (steps of 64 microbatches on 4 devices are
-predicted within 1.7 %, and were off by up to 5 % with three and four)."""
+copies to the host. The lists of the vocabulary transform become periodic from three or four on: with two, steps of
+V-shaped schedules were off by up to 2 %. If F, I and W differ, warm-up and end of V-shaped ones also differ between
+lengths, by up to 0.4 microbatches: so the steps are further apart, and steps of 64 microbatches on 4 devices are
+predicted within 3 %."""
 
 SLICED = 3
 """Microbatches besides these, if sequences are cut: a step repeats itself only after some whole sequences."""

@@ -25,8 +25,8 @@ from evenpipe.schedule import (
 from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
-from evenpipe.schedule.planning import BARRIERS, costs_of_work, order_of_function
-from evenpipe.schedule.registry import options_of, takes_costs
+from evenpipe.schedule.planning import costs_of_work, order_of_function
+from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.simpler_costs import in_parts
 from evenpipe.schedule.slice_costs import each_slice
 from evenpipe.schedule.words import count
@@ -126,11 +126,7 @@ class Layout:
             embedding_shards=embedding,
             head_shards=head,
             costs=costs,
-            arranged_by="costs"
-            if recipe.costs is not None
-            else model.hardware
-            if _depends_on_times(recipe)
-            else "flops",
+            arranged_by=model.hardware if recipe.costs is None else "costs",
         )
 
     @property
@@ -169,23 +165,17 @@ def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, spl
 
 
 def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
-    """Return the same without the copies to the host: the costs of the recipe; else FLOPs if the hardware is unknown,
-    or if its passes are in one order at any times; else its times there."""
+    """Return the same without the copies to the host: the costs of the recipe, else its times on known hardware, else
+    FLOPs."""
     costs, schedule = recipe.costs, recipe.schedule
     slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
     if costs is not None:
         known = len(each_slice(costs)) if costs.slices else 1
         return costs if slices == known else model.costs_of_slices(costs, recipe, slices)
-    if model.times is None or not _depends_on_times(recipe):
+    if model.times is None:
         return costs_of_work(model.layers, model.head, split, recipe.devices, recipe.vocabulary)
     cut = replace(recipe, layers_per_stage=tuple(split), batch=replace(recipe.batch, slices=slices))
     return in_parts(model.times(cut, placement), placement)
-
-
-def _depends_on_times(recipe: Recipe) -> bool:
-    """Return whether other times may change the order of the passes of a recipe."""
-    schedule, moved = recipe.schedule, recipe.offload.activations not in ("scheduled", "none")
-    return moved or bool(BARRIERS[recipe.vocabulary]) or (isinstance(schedule, str) and takes_costs(schedule))
 
 
 def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, Program]:

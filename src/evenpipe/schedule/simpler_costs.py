@@ -12,7 +12,7 @@ from .placement import Placement
 NEARLY_EQUAL = 0.01
 """F, I and W that differ by no more, relative to their mean on the longest stage, are equal."""
 
-FINE, COARSE = 1000, 20
+FINE, COARSE = 10**6, 20
 """Parts of a mean pass, for times by which orders are arranged: fine ones only leave out what may differ between two
 machines that compute them; with coarse ones, passes that end at nearly the same time end at the same time."""
 
