@@ -1,6 +1,6 @@
 """A run that arranges its order by what passes take, on a device that is slower than the other.
 
-    python benchmarks/arranged.py [--slower 150] [--device 0] [--output FILE.json]
+    python benchmarks/slow_device.py [--slower 150] [--device 0] [--output FILE.json]
 
 Two processes train. After the first step every pass of one device computes on, until it has taken as much longer as
 asked for: the order of the start was arranged for equal devices. After steps 3 to 6 the run takes another order
