@@ -89,7 +89,7 @@ def main() -> None:
         if given.only not in text:
             continue
         runs = [measured(arguments) for _ in range(given.repetitions)]
-        seconds, spent = ([run[place] for run in runs] for place in (0, 1))
+        seconds, spent = [one for one, _, _ in runs], [one for _, one, _ in runs]
         best = runs[0][2]
         cases[text] = {"command": text, "seconds": seconds, "processor_seconds": spent, **best}
         print(
