@@ -106,7 +106,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         for mode in modes:
             those = [one for one in own if one["mode"] == mode]
             cells.append(" / ".join(f"{max(loss(one, name) for one in those):.1f}" for name in ("flops", "now")))
-        lines.append(f"| `{schedule}` | {devices} | {' | '.join(cells)} |")
+        lines.append(f"| {schedule} | {devices} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
