@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from traced_steps import measured
 
+from evenpipe.errors import InputError
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs
@@ -178,3 +179,20 @@ def test_an_order_with_more_in_flight_is_not_taken(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("evenpipe.train.arrangement.peak_activations", lambda row: next(held))
     assert run(begun(pipeline), range(1, 10)) == []
     assert next(held, None) is None
+
+
+def test_times_that_arrange_nothing_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = FakePipeline(takes=SLOW)
+
+    def refuse(self: FakePipeline, costs: Costs) -> Layout:
+        raise InputError("costs: R has no time")
+
+    monkeypatch.setattr(FakePipeline, "layout_by", refuse)
+    (said,) = run(begun(pipeline), range(1, 10))
+    assert said == "the order stays: it cannot be arranged by measured passes (costs: R has no time)"
+
+    def unknown(traces: Any, tokens: Any) -> Costs:
+        raise InputError("some stages have no forward in the traces")
+
+    monkeypatch.setattr("evenpipe.train.arrangement.costs_of", unknown)
+    assert run(begun(pipeline), range(1, 10)) == []

@@ -17,10 +17,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from evenpipe.costs import costs_of
+from evenpipe.errors import InputError
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.runtime.result import StepResult
 from evenpipe.schedule import Costs, Program
@@ -103,15 +105,19 @@ class Arrangement:
         """Take another order if it is worth it."""
         said = text = None
         if costs is not None:
-            self._known = costs.to_dict()
-            pipeline, layout = self._pipeline, self._pipeline.layout_by(costs)
-            before, after = (simulate(program, costs).makespan for program in (pipeline.program, layout.program))
-            if after < (1 - WORTH) * before and not _holds_more(layout.program, pipeline.program):
-                text = json.dumps(self._known)
-                said = (
-                    f"order arranged by the passes of steps {step - MEASURED + 1} to {step}: a step is predicted to"
-                    f" take {after:.3g} s, {100 * (1 - after / before):.1f} % less than before"
-                )
+            self._known, pipeline = costs.to_dict(), self._pipeline
+            try:
+                program = pipeline.layout_by(costs).program
+                before, after = (simulate(one, costs).makespan for one in (pipeline.program, program))
+            except InputError as error:  # no reason to end a run
+                said = f"the order stays: it cannot be arranged by measured passes ({error})"
+            else:
+                if after < (1 - WORTH) * before and not _holds_more(program, pipeline.program):
+                    text = json.dumps(self._known)
+                    said = (
+                        f"order arranged by the passes of steps {step - MEASURED + 1} to {step}: a step is predicted to"
+                        f" take {after:.3g} s, {100 * (1 - after / before):.1f} % less than before"
+                    )
         text = self._pipeline.from_the_first(text, "another order")
         if text is not None:
             self._arranged_by = json.loads(text)
@@ -135,10 +141,10 @@ class Arrangement:
         pipeline, traces = self._pipeline, self._traces
         self._traces = []
         measured: dict[str, Any] = {}
-        if traces:
-            by_rank = [one for trace in traces for one in trace.by_rank]
-            lengths = pipeline.slice_lengths(self._for["sequence_length"])
-            measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict()
+        by_rank = [one for trace in traces for one in trace.by_rank]
+        lengths = pipeline.slice_lengths(self._for["sequence_length"])
+        with suppress(InputError):  # times that cannot be told apart arrange nothing
+            measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict() if traces else {}
         own = dict(_numbers(measured))
         if pipeline.replicas * pipeline.context_ranks > 1:
             names = pipeline.from_the_first(json.dumps([list(path) for path in own]), "names of passes")
@@ -148,7 +154,7 @@ class Arrangement:
                 path: statistics.median(one for one in column if not math.isnan(one))
                 for path, column in zip(paths, zip(*table, strict=True), strict=True)
             }
-        if not (pipeline.feeds and pipeline.replica == 0):
+        if not measured or not (pipeline.feeds and pipeline.replica == 0):
             return None
         return Costs.from_dict(_filled(measured, own))
 
