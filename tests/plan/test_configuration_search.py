@@ -220,8 +220,9 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in two.plans]
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
     assert again.hits == kept.evaluated > 0
-    other = EvaluationCache.of(replace(small, memory_bytes=small.memory_bytes - 1), tmp_path)
-    assert search_configurations(small, space, wanted=1, workers=1, cache=other).best and other.hits == 0
+    for changes in ({"memory_bytes": small.memory_bytes - 1}, {"skew": 2.0}):
+        other = EvaluationCache.of(replace(small, **changes), tmp_path)
+        assert search_configurations(small, space, wanted=1, workers=1, cache=other).best and other.hits == 0
 
 
 # --- what is chosen ------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def _key(problem: Problem) -> str:
         str(shapes),
         str(problem.hardware.to_dict()),
         str((problem.gpus, problem.memory_bytes, problem.sequence, problem.sequences_per_step)),
-        str((problem.dtype, problem.kernels_name)),
+        str((problem.dtype, problem.kernels_name, problem.skew)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
