@@ -129,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranking = Ranking(found, arguments.best)
     if found.best is None:
         near = nearest(found, workers=arguments.workers, cache=cache)
+        cache.save()
         if arguments.json:
             say_json(ranking.to_dict() | near.to_dict())
         else:

@@ -72,10 +72,10 @@ def nearest(found: Found, *, workers: int | None = None, cache: EvaluationCache 
         if plan is not None:
             remedies.append(Remedy(change, plan))
             break
-    for times in MORE:
+    for times in MORE:  # what is known of the model holds for any number of GPUs
         problem, gpus = found.problem, times * found.problem.gpus
         sequences = max(problem.sequences_per_step, gpus)
-        plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences, known={}), found.space)
+        plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences), found.space)
         if plan is not None:
             remedies.append(Remedy(count(gpus, "GPU"), plan))
             break
