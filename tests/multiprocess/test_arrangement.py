@@ -72,26 +72,16 @@ def configured(folder: Path, *, tied: bool = False, **changes: Any) -> Config:
 
 # --- gradients of all orders ------------------------------------------------------------------------------------------
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MODELS = {
-    "llama": LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    ),
-    "mixtral": MixtralConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-    ),
+    "llama": LlamaConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=16, num_local_experts=4, output_router_logits=True),
 }
 
 

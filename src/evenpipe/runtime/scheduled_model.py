@@ -77,22 +77,25 @@ class ScheduledModel:
         )
 
     def layout_by(self, costs: Costs) -> Layout:
-        """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage."""
-        recipe = replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage)
-        return Layout.of(recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
-
-    def arrange(self, costs: Costs) -> None:
-        """From the next step on, run the order that these pass times arrange, the same on all processes. Collective.
+        """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage.
 
         Raises InputError if the pipeline runs a given order, or if the other one needs other communicators.
         """
         if not isinstance(self.recipe.schedule, str):
             raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
-        layout = self.layout_by(costs)
+        recipe = replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage)
+        layout = Layout.of(recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
         missing = sorted(layout.communicators.keys() - self.layout.communicators.keys())
         if missing:
             raise InputError(f"arrange: the order needs communicators that this pipeline lacks: {', '.join(missing)}")
-        self.layout = layout
+        return layout
+
+    def arrange(self, costs: Costs) -> None:
+        """From the next step on, run the order that these pass times arrange, the same on all processes. Collective.
+
+        Raises InputError as `layout_by`.
+        """
+        self.layout = self.layout_by(costs)
         self._evaluations.clear()
 
     def from_the_first(self, text: str | None, what: str) -> str | None:

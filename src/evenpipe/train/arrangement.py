@@ -47,8 +47,9 @@ class Arrangement:
 
     def __init__(self, pipeline: Pipeline, config: Config) -> None:
         self._pipeline = pipeline
-        self._for = {**asdict(config.pipeline), "sequence_length": config.data.sequence_length}
-        """What the times are for."""
+        self._tokens = config.data.sequence_length
+        self._for = json.loads(json.dumps({**asdict(config.pipeline), "sequence_length": self._tokens}))
+        """What the times are for, as a checkpoint gives it back."""
         wanted = config.pipeline.arrange == "measured" and config.pipeline.costs is None
         named = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1
         self._is_on = wanted and named and not pipeline.order_matters
@@ -63,18 +64,18 @@ class Arrangement:
     def begin(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Begin after so many steps of the run; state: of the checkpoint that it goes on from."""
         self._next = range(step + WARM_UP + 1, step + WARM_UP + MEASURED + 1)
-        if not self._is_on or state is None or state["for"] != _plain(self._for):
+        if not self._is_on or state is None or state["for"] != self._for:
             return
-        self._known, self._arranged_by = state["known"], state["arranged_by"]
+        self._known = state["known"]
         if self._known is not None and state["next"] > step:
             self._next = _one_of(state["next"])
-        if self._arranged_by is not None:
-            self._pipeline.arrange(Costs.from_dict(self._arranged_by))
+        if state["arranged_by"] is not None:
+            self._take(state["arranged_by"])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; that of the very first process counts."""
         return {
-            "for": _plain(self._for),
+            "for": self._for,
             "known": self._known,
             "arranged_by": self._arranged_by,
             "next": self._next.start,
@@ -99,6 +100,11 @@ class Arrangement:
         self._next = _one_of(step + EVERY)
         return None if measured == 1 else self._decide(costs, step)
 
+    def _take(self, costs: dict[str, Any]) -> None:
+        """Take the order that these times arrange."""
+        self._arranged_by = costs
+        self._pipeline.arrange(Costs.from_dict(costs))
+
     # --- on the very first process --------------------------------------------------------------------------------
 
     def _decide(self, costs: Costs | None, step: int) -> str | None:
@@ -120,8 +126,7 @@ class Arrangement:
                     )
         text = self._pipeline.from_the_first(text, "another order")
         if text is not None:
-            self._arranged_by = json.loads(text)
-            self._pipeline.arrange(Costs.from_dict(json.loads(text)))
+            self._take(json.loads(text))
         return said
 
     def _drifted(self, costs: Costs | None) -> str | None:
@@ -142,7 +147,7 @@ class Arrangement:
         self._traces = []
         measured: dict[str, Any] = {}
         by_rank = [one for trace in traces for one in trace.by_rank]
-        lengths = pipeline.slice_lengths(self._for["sequence_length"])
+        lengths = pipeline.slice_lengths(self._tokens)
         with suppress(InputError):  # times that cannot be told apart arrange nothing
             measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict() if traces else {}
         own = dict(_numbers(measured))
@@ -204,8 +209,3 @@ def _filled(values: Any, numbers: Mapping[Path, float], path: Path = ()) -> Any:
 
 def _one_of(step: int) -> range:
     return range(step, step + 1)
-
-
-def _plain(values: Mapping[str, Any]) -> Any:
-    """Return values as JSON gives them back."""
-    return json.loads(json.dumps(values))
