@@ -1,14 +1,15 @@
-"""How fast are the matrix products of real layers on this GPU, and how far from what plans assume?
+"""How fast are the matrix products and the attention of real layers on this GPU, and how far from what plans assume?
 
     python benchmarks/gpu/products.py --hardware H100-80G [--output FILE.json]    about a minute
     python benchmarks/gpu/products.py --device cpu --tokens 64 --widths 128 --repetitions 2    to try it
 
-For hidden sizes and tokens of a microbatch: products of attention (h x h), of the MLP (h x 3.5 h, and back), and of a
-shard of the output layer (h x 32 064), each as F computes it, as I does (for its input) and as W does (for its weight),
-in bf16. Then products of experts, one group of rows for each: of 8, 16 and 32 experts with 64 to 2 048 rows each.
+For hidden sizes, tokens of a microbatch and tensor ranks: products of attention (h x h), of the MLP (h x 3.5 h, and
+back), and of a shard of the output layer (h x 32 064), each as F computes it, as I does (for its input) and as W does
+(for its weight), in bf16. Then products of experts, one group of rows for each: of 8, 16 and 32 experts with 64 to
+2 048 rows each. At last attention of one causal sequence, F and the whole backward B, by each kernel of torch.
 
     TFLOP/s     median of runs that take turns
-    share       of the peak of the data sheet
+    share       of the peak of the data sheet; of attention, FLOPs of the pairs under the mask
     predicted   time by `Hardware.product_seconds`, or that of its memory, over the measured one, less 1
 """
 
@@ -24,6 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from timing import Arm, Results, arguments, device_of, medians, percent, progress, table
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from evenpipe.costs.hardware import KNOWN, Hardware
 from evenpipe.experts.products import Groups, grouped_outer, grouped_product
@@ -36,6 +39,12 @@ EXPERTS = {"Mixtral-8x7B": (4096, 14336, 8), "DeepSeek-V3": (7168, 2048, 32), "Q
 """Hidden size, width of an expert, experts of a device."""
 EXPERT_ROWS = (64, 256, 512, 1024, 2048)
 """Of an expert."""
+HEADS = ((32, 8, 128), (8, 2, 128), (16, 16, 64))
+"""Heads of queries, of keys and values, and their size: Llama 3 8B, the same over four tensor ranks, small models."""
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+"""Of the sequence."""
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Which a GPU has for attention without a mask of its own."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,65 @@ class Case:
         return run
 
 
-def dense(tokens: int, width: int) -> Iterator[Case]:
-    """All products of a layer and of a shard of the output layer."""
+@dataclass(frozen=True)
+class Attention:
+    """Of one causal sequence of `rows` tokens."""
+
+    name: str
+    kind: str
+    """"F", or "B" for the whole backward."""
+    rows: int
+    heads: tuple[int, int, int]
+    kernel: SDPBackend
+    inner: int = 0
+    columns: int = 0
+    experts: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Two products of all pairs under the mask; five in the backward, which computes the first anew."""
+        heads, _, size = self.heads
+        return (2 if self.kind == "F" else 5) * 2.0 * heads * size * self.rows * (self.rows + 1) / 2
+
+    def arm(self, device: torch.device) -> Arm:
+        """Attention, or its backward, with the chosen kernel."""
+        queries, keys, size = self.heads
+        several = [
+            [
+                torch.randn(
+                    1, heads, self.rows, size, dtype=torch.bfloat16, device=device, requires_grad=self.kind == "B"
+                )
+                for heads in (queries, keys, keys)
+            ]
+            for _ in range(COPIES)
+        ]
+        if self.kind == "F":
+            return Arm(self._forward, lambda repetition: several[repetition % COPIES])
+        results = [self._forward(operands) for operands in several]
+        gradient = torch.randn_like(results[0])
+        return Arm(
+            lambda number: torch.autograd.grad(results[number], several[number], gradient, retain_graph=True),
+            lambda repetition: repetition % COPIES,
+        )
+
+    def _forward(self, operands: list[Tensor]) -> Tensor:
+        with sdpa_kernel(self.kernel):
+            queries, keys, values = operands
+            shared = self.heads[0] > self.heads[1]
+            return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=shared)
+
+
+def dense(tokens: int, width: int, ranks: int) -> Iterator[Case]:
+    """All products of a layer and of a shard of the output layer, of one of so many tensor ranks."""
     for name, inner, outer in (
-        ("attention", width, width),
-        ("MLP, up", width, 7 * width // 2),
-        ("MLP, down", 7 * width // 2, width),
-        ("output layer", width, SHARD),
+        ("attention", width, width // ranks),
+        ("attention, out", width // ranks, width),
+        ("MLP, up", width, 7 * width // 2 // ranks),
+        ("MLP, down", 7 * width // 2 // ranks, width),
+        *([("output layer", width, SHARD)] if ranks == 1 else []),
     ):
+        if ranks == 1 and name == "attention, out":
+            continue
         yield Case(name, "F", tokens, inner, outer)
         yield Case(name, "I", tokens, outer, inner)
         yield Case(name, "W", outer, tokens, inner)
@@ -112,8 +172,19 @@ def of_experts(name: str, rows: int) -> Iterator[Case]:
     yield Case(f"{name}, {rows} rows", "W", own, rows, width, experts)
 
 
-def predicted_seconds(case: Case, hardware: Hardware) -> float:
+def attention() -> Iterator[Attention]:
+    """Every kernel, shape and length, forward and backward."""
+    for length in LENGTHS:
+        for heads in HEADS:
+            for name, kernel in KERNELS.items():
+                for kind in "FB":
+                    yield Attention(f"{name}, {heads[0]} heads of {heads[2]}", kind, length, heads, kernel)
+
+
+def predicted_seconds(case: Case | Attention, hardware: Hardware) -> float:
     """As the planner has it: products of experts are one product, without waves; none is faster than its memory."""
+    if isinstance(case, Attention):
+        return case.flops / (hardware.peak("bf16") * hardware.attention_fraction)
     shape = None if case.experts > 1 else (case.rows, case.columns)
     numbers = case.rows * case.inner + case.inner * case.columns + case.rows * case.columns
     moved = 2.0 * numbers * case.experts
@@ -128,14 +199,18 @@ def main() -> None:
     parser.add_argument(
         "--widths", nargs="+", type=int, default=[2048, 3072, 4096, 5120, 8192], metavar="N", help="hidden sizes"
     )
+    parser.add_argument("--tensor", nargs="+", type=int, default=[1, 4], metavar="N", help="tensor ranks of the layers")
     given = parser.parse_args()
     device = device_of(given)
     hardware = KNOWN[given.hardware]
     results = Results(given, device)
     rows = [["product", "pass", "rows", "inner", "columns", "TFLOP/s", "share", "predicted"]]
-    sets = [list(dense(tokens, width)) for tokens in given.tokens for width in given.widths]
+    sets: list[list[Case | Attention]] = [
+        list(dense(tokens, width, ranks)) for tokens in given.tokens for width in given.widths for ranks in given.tensor
+    ]
     if device.type == "cuda":
         sets += [list(of_experts(name, count)) for name in EXPERTS for count in EXPERT_ROWS]
+        sets += [[case] for case in attention()]
     for cases in sets:
         arms = {str(number): case.arm(device) for number, case in enumerate(cases)}
         timings, failures = medians(arms, device, given)

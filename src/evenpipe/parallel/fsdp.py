@@ -40,6 +40,30 @@ one bucket."""
 
 
 @dataclass(slots=True, eq=False)
+class _Sum:
+    """A gradient over microbatches. It knows nothing of the parameter whose hook adds to it: torch keeps hooks where
+    Python's garbage collector does not see them, so a cycle would never be freed."""
+
+    dtype: torch.dtype
+    """The master's."""
+    value: Tensor | None = None
+
+    def add(self, whole: Tensor) -> None:
+        """Add a finished gradient of a whole parameter, which has the computing dtype."""
+        assert whole.grad is not None
+        if self.value is None:
+            self.value = whole.grad.to(self.dtype)
+        else:
+            self.value.add_(whole.grad)
+        whole.grad = None
+
+    def take(self) -> Tensor | None:
+        """Return what was added, and forget it."""
+        value, self.value = self.value, None
+        return value
+
+
+@dataclass(slots=True, eq=False)
 class _Sharded:
     """One parameter."""
 
@@ -51,10 +75,10 @@ class _Sharded:
     """Rows of every replica except the last ones, or entries of another dimension."""
     shard: nn.Parameter
     """FSDP2's shard between steps; `whole` requires gradients as it does."""
+    summed: _Sum
+    """Of gradients, if `whole` has another dtype than the master."""
     whole: nn.Parameter | None = None
     """The parameter of the layers between gather and reduce; the same object in every step."""
-    gradient: Tensor | None = None
-    """Sum over microbatches in the master's dtype, if `whole` has another one."""
 
     @property
     def dimension(self) -> int:
@@ -67,18 +91,9 @@ class _Sharded:
         shape = self.placement.shape
         return self.chunk * math.prod(shape[: self.dimension] + shape[self.dimension + 1 :])
 
-    def add(self, whole: Tensor) -> None:
-        """Add a finished gradient, converted from the computing dtype to the master's."""
-        assert whole.grad is not None
-        if self.gradient is None:
-            self.gradient = whole.grad.to(self.master.dtype)
-        else:
-            self.gradient.add_(whole.grad)
-        whole.grad = None
-
     def take_gradient(self) -> Tensor | None:
         """Return the whole gradient of the step so far, and forget it."""
-        gradient, self.gradient = self.gradient, None
+        gradient = self.summed.take()
         if gradient is None and self.whole is not None:
             gradient, self.whole.grad = self.whole.grad, None
         return gradient
@@ -160,7 +175,7 @@ class ShardedModule:
             cut = Cut(EXPERT_COPIES if inner else COPIES, shards.position, self._replicas, dimension)
             placement = TensorPlacement(tuple(shapes[name]), (cut,))
             chunk = -(-shapes[name][dimension] // self._replicas)
-            self._parameters.append(_Sharded(name, master, placement, chunk, sharded))
+            self._parameters.append(_Sharded(name, master, placement, chunk, sharded, _Sum(master.dtype)))
 
     def _whole(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self._module.named_parameters() if name in self._names)
@@ -214,17 +229,17 @@ class ShardedModule:
             for parameter, (_, whole) in zip(self._parameters, self._whole(), strict=True):
                 parameter.whole = whole
                 if whole.dtype != parameter.master.dtype:
-                    whole.requires_grad_().register_post_accumulate_grad_hook(parameter.add)
+                    whole.requires_grad_().register_post_accumulate_grad_hook(parameter.summed.add)
                     whole.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
         """Return the buffer that gradients of a parameter are added to, whole, in the master's dtype, initially 0."""
         (parameter,) = (one for one in self._parameters if one.name == name)
-        if parameter.gradient is None:
-            parameter.gradient = torch.zeros(
+        if parameter.summed.value is None:
+            parameter.summed.value = torch.zeros(
                 parameter.placement.shape, dtype=parameter.master.dtype, device=parameter.master.device
             )
-        return parameter.gradient
+        return parameter.summed.value
 
     @torch.no_grad()
     def reduce(self) -> None:
