@@ -93,6 +93,31 @@ def test_replicas_may_have_batches_of_other_sizes(case: Case) -> None:
     assert error < 1e-10, name
 
 
+def compiled(layout: dict[str, Any]) -> tuple[float, str, list[list[int]]]:
+    """The gradients of one step in fp32 whose layers are compiled around their experts, and what tokens chose."""
+    model = copy.deepcopy(described("mixtral", False).model).float()
+    ids, labels = reference.batches(61, 2 * layout.get("replicas", 1), TOKENS, 1)[0]
+    pipeline = Pipeline(copy.deepcopy(model), microbatches=2, compile_layers=True, self_check=False, **layout)
+    own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
+    load = pipeline.step(ids[own], labels[own]).expert_load
+    found = pipeline.full_gradients()
+    pipeline.close()
+    if not found:
+        return 0.0, "", load.tolist()
+    reference.loss_of(model, ids, labels).backward()
+    return *reference.worst(found, {name: one.grad for name, one in model.named_parameters()}), load.tolist()
+
+
+@pytest.mark.parametrize(
+    "layout", [{"schedule": "zb-h1"}, {"replicas": 2, "expert_parallel": 2}], ids=["own", "shared"]
+)
+def test_compiled_layers_leave_their_experts_as_they_are(layout: dict[str, Any]) -> None:
+    error, name, load = run_processes(compiled, 2, layout)[0]
+    assert error < 1e-5, name
+    sequences = 2 * layout.get("replicas", 1)
+    assert [sum(of_layer) for of_layer in load] == [2 * sequences * TOKENS] * len(load), "two choices of every token"
+
+
 FROZEN = ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj", "model.norm.weight")
 
 
@@ -309,11 +334,6 @@ def refused(family: str, options: dict[str, Any]) -> str:
             "llama",
             {"replicas": 2, "expert_parallel": 2},
             "expert_parallel: 2, expected 1, since LlamaForCausalLM has no",
-        ),
-        (
-            "mixtral",
-            {"replicas": 2, "expert_parallel": 2, "compile_layers": True},
-            "compile_layers: True, expected False with expert_parallel",
         ),
     ],
 )

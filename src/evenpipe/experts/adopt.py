@@ -1,7 +1,8 @@
 """Makes transformers call our function for the experts of a stage.
 
-transformers looks for the function by the name in a config; a stage has configs of its own. Within compiled layers, and
-for experts of another form, runs what the config named before ("eager", "grouped_mm", ...).
+transformers looks for the function by the name in a config; a stage has configs of its own. A compiled layer is
+compiled around it, since tokens are counted, sent and queued for W outside of graphs. Experts of another form run what
+the config named before ("eager", "grouped_mm", ...).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from evenpipe.experts.function import Call, Overlap, run
 from evenpipe.experts.layout import Exchange, alone
 from evenpipe.experts.layout import spread as layout_of_member
 from evenpipe.experts.load import Load
-from evenpipe.experts.products import has_grouped
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import Description
@@ -57,8 +57,6 @@ class Adopted:
     count: int
     """Of all members."""
     queue: WeightGradients
-    otherwise: Callable[..., Tensor]
-    """Runs them as configured."""
     spread: Spread | None
     """None: this process holds all of them."""
     load: Load | None
@@ -78,7 +76,7 @@ def adopt_experts(
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
     found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
     for name, part in found:
-        part._adopted = Adopted(name, part.num_experts, queue, _as_configured(part), spread, load)  # type: ignore
+        part._adopted = Adopted(name, part.num_experts, queue, spread, load)  # type: ignore
     for _, part in found:  # experts share one config
         part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
     return [
@@ -134,6 +132,7 @@ def is_experts(module: nn.Module) -> bool:
     return uses_interface(module) and not getattr(module, "has_post_expert_norm", False)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run every token through its experts, and add their weighted outputs; the interface's functions are called so.
 
@@ -147,8 +146,6 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
     """
     adopted: Adopted = experts._adopted
     spread = adopted.spread
-    if spread is None and torch.compiler.is_compiling():
-        return adopted.otherwise(experts, hidden, top_k_index, top_k_weights)
     if adopted.load is not None:
         adopted.load.add(adopted.name, top_k_index)
     queue = adopted.queue if adopted.queue.takes(hidden) else None
@@ -184,17 +181,3 @@ class _Member:
 
     def backward_ends(self) -> None:
         self.spread.routing.end(self.layer)
-
-
-def _as_configured(experts: Any) -> Callable[..., Tensor]:
-    """Run the experts' original forward, by the name in the config; one product after the other if there are no grouped
-    ones."""
-    eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
-    configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
-
-    def run(experts: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
-        parameters = [one for one in experts._parameters.values() if one is not None and one.dim() == 3]
-        lacking = name == "grouped_mm" and not has_grouped(hidden, *parameters)
-        return (eager if lacking else configured)(experts, hidden, *routing)
-
-    return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from evenpipe.errors import InputError
 from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.load import Load
 from evenpipe.experts.overlap import Layer, choose
@@ -28,11 +27,6 @@ def spread_experts(description: Description, groups: Groups, recipe: Recipe) -> 
     if groups.experts is None:
         return None
     check_experts(description, len(groups.experts.members))
-    if recipe.compile_layers:
-        raise InputError(
-            "compile_layers: True, expected False with expert_parallel: the exchange of rows between experts stays"
-            " outside of graphs"
-        )
     ranks = ExpertRanks(groups.experts, groups.running)
     chosen = choose(recipe.parallelism.experts, _layer(description, ranks.size, recipe))
     if groups.everyone is not None and groups.everyone.position == 0:
