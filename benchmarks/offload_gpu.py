@@ -13,7 +13,7 @@ tokens, with everything kept, with every second microbatch on the host, and with
     k           time of both copies of an activation over that of its forward and backward (arXiv 2503.01328)
     overhead    median step over that with everything kept, less 1; the three run in turns
     copies      GB/s that copies reached beside compute, and those of a plain copy alone, of as many bytes or 1 GiB
-    peak        torch.cuda.max_memory_allocated less parameters and gradients, and the same from the estimator
+    peak        torch.cuda.max_memory_allocated less parameters, and the same from the estimator
 
 A case that does not fit with everything kept runs with fewer layers, or is left out and named; so is one that fails.
 Without a GPU nothing
@@ -129,9 +129,10 @@ class Arm:
         self.traces: list[Trace] = []
 
     def step(self, *, traced: bool = False) -> None:
-        """Gradients stay from step to step."""
+        """Gradients are made anew in every step, as the estimate assumes."""
         pipeline = self._pipeline
         pipeline.layout = self._layout
+        pipeline.zero_grad()
         synchronise(pipeline.torch_device)
         started = time.perf_counter()
         result = pipeline.step(self._ids, record_passes=traced)
@@ -195,6 +196,7 @@ def measure(case: Case, hardware: Hardware, turns: int, seconds: float) -> list[
         arm.step()
         peak = None
         if device.type == "cuda":
+            pipeline.zero_grad()
             state = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             arm.step()
@@ -214,7 +216,7 @@ def measure(case: Case, hardware: Hardware, turns: int, seconds: float) -> list[
         step = statistics.median(arm.seconds)
         moved = sum(item is not None and item.kind is Kind.O for item in arm.order.rows[0])
         plan = estimated(case, arm.order, hardware).devices[0]
-        state = plan.terms["parameters"] + plan.terms["gradients"] + plan.terms["optimizer"]
+        state = plan.terms["parameters"] + plan.terms["optimizer"]
         one |= {
             "k": k,
             "moved": moved / MICROBATCHES,
