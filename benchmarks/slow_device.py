@@ -6,8 +6,8 @@ Two processes train. After the first step every pass of one device computes on, 
 asked for: the order of the start was arranged for equal devices. After steps 3 to 6 the run takes another order
 (`evenpipe.train.arrangement`). Then steps of both take turns. Printed are, for each schedule and vocabulary mode, the
 median seconds of a step (until the last device has run its passes) in the order of the start and in the new one, and
-the bound: what no order of these passes can be shorter than. "recovered" is the part of the difference to the bound
-that the new order saves.
+the bound: as a solver proves, no order of these passes that keeps no more microbatches in flight is shorter.
+"recovered" is the part of the difference to the bound that the new order saves.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from common import configuration, option
 
 from evenpipe import Callback, run_training
 from evenpipe.costs import costs_of
+from evenpipe.plan.optimal_order import OrderProblem, solve
 from evenpipe.recipe.layout import Layout
 from evenpipe.schedule import Kind
 from evenpipe.schedule.passes import STAGE_KINDS, VOCABULARY_KINDS
@@ -53,6 +54,7 @@ class Settings(common.Settings):
     slower: int = option(150, "percent of the time of a pass on the other device")
     device: int = option(0, "that is slower")
     steps: int = option(24, "in each of both orders")
+    search: int = option(60, "seconds that the solver may look for a bound")
 
 
 class SlowDevice(Callback):
@@ -130,7 +132,17 @@ def run_case(settings: Settings, schedule: str, mode: str) -> dict[str, Any]:
     )
     order, arranged = (of_order[0].program.order for of_order in by_order)
     split = any(item.kind is Kind.I for item in order.passes(0))
-    bound = best_bound(order.placement, size, costs, split=split, barriers=order.barriers).value
+    problem = OrderProblem(
+        placement=order.placement,
+        microbatches=size,
+        costs=costs,
+        barriers=order.barriers,
+        split_backward=split,
+        memory_limit=tuple(max(1, held) for held in by_order[0][0].timeline().peak_in_flight),
+        objective="makespan",
+    )
+    known = best_bound(order.placement, size, costs, split=split, barriers=order.barriers).value
+    bound = solve(problem, hint=order, bound=known, seconds=settings.search).bound
     return {
         "schedule": schedule,
         "vocabulary": mode,
