@@ -1,6 +1,6 @@
 """Fused kernels for tensors without memory: functions that allocate and save the same bytes as GPU kernels.
 
-For a stage under `FakeTensorMode` on the CPU. Results have the right shapes and no meaning, so nothing else may run
+For a stage of `fakes`. Results have the right shapes and no meaning, so nothing else may run
 inside. Each function allocates its result and its saved tensors, and its backward the gradients, all uninitialised:
 
     norm           saves its input, and in fp32 one number per row (two with a bias: mean and inverse deviation)

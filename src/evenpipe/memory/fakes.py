@@ -1,19 +1,24 @@
 """A stage whose tensors have no memory: the real modules of transformers, run to see what they allocate.
 
+Its tensors are on torch's "meta" device, and their sizes those that a CPU gives them: kernels are chosen as there.
 Without values, three questions of a model's forward get fixed answers: several sequences are not packed into a row,
 rotary frequencies do not grow with the length, and buffers have no values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 from evenpipe.experts import products
@@ -29,11 +34,166 @@ def without_memory() -> Iterator[Tracker]:
     with (
         _nothing_packed(),
         replaced(products, "spans_of", _no_spans),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        replaced(functional, "scaled_dot_product_attention", _attention),
+        _seeming_on_cpu(),
+        _OnMeta(),
         _AsComputed(),
         Tracker() as tracker,
     ):
         yield tracker
+
+
+_as_torch_does = functional.scaled_dot_product_attention
+_base: Any = torch._C.TensorBase
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _attention(  # noqa: PLR0917 - the arguments of the function
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own attention, with the kernel that it chooses on a CPU: without memory it would have none."""
+    given = (_one_row(query), _one_row(key), _one_row(value), None if attn_mask is None else _one_row(attn_mask))
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    with _disable_current_modes():
+        choice = torch._fused_sdp_choice(*given, dropout_p, is_causal, **options)
+    if choice == SDPBackend.MATH.value:
+        return _as_torch_does(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        nothing, all_of_it = (torch.scalar_tensor(one, dtype=query.dtype) for one in (-math.inf, 0.0))
+        attn_mask = torch.where(attn_mask, all_of_it, nothing)
+    found: Tensor = _flash_attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return found
+
+
+def _one_row(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU of this size, whose rows are all the same."""
+    if not tensor.dim():
+        return tensor
+    with _disable_current_modes():
+        step = tensor.stride(-1)
+        row = torch.empty((tensor.shape[-1] - 1) * step + 1, dtype=tensor.dtype)
+        return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step])
+
+
+class _OnMeta(TorchDispatchMode):
+    """Tensors without memory wherever the code inside asks for some on the CPU.
+
+    `FakeTensorMode` infers results as a CPU computes them, which would take most of the time of a trace: here it is
+    asked once for arguments of the same sizes.
+    """
+
+    _known: ClassVar[dict[Any, _Results | None]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _inside.append(operation)
+        try:
+            return self._result(operation, args, kwargs or {})
+        finally:
+            _inside.pop()
+
+    def _result(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        key = operation, _sizes(args), _sizes(kwargs)
+        if key not in self._known:
+            self._known[key] = _Results.of(operation, args, kwargs)
+        known = self._known[key]
+        if known is not None:
+            return known.made()
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _META}
+        return operation(*tree_map_only(Tensor, _without_memory, args), **kwargs)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return tensor.to(_META) if tensor.dim() else tensor  # numbers are no tensors to operations
+
+
+def _sizes(value: Any) -> Any:
+    """Return what the sizes of a result depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_sizes, value))
+    return (
+        tuple((name, _sizes(one)) for name, one in value.items()) if isinstance(value, dict) else (type(value), value)
+    )
+
+
+class _Results(NamedTuple):
+    """New tensors, each with memory of its own, that an operation returns."""
+
+    sizes: tuple[tuple[Any, ...], ...]
+    alone: bool
+    """Whether it is one tensor, not several."""
+
+    @classmethod
+    def of(cls, operation: Any, args: Any, kwargs: Any) -> _Results | None:
+        """Return None for an operation that returns or changes its arguments' memory, or has values of its own."""
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        schema = operation._schema
+        if any(one.alias_info is not None for one in schema.arguments) or not (
+            any(one.is_meta for one in given) or "device" in kwargs
+        ):
+            return None
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            like = {id(one): _on_cpu(one) for one in given if one.is_meta}
+            args, kwargs = tree_map_only(Tensor, lambda one: like.get(id(one), one), (args, kwargs))
+            found = operation(*args, **kwargs)
+            several = (found,) if isinstance(found, Tensor) else found
+            if not isinstance(several, (tuple, list)) or not all(isinstance(one, Tensor) for one in several):
+                return None
+            owners = [one.untyped_storage() for one in (*several, *like.values())]
+            if len({one._cdata for one in owners}) < len(owners) or not all(map(_is_plain, several)):
+                return None
+        return cls(tuple((one.shape, one.stride(), one.dtype) for one in several), isinstance(found, Tensor))
+
+    def made(self) -> Any:
+        made = [torch.empty_strided(size, step, dtype=dtype, device=_META) for size, step, dtype in self.sizes]
+        return made[0] if self.alone else tuple(made)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor is as large as a new one's."""
+    size = _on_cpu(tensor).untyped_storage().nbytes()
+    return tensor.untyped_storage().nbytes() == size and not tensor.storage_offset()
+
+
+_inside: list[object] = []
+"""Operations being inferred: to torch's own code tensors say where they are."""
+
+
+@contextmanager
+def _seeming_on_cpu() -> Iterator[None]:
+    """To models, tensors without memory are on a CPU. A list of their values asks for each of them."""
+
+    def device(tensor: Tensor) -> torch.device:
+        return _CPU if tensor.is_meta and not _inside else _base.device.__get__(tensor)
+
+    def is_cpu(tensor: Tensor) -> bool:
+        return (tensor.is_meta and not _inside) or _base.is_cpu.__get__(tensor)
+
+    def tolist(tensor: Tensor) -> Any:
+        return tensor.flatten()[0].item() if tensor.is_meta else _base.tolist(tensor)
+
+    seems: dict[str, Any] = {"device": property(device), "is_cpu": property(is_cpu), "tolist": tolist}
+    for name, value in seems.items():
+        setattr(Tensor, name, value)
+    try:
+        yield
+    finally:
+        for name in seems:
+            delattr(Tensor, name)
 
 
 _aten = torch.ops.aten
@@ -90,15 +250,15 @@ def _nothing_packed() -> Iterator[None]:
 
 def give_storage(stage: Stage | ModuleStage) -> None:
     """Replace a stage's parameters, buffers and plain tensor attributes by tensors of the mode."""
-    made: dict[int, Tensor] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the tensors replaced, which are held: ids are used again
 
     def fake(tensor: Tensor) -> Tensor:
-        found = made.get(id(tensor))
+        _, found = made.get(id(tensor), (None, None))
         if found is None:
-            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
                 found = nn.Parameter(found, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = found
+            made[id(tensor)] = tensor, found
         return found
 
     embeddings = (module for embedding in stage._embedding for module in embedding.modules())

@@ -1,7 +1,7 @@
 """The allocations of a stage's passes, found by running them: for any module, and to test the closed forms.
 
 The stage is the one that `evenpipe train` runs, with its queue of weight gradients and its checkpointing, but its
-tensors have no memory (`FakeTensorMode` on the CPU), and a tracker counts their storages. A few layers stand for all
+tensors have no memory (`fakes`), and a tracker counts their storages. A few layers stand for all
 that are alike (`stretches.window`).
 
     tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)

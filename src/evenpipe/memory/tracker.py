@@ -1,6 +1,6 @@
-"""Count the bytes of live tensors while code runs, for tensors without memory (`FakeTensorMode`) and real ones alike.
+"""Count the bytes of live tensors while code runs, for tensors without memory and real ones alike.
 
-    with FakeTensorMode(), Tracker() as tracker:    # in this order: the tracker sees what the fake mode returns
+    with without_memory() as tracker:               # or `Tracker() as tracker`, for real ones
         hidden = torch.empty(...)
         with tracker.span() as forward:
             output = layer(hidden)
@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenpipe.layers.own_operations import WITHIN
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(slots=True)
