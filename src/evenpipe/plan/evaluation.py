@@ -154,10 +154,10 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
         quickest = None if configuration.moves else timed(problem, _without_recomputation(configuration), limit)
         if quickest is not None and quickest.late:
             return replace(quickest, configuration=configuration)
-        held = _memory(problem, configuration, configuration.steps[0])
+        held = _memory(problem, configuration, configuration.steps[0], limit)
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
-    if not held.fits:
+    if not held.fits or held.late:
         return replace(held, configuration=configuration)
     one = held.configuration
     if quickest is None or set(one.checkpointing) != set(quickest.configuration.checkpointing):
@@ -184,20 +184,14 @@ def timed(
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
     layer. `limit` as for `evaluate`. programs: None: as the runtime arranges them."""
     recipe, sizes = configuration.recipe, configuration.steps
+    found = _with_least_work(problem, configuration)
+    if found.seconds >= limit:
+        return found
     programs = programs or problem.programs
     program = programs.of(recipe, sizes[0])[1]
     costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
-    plain = configuration.decided(checkpointing="none")
-    work = zip(least_work(problem, configuration), least_work(problem, plain), strict=True)
-    found = Evaluation(
-        configuration=configuration,
-        devices=(),
-        end_seconds=end_seconds(problem, configuration),
-        busy=tuple(busy),
-        again=tuple(max(0.0, one - without) for one, without in work),
-        late=True,
-    )
+    found = replace(found, busy=tuple(busy))
     least = max(busy) * recipe.microbatches
     if least + found.end_seconds < limit:
         times = [makespan(program, costs)]
@@ -209,6 +203,23 @@ def timed(
             least = extended(times, sizes, recipe.microbatches, max(busy))
             found = replace(found, late=False)
     return replace(found, seconds=least + found.end_seconds, pipeline_seconds=least)
+
+
+def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluation:
+    """Return what is known of the time without an order: the step is at least the work of the busiest device."""
+    busy = least_work(problem, configuration)
+    plain = least_work(problem, configuration.decided(checkpointing="none"))
+    least, end = max(busy) * configuration.recipe.microbatches, end_seconds(problem, configuration)
+    return Evaluation(
+        configuration=configuration,
+        devices=(),
+        seconds=least + end,
+        pipeline_seconds=least,
+        end_seconds=end,
+        busy=tuple(busy),
+        again=tuple(max(0.0, one - without) for one, without in zip(busy, plain, strict=True)),
+        late=True,
+    )
 
 
 # --- time ----------------------------------------------------------------------------------------------------
@@ -290,15 +301,15 @@ def _parameters_per_device(problem: Problem, configuration: Configuration) -> li
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-def _memory(problem: Problem, one: Configuration, microbatches: int) -> Evaluation:
-    """Return the memory of a configuration, with its policies and copies."""
+def _memory(problem: Problem, one: Configuration, microbatches: int, limit: float) -> Evaluation:
+    """Return the memory of a configuration, with its policies and copies; that of a late one is not computed."""
     if one.offload != LEAST:
-        return _recomputing(problem, one, microbatches)
+        return _recomputing(problem, one, microbatches, limit)
     policies = _given(problem, one) or ("none",) * problem.layers
     scheduled = _held(problem, one.with_offload("scheduled"), policies, microbatches)
     if scheduled.fits:
         return scheduled
-    return replace(_recomputing(problem, one.with_offload("free"), microbatches), kept=scheduled.devices)
+    return replace(_recomputing(problem, one.with_offload("free"), microbatches, limit), kept=scheduled.devices)
 
 
 def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
@@ -336,7 +347,7 @@ def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Con
     return replace(one.with_offload(one.offload, copy_time=rounded), copy_seconds=seconds)
 
 
-def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> Evaluation:
+def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit: float) -> Evaluation:
     """Return the memory with as little recomputation as needed, if that is open."""
     given = _given(problem, one)
     if given is not None:
@@ -355,6 +366,9 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> Eva
         for device, uses in enumerate(zip(none.devices, selective.devices, full.devices, strict=True))
         if not none.devices[device].fits
     }
+    fewest = _with_least_work(problem, one.decided(checkpointing=_policies(layers, held, wanted)))
+    if fewest.seconds >= limit:
+        return fewest
 
     def found() -> Evaluation:
         return replace(_held(problem, one, _policies(layers, held, wanted), microbatches), kept=none.devices)
