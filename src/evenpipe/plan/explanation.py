@@ -255,7 +255,8 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
         schedules=("1f1b",),
         vocabularies=("vocab-2",),
     )
-    best = search_configurations(problem, space, wanted=1).best
+    # In this process: what it learns of the model's memory is needed again.
+    best = search_configurations(problem, space, wanted=1, workers=1).best
     if best is not None:
         return best.configuration.recipe
     return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))
