@@ -62,6 +62,8 @@ def _relative_times(problem: Problem, layout: Recipe) -> tuple[float, ...]:
 
 
 def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Split, ...]:
+    """With memory to spare, more layers on the first devices are better, in 1F1B by a forward for every device: a long
+    first stage computes in advance while it waits for its first backward, the last one cannot."""
     in_flight = shape.in_flight, [0.0] * len(shape.in_flight)
     return tuple(
         dict.fromkeys(one for held in in_flight for one in splits_by_cost(relative, shape.placement, head, held))

@@ -109,7 +109,8 @@ def over_stages(held: Sequence[int], placement: Placement, head: float, layer: f
 
 def best_split(layers: int, devices: int, load: Load) -> tuple[int, ...]:
     """Return the layers of each device, first to last, that minimise in this order: the time of the busiest device, the
-    memory of the fullest, the sum of squared times, the sum of memory. A device may get no layer.
+    memory of the fullest, the sum of squared times, the sum of memory; of equal ones, that with the most layers on the
+    first devices. A device may get no layer.
 
     Raises InputError if no split has a finite time.
     """
@@ -146,8 +147,8 @@ def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], fl
 
 
 def _most_even(layers: int, devices: int, load: Load, time: float, memory: float) -> tuple[int, ...]:
-    """Return the split within these limits with the least sum of squared times, then the least sum of memory, by
-    dynamic programming over devices and layers."""
+    """Return the split within these limits with the least sum of squared times, then the least sum of memory, then the
+    most layers on the first devices, by dynamic programming over devices and layers."""
 
     def fits(device: int, first: int, last: int) -> bool:
         seconds, held = load(device, first, last)
@@ -165,7 +166,7 @@ def _most_even(layers: int, devices: int, load: Load, time: float, memory: float
     for device in range(devices):
         current: dict[int, tuple[float, float]] = {}
         count: dict[int, int] = {}
-        for first, (squares, held) in best.items():
+        for first, (squares, held) in sorted(best.items(), reverse=True):
             for stop in range(max(first, least[device + 1]), layers + 1):
                 seconds, more = load(device, first, stop)
                 if seconds > time or more > memory:
