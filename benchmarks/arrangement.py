@@ -30,7 +30,7 @@ from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.problem import Problem, problem_of
-from evenpipe.plan.space import splits
+from evenpipe.plan.splits import splits
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES
 from evenpipe.schedule.registry import options_of
@@ -61,7 +61,7 @@ def steps(given: Problem, schedules: Sequence[str], modes: Sequence[str]) -> Ite
     """Steps in the three orders."""
     devices = given.gpus
     layout = Recipe.of(pp=devices, microbatches=PER_DEVICE * devices, sequence_length=SEQUENCE)
-    head = round(head_layers(given, layout), 2)
+    head = head_layers(given, layout)
     for schedule in schedules:
         options = (("stages_per_device", 2),) if "stages_per_device" in options_of(schedule) else ()
         shape = given.programs.shape(schedule, options, devices)
@@ -73,7 +73,7 @@ def steps(given: Problem, schedules: Sequence[str], modes: Sequence[str]) -> Ite
                 schedule=schedule,
                 schedule_options=options,
                 vocabulary=mode,
-                layers_per_stage=splits(given.layers, shape.placement, mode, head)[0],
+                layers_per_stage=splits(given, layout, shape, mode, head)[0],
             )
             costs = pass_costs(given, recipe, shape.placement)
             orders = {

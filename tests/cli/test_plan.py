@@ -104,7 +104,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_if_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    narrow = (*SMALL, "--gpu-memory", "10GiB", "--schedule", "1f1b", "--tp", "1", "--cp", "1")
+    narrow = (*SMALL, "--gpu-memory", "9GiB", "--schedule", "1f1b", "--tp", "1", "--cp", "1")
     near = json.loads(printed(capsys, *narrow, "--json", code=1))
     assert near["plans"] == [] and near["nearest"]["lacking_bytes"] > 0
     host, more = near["would_fit"]

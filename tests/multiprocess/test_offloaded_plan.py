@@ -22,9 +22,8 @@ from evenpipe.model import describe
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import evaluate
 from evenpipe.plan.problem import problem_of
-from evenpipe.plan.space import splits
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Kind, Order, Placement
+from evenpipe.schedule import Kind, Order, even_split
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "llama-3.1-70b.json"
 DEVICES, LAYERS, MICROBATCHES = 16, 80, 32
@@ -39,7 +38,7 @@ def planned() -> tuple[Order, tuple[int, ...]]:
         microbatches=256,
         sequence_length=4096,
         schedule="v-half",
-        layers_per_stage=splits(LAYERS, Placement.v_shape(DEVICES), "vocab-2", 3.0)[0],
+        layers_per_stage=even_split(LAYERS, 2 * DEVICES),
     )
     plan = evaluate(given, Configuration.of(given, recipe, open=("checkpointing", "offload")))
     assert plan.fits and plan.configuration.offload == "free"

@@ -22,10 +22,10 @@ from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Programs, extended, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains
-from evenpipe.plan.space import Space, layouts, splits
+from evenpipe.plan.space import Space, layouts
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import MODES, Placement
+from evenpipe.schedule import MODES, even_split, splits_by_cost
 from evenpipe.simulate import makespan, simulate
 
 GIB = 2**30
@@ -73,7 +73,9 @@ def configuration(
         schedule=schedule,
         schedule_options=options,
         vocabulary=mode,
-        layers_per_stage=splits(16, shape.placement, mode, 2.0)[0],
+        layers_per_stage=splits_by_cost([1.0] * 16, shape.placement, 2.0, shape.in_flight)[0]
+        if mode == "redistribute"
+        else even_split(16, shape.placement.stages),
     )
     return Configuration(recipe=recipe, shape=shape)
 
@@ -155,22 +157,6 @@ def test_what_cannot_be_laid_out_is_one_sentence() -> None:
             problem(**{name: value})
     with pytest.raises(InputError, match="schedules: 'zigzag' is unknown"):
         Space(schedules=("zigzag",))
-
-
-def test_splits_follow_the_output_layer() -> None:
-    linear = Placement.linear(4)
-    assert splits(16, linear, "vocab-2", 5.0) == ((4, 4, 4, 4),)
-    assert splits(18, linear, "first-last", 5.0) == ((5, 5, 4, 4), (4, 4, 5, 5))
-    assert splits(16, linear, "redistribute", 4.0) == ((5, 5, 5, 1),)
-    v = splits(16, Placement.v_shape(4), "redistribute", 5.0)
-    loads = [
-        max(
-            sum(split[stage] + (5.0 if stage == 7 else 0.0) for stage in Placement.v_shape(4).stages_of(device))
-            for device in range(4)
-        )
-        for split in v
-    ]
-    assert min(loads) == 6 and all(sum(split) == 16 for split in v)
 
 
 # --- against looking at everything ---------------------------------------------------------------------------

@@ -57,11 +57,33 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
 
 def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time(llama_on_eight: Explanation) -> None:
     found = llama_on_eight
-    kept, free = (one for one in found.others if one.configuration.schedule == "v-half")
+    shards = (one for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
+    kept, free = (one for one in shards if one.configuration.schedule == "v-half")
     assert free.configuration.offload == "free"
     peaks = [max(use.peak_bytes for use in one.devices) for one in (free, kept)]
     assert peaks[0] < 0.95 * peaks[1] and free.seconds <= 1.01 * kept.seconds
     assert "v-half, offload  vocab-2" in found.text()
+
+
+def test_the_gains_of_the_schedule_and_of_shards_are_told_apart(llama_on_eight: Explanation) -> None:
+    """Every schedule stands there with whole vocabulary layers and with shards."""
+    found = llama_on_eight
+    seconds = {
+        (one.configuration.schedule, one.configuration.recipe.vocabulary): one.seconds
+        for one in found.others
+        if one.configuration.offload != "free"
+    }
+    for schedule in ("1f1b", "zb-h1", "v-half"):
+        assert {(schedule, "redistribute"), (schedule, "vocab-2")} <= seconds.keys()
+    best = found.best.configuration
+    assert best.schedule != "1f1b" and best.recipe.vocabulary == "vocab-2"
+    shards, schedule = (found.gains[name][1] for name in ("shards", "schedule"))
+    assert shards == seconds[best.schedule, "redistribute"] / found.best.seconds > 1
+    assert schedule == seconds["1f1b", "vocab-2"] / found.best.seconds > 1
+    assert found.to_dict()["gains"] == {"shards": shards, "schedule": schedule}
+    text = found.text()
+    assert f"{shards:.2f} times as fast as {best.schedule} + redistribute, which is the gain of the shards" in text
+    assert f"{schedule:.2f} times as fast as 1f1b + vocab-2, which is the gain of the schedule" in text
 
 
 def test_a_large_vocabulary_is_most_of_a_small_model() -> None:

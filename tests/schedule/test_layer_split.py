@@ -1,15 +1,18 @@
-"""How many layers each device gets."""
+"""How many layers each device gets: against all splits of small cases."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations_with_replacement
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import even_split, split_by_cost
+from evenpipe.schedule import Placement, even_split, generate, splits_by_cost
+from evenpipe.schedule.layers import Load, best_split, in_flight_per_layer
 
 
 @pytest.mark.parametrize(
@@ -28,69 +31,149 @@ def test_impossible_even_splits(layers: int, devices: int, message: str) -> None
         even_split(layers, devices)
 
 
+def every_split(layers: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cut in combinations_with_replacement(range(layers + 1), parts - 1):
+        yield tuple(stop - start for start, stop in zip((0, *cut), (*cut, layers), strict=True))
+
+
+def by_cost(costs: list[float], devices: int, head: float) -> tuple[int, ...]:
+    """With as many microbatches in flight as 1F1B has."""
+    (split,) = splits_by_cost(costs, Placement.linear(devices), head, range(devices, 0, -1))
+    return split
+
+
 @pytest.mark.parametrize(
-    ("costs", "devices", "first", "last", "split"),
+    ("costs", "devices", "head", "split"),
     [
-        ([1] * 8, 4, 0, 0, (2, 2, 2, 2)),
-        ([1] * 8, 2, 0, 8, (8, 0)),  # a head as long as all layers: the last device gets none
-        ([1] * 8, 2, 0, 20, (8, 0)),  # and no more can be done for it
-        ([1] * 8, 2, 0, 4, (6, 2)),
-        ([1] * 8, 2, 4, 0, (2, 6)),
-        ([1] * 9, 3, 3, 3, (2, 5, 2)),
-        ([3, 1, 1, 1, 3], 3, 0, 0, (1, 3, 1)),
-        ([1] * 6, 3, 0, 9, (3, 3, 0)),
-        ([0.1] * 6, 3, 0, 0, (2, 2, 2)),
-        ([], 3, 1, 1, (0, 0, 0)),
-        ([5, 1], 1, 1, 1, (2,)),
+        ([1] * 8, 4, 0, (2, 2, 2, 2)),
+        ([1] * 10, 4, 0, (2, 2, 3, 3)),  # what is left over goes where little is in flight
+        ([1] * 8, 2, 8, (8, 0)),  # an output layer as long as all layers: the last device gets none
+        ([1] * 8, 2, 20, (8, 0)),  # and no more can be done for it
+        ([1] * 8, 2, 4, (6, 2)),
+        ([1] * 16, 4, 5, (4, 5, 6, 1)),  # and no longer than the device before the last
+        ([3, 1, 1, 1, 3], 3, 0, (1, 3, 1)),
+        ([1] * 6, 3, 9, (2, 4, 0)),
+        ([0.1] * 6, 3, 0, (2, 2, 2)),
+        ([], 3, 1, (0, 0, 0)),
+        ([5, 1], 1, 1, (2,)),
     ],
 )
-def test_by_cost(costs: list[float], devices: int, first: float, last: float, split: tuple[int, ...]) -> None:
-    assert split_by_cost(costs, devices, first, last) == split
+def test_by_cost(costs: list[float], devices: int, head: float, split: tuple[int, ...]) -> None:
+    assert by_cost(costs, devices, head) == split
 
 
-def loads(costs: list[float], split: tuple[int, ...], first: float, last: float) -> list[float]:
-    starts = [sum(split[:device]) for device in range(len(split))]
-    result = [float(sum(costs[start : start + count])) for start, count in zip(starts, split, strict=True)]
-    result[0] += first
-    result[-1] += last
-    return result
+def test_what_is_in_flight_follows_from_the_order() -> None:
+    assert in_flight_per_layer(generate("1f1b", 4, 8)) == (4, 3, 2, 1)
+    assert in_flight_per_layer(generate("interleaved", 2, 4, stages_per_device=2)) == (2.5, 1.5)
+    assert in_flight_per_layer(generate("zbv", 3, 6)) == (3, 3, 3)
+
+
+def keys(load: Load, split: tuple[int, ...]) -> tuple[float, float, float, float]:
+    """What the best split has the least of, in this order."""
+    first, times, held = 0, [], []
+    for device, count in enumerate(split):
+        time, memory = load(device, first, first + count)
+        times.append(time)
+        held.append(memory)
+        first += count
+    return max(times), max(held), sum(time * time for time in times), sum(held)
+
+
+def check_best(layers: int, devices: int, load: Load) -> None:
+    every = [keys(load, split) for split in every_split(layers, devices)]
+    if min(time for time, *_ in every) == inf:
+        with pytest.raises(InputError, match="no device can have them"):
+            best_split(layers, devices, load)
+        return
+    found = keys(load, best_split(layers, devices, load))
+    for place, value in enumerate(found):
+        least = min(one[place] for one in every)
+        assert value == pytest.approx(least, rel=1e-9, abs=1e-12)
+        every = [one for one in every if one[place] <= least * (1 + 1e-9) + 1e-12]
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 4), st.floats(0, 3)), max_size=7),
-    st.integers(1, 4),
     st.floats(0, 5),
-    st.floats(0, 5),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_no_split_is_shorter_and_of_the_shortest_none_is_more_even(
-    costs: list[float], devices: int, first: float, last: float
-) -> None:
-    found = loads(costs, split_by_cost(costs, devices, first, last), first, last)
-    cuts = combinations_with_replacement(range(len(costs) + 1), devices - 1)
-    splits = [tuple(b - a for a, b in zip((0, *cut), (*cut, len(costs)), strict=True)) for cut in cuts]
-    every = [loads(costs, split, first, last) for split in splits]
-    shortest = min(map(max, every))
-    assert max(found) == pytest.approx(shortest)
-    evenness = [sum(load * load for load in one) for one in every if max(one) <= shortest * (1 + 1e-13)]
-    assert sum(load * load for load in found) <= min(evenness) * (1 + 1e-9) + 1e-12
+def test_no_split_is_better(costs: list[float], head: float, in_flight: list[int]) -> None:
+    devices, before = len(in_flight), [sum(costs[:count]) for count in range(len(costs) + 1)]
+
+    def load(device: int, first: int, last: int) -> tuple[float, float]:
+        return before[last] - before[first] + head * (device == devices - 1), in_flight[device] * (last - first)
+
+    check_best(len(costs), devices, load)
+    (split,) = splits_by_cost(costs, Placement.linear(devices), head, in_flight)
+    assert keys(load, split) == pytest.approx(keys(load, best_split(len(costs), devices, load)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), max_size=7),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=4),
+)
+def test_no_split_is_better_with_recomputation(costs: list[int], devices: list[tuple[int, int]]) -> None:
+    """Layers that do not fit take half as long again; and where even that does not help, no more are possible."""
+
+    def load(device: int, first: int, last: int) -> tuple[float, float]:
+        in_flight, room = devices[device]
+        lacking = max(0, in_flight * (last - first) - room)
+        time = sum(costs[first:last]) + lacking / 2
+        return (time if lacking <= 4 else inf), lacking
+
+    check_best(len(costs), len(devices), load)
+
+
+PLACEMENTS = [Placement.v_shape(2), Placement.v_shape(3), Placement.looped(2, 2), Placement.looped(2, 3)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda one: str(one.stage_device))
+@pytest.mark.parametrize("head", [0.0, 0.7, 2.5, 6.0])
+@pytest.mark.parametrize("layers", [6, 7, 9])
+def test_no_busiest_device_of_several_stages_is_shorter(placement: Placement, layers: int, head: float) -> None:
+    """And of the shortest, the first candidate has the least in flight; the last one has the shortest stage."""
+    in_flight = [placement.devices - device for device in range(placement.devices)]
+
+    def of(split: tuple[int, ...]) -> tuple[float, float, float]:
+        held = [sum(split[stage] for stage in placement.stages_of(device)) for device in range(placement.devices)]
+        times = [count + head * (device == placement.last_device) for device, count in enumerate(held)]
+        return (
+            max(times),
+            max(map(float.__mul__, map(float, held), map(float, in_flight))),
+            max(*split, split[-1] + head),
+        )
+
+    found = splits_by_cost([1.0] * layers, placement, head, in_flight)
+    every = [of(split) for split in every_split(layers, placement.stages)]
+    shortest = min(time for time, *_ in every)
+    assert [of(split)[0] for split in found[:1]] == [shortest]
+    assert of(found[0])[1] == min(held for time, held, _ in every if time == shortest)
+    assert of(found[-1])[2] == min(stage for *_, stage in every)
+    assert all(sum(split) == layers for split in found)
+
+
+def test_devices_spread_their_layers_over_their_stages() -> None:
+    """The last stage has the output layer, so the other ones of its device get more; else those behind do."""
+    assert splits_by_cost([1.0] * 16, Placement.looped(4, 2), 4.0, [1.0] * 4)[0] == (2, 2, 2, 1, 3, 3, 3, 0)
+    assert splits_by_cost([1.0] * 16, Placement.v_shape(4), 5.0, [1.0] * 4)[0] == (1, 2, 2, 2, 3, 3, 3, 0)
 
 
 def test_a_large_model_takes_no_time() -> None:
-    split = split_by_cost([1.0] * 1000, 256, 3.0, 5.0)
+    split = by_cost([1.0] * 1000, 256, 5.0)
     assert sum(split) == 1000
-    assert max(loads([1.0] * 1000, split, 3.0, 5.0)) == 5.0
+    assert max(split[:-1]) == 5 and split[-1] == 0
 
 
 @pytest.mark.parametrize(
-    ("costs", "devices", "extra", "message"),
+    ("costs", "head", "message"),
     [
-        ([1, -1], 2, 0, "layer_costs must be finite and at least 0, not -1"),
-        ([1, float("nan")], 2, 0, "layer_costs must be finite and at least 0, not nan"),
-        ([1], 2, float("inf"), "first_extra must be finite and at least 0, not inf"),
-        ([1], 0, 0, "devices must be at least 1, not 0"),
+        ([1, -1], 0, "layer_costs must be finite and at least 0, not -1"),
+        ([1, float("nan")], 0, "layer_costs must be finite and at least 0, not nan"),
+        ([1], float("inf"), "head must be finite and at least 0, not inf"),
     ],
 )
-def test_impossible_costs(costs: list[float], devices: int, extra: float, message: str) -> None:
+def test_impossible_costs(costs: list[float], head: float, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        split_by_cost(costs, devices, extra)
+        by_cost(costs, 2, head)

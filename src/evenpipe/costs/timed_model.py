@@ -19,7 +19,7 @@ from evenpipe.recipe.parallelism import AXES, Parallelism, divisor_of
 from evenpipe.recipe.recipe import ARRANGE, Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 
-from .analytic import LayerTime, Setting, layer_time
+from .analytic import LayerTime, Setting, layer_time, least_seconds, whole_head_time
 from .collectives import Axes, Pieces
 from .hardware import Hardware, find_hardware
 from .measured_passes import (
@@ -236,6 +236,16 @@ def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> 
     return model.once(key, times)
 
 
+def split_times(model: TimedModel, recipe: Recipe) -> tuple[tuple[float, ...], float]:
+    """Return the seconds by which layers are split over devices: of each layer, and of the whole output layer, each
+    forward and backward of a microbatch with the recipe's recomputation."""
+    times = layer_times(model, replace(recipe, vocabulary="redistribute"))
+    description, policies = model.description, recipe.checkpointing_of(model.layers)
+    head = whole_head_time(description.hidden_size, description.vocabulary_size, model.setting(recipe))
+    layers = (time.forward + time.backward + time.extra(policy) for time, policy in zip(times, policies, strict=True))
+    return tuple(layers), least_seconds(head)
+
+
 def computing(sizes: Parallelism) -> Parallelism:
     """Return the same without what changes no pass: how parameters are sharded."""
     return replace(sizes, data_parallel="replicate", reshard=False, prefetch=None)
@@ -275,6 +285,16 @@ def ends_of(model: TimedModel, recipe: Recipe) -> tuple[int, ...]:
 # --- what a run arranges its orders by -------------------------------------------------------------------------
 
 
+def known_times(model: TimedModel) -> ModelCosts:
+    """Return what orders of a model on known hardware are arranged by, and its layers split."""
+    return replace(
+        model.model_costs,
+        times=partial(pass_costs, model),
+        split_times=partial(split_times, model),
+        hardware=model.hardware.name,
+    )
+
+
 def arranging_model(
     description: Description, recipe: Recipe, at_hand: Hardware | None, dtype: str | None
 ) -> ModelCosts:
@@ -300,4 +320,4 @@ def arranging_model(
         sequence=max(1, sequence // multiple) * multiple,
         dtype=dtype,
     )
-    return replace(costs, times=partial(pass_costs, model), hardware=hardware.name)
+    return known_times(model)

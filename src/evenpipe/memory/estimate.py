@@ -183,14 +183,55 @@ def estimate(
     cannot be traced.
     """
     source = model if isinstance(model, ModelBytes) else ModelBytes(model)
-    description, recipe = source.description, recipe or Recipe()
+    description = source.description
+    if memory is None and hardware is not None:
+        memory = hardware.memory_bytes
+    settings = settings_of(
+        description,
+        recipe or Recipe(),
+        kernels=kernels,
+        dtypes=dtypes,
+        hardware=hardware,
+        framework=framework,
+        optimizer=optimizer,
+        offloaded=offloaded,
+        foreach=foreach,
+        traced=traced,
+        skew=skew,
+    )
+    recipe = settings.recipe
+    check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
+    plan = source.planned(recipe, hardware, settings.dtypes.compute)
+    source.parameters.check(recipe.parallelism.tp)
+    return Estimate(
+        devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),
+        schedule=recipe.schedule if isinstance(recipe.schedule, str) else "given",
+        layers_per_stage=plan.layers_per_stage,
+        settings=settings,
+        memory=memory,
+    )
+
+
+def settings_of(
+    description: Description,
+    recipe: Recipe,
+    *,
+    kernels: Kernels | str,
+    dtypes: Dtypes | None,
+    hardware: Hardware | None,
+    framework: Framework | None = None,
+    optimizer: str = "adamw",
+    offloaded: float = 0.0,
+    foreach: bool = False,
+    traced: bool = False,
+    skew: float = 1.0,
+) -> Settings:
+    """Return how `estimate` computes a recipe; arguments and errors as there."""
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
     chosen, usual = _kernels(kernels)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
-    if memory is None and hardware is not None:
-        memory = hardware.memory_bytes
-    settings = Settings(
+    return Settings(
         recipe=recipe,
         checkpointing=recipe.checkpointing_of(description.layers),
         kernels=chosen,
@@ -203,16 +244,6 @@ def estimate(
         foreach=foreach,
         traced=traced,
         skew=skew,
-    )
-    check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
-    plan = source.planned(recipe, hardware, settings.dtypes.compute)
-    source.parameters.check(recipe.parallelism.tp)
-    return Estimate(
-        devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),
-        schedule=recipe.schedule if isinstance(recipe.schedule, str) else "given",
-        layers_per_stage=plan.layers_per_stage,
-        settings=settings,
-        memory=memory,
     )
 
 

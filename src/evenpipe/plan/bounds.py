@@ -143,7 +143,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     share = configuration.host_share
     on_host = 1.0 if share is None else share
     flight = _in_flight(problem, configuration)
-    logits = _logits(problem, configuration, setting)
+    logits = logits_bytes(problem, configuration, setting)
     slices = recipe.slices
     saved = problem.once(
         (saved_floor, recipe.parallelism, recipe.batch.microbatch_size),
@@ -185,7 +185,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     return again, 0, 0
 
 
-def _logits(problem: Problem, configuration: Configuration, setting: Setting) -> list[float]:
+def logits_bytes(problem: Problem, configuration: Configuration, setting: Setting) -> list[float]:
     """Return the bytes of one microbatch's logits, or of tensors of that size, per device."""
     placement = configuration.shape.placement
     devices = placement.devices

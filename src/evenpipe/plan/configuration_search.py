@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenpipe.costs.analytic import least_seconds, whole_head_time
-from evenpipe.costs.timed_model import layer_times
+from evenpipe.costs.timed_model import split_times
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 
@@ -234,11 +233,8 @@ class _Search:
 
 def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
-    setting = problem.setting(layout)
-    description = problem.description
-    head = least_seconds(whole_head_time(description.hidden_size, description.vocabulary_size, setting))
-    layer = layer_times(problem, replace(layout, vocabulary="first-last"))[-1]
-    return head / (layer.forward + layer.backward)
+    layers, head = split_times(problem, replace(layout, checkpointing="none"))
+    return head / layers[-1]
 
 
 def _mode(one: Configuration) -> str | None:

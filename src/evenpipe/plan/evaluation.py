@@ -357,7 +357,8 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
     if none.fits:
         return none
     full = _held(problem, one, ("full",) * layers, microbatches, quick=True)
-    if not full.fits:
+    # With split backwards, W needs more after recomputation: devices that hold many of these keep everything.
+    if not all(kept.fits or one.fits for kept, one in zip(none.devices, full.devices, strict=True)):
         return replace(full, kept=none.devices)
     selective = _held(problem, one, ("selective",) * layers, microbatches, quick=True)
     held = layers_of_devices(one)

@@ -17,6 +17,7 @@ from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
+from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.words import count, table
 from evenpipe.simulate import simulate
 
@@ -25,7 +26,8 @@ from .configuration_search import head_layers, search_configurations
 from .evaluation import Evaluation, arranging_gain, evaluate
 from .problem import Problem
 from .ranking import arrangement_in_words
-from .space import Space, divisors, layouts, splits
+from .space import Space, divisors, layouts
+from .splits import splits
 
 SHALLOWEST = 4
 """Least number of devices of the pipeline, if there are so many GPUs: shorter ones show little imbalance."""
@@ -37,12 +39,15 @@ OTHERS = (
     ("1f1b", "redistribute"),
     ("1f1b", "vocab-1"),
     ("1f1b", "vocab-2"),
+    ("zb-h1", "redistribute"),
     ("zb-h1", "vocab-2"),
+    ("v-half", "redistribute"),
     ("v-half", "vocab-2"),
     ("v-half", "vocab-2", "free"),
 )
-"""Schedules, modes, and choices for activations on the host. Their orders are quick to generate, also for deep
-pipelines; the search covers all schedules."""
+"""Schedules, modes, and choices for activations on the host: each schedule with whole vocabulary layers and with
+shards, so that the gains of both can be told apart. Their orders are quick to generate, also for deep pipelines; the
+search covers all schedules."""
 
 DRAWN = 2
 """Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
@@ -78,6 +83,24 @@ class Explanation:
         return min((one for one in self.all if one.fits), key=lambda one: one.seconds, default=self.usual)
 
     @property
+    def gains(self) -> dict[str, tuple[Evaluation, float]]:
+        """Return what the best one gains over others that differ from it only in one thing, "shards" or "schedule", as
+        (the other, ratio of steps): without shards, and with the usual schedule."""
+        best = self.best.configuration
+        found: dict[str, tuple[Evaluation, float]] = {}
+        for one in self.others:
+            other = one.configuration
+            same_schedule = other.schedule == best.schedule
+            same_mode = other.recipe.vocabulary == best.recipe.vocabulary
+            if math.isinf(one.seconds) or same_schedule == same_mode:
+                continue
+            if same_schedule and BARRIERS[best.recipe.vocabulary] and not BARRIERS[other.recipe.vocabulary]:
+                found["shards"] = one, one.seconds / self.best.seconds
+            if same_mode and other.schedule == USUAL[0]:
+                found["schedule"] = one, one.seconds / self.best.seconds
+        return found
+
+    @property
     def arranging_gain(self) -> float:
         """Return what the arrangement of the best order is worth, as `arranging_gain`."""
         return 0.0 if math.isinf(self.best.seconds) else arranging_gain(self.problem, self.best)
@@ -110,6 +133,7 @@ class Explanation:
             "output_layer_in_layers_of_time": self.head_layers,
             "output_layer_in_layers_of_parameters": self.matrix_layers,
             "arranging_gain": self.arranging_gain,
+            "gains": {name: gain for name, (_, gain) in self.gains.items()},
             "usual": self.usual.to_dict(),
             "others": [one.to_dict() for one in self.others],
             "next": list(self.commands()),
@@ -175,14 +199,14 @@ class Explanation:
         yield "Alternatives"
         yield from (f"  {line}" for line in table(rows, left=(0, 1, 8, 9)))
         best = self.best
+        name = _whole_name(best)
         if best is not self.usual and not math.isinf(self.usual.seconds):
-            yield (
-                f"  {_name(best)} + {best.configuration.recipe.vocabulary}:"
-                f" {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
-            )
+            yield f"  {name}: {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
+        for what, (other, gain) in self.gains.items():
+            yield f"  {name}: {gain:.2f} times as fast as {_whole_name(other)}, which is the gain of the {what}"
         said = arrangement_in_words(self.arranging_gain)
         if said:
-            yield f"  {_name(best)} + {best.configuration.recipe.vocabulary}: {said}"
+            yield f"  {name}: {said}"
 
     def _cells(self, one: Evaluation) -> tuple[str, ...]:
         if one.fault:
@@ -228,7 +252,7 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
     if problem.gpus < 2:
         raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp)
-    found = [evaluate(problem, _configuration(problem, layout, *one)) for one in (USUAL, *OTHERS)]
+    found = [_evaluated(problem, layout, *one) for one in (USUAL, *OTHERS)]
     works = problem.works
     return Explanation(
         problem=problem,
@@ -262,20 +286,37 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
     return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))
 
 
-def _configuration(
-    problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled"
-) -> Configuration:
+def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled") -> Evaluation:
+    """Return the evaluation with the best split of layers; if none fits, with the one that lacks least."""
     shape = problem.programs.shape(schedule, (), layout.devices)
     assert shape is not None, f"{schedule} has an order of every size"
-    recipe = Recipe(
-        parallelism=layout.parallelism,
-        batch=layout.batch,
-        schedule=schedule,
-        vocabulary=mode,
-        layers_per_stage=splits(problem.layers, shape.placement, mode, head_layers(problem, layout))[0],
-        offload=OffloadOptions(activations=offload),
-    )
-    return Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
+    best: Evaluation | None = None
+    for split in splits(problem, layout, shape, mode, head_layers(problem, layout)):
+        recipe = Recipe(
+            parallelism=layout.parallelism,
+            batch=layout.batch,
+            schedule=schedule,
+            vocabulary=mode,
+            layers_per_stage=split,
+            offload=OffloadOptions(activations=offload),
+        )
+        one = Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
+        found = evaluate(problem, one, math.inf if best is None else best.seconds)
+        if best is None or (not found.late and _rank(found) < _rank(best)):
+            best = found
+        if mode == USUAL[1]:
+            break
+    assert best is not None
+    return best
+
+
+def _rank(one: Evaluation) -> tuple[bool, float, float]:
+    """Return what the better one of two has less of."""
+    return bool(one.fault), one.seconds, 0.0 if one.fits or not one.devices else -one.devices[one.worst].spare
+
+
+def _whole_name(one: Evaluation) -> str:
+    return f"{_name(one)} + {one.configuration.recipe.vocabulary}"
 
 
 def _name(one: Evaluation) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
-from evenpipe.costs.timed_model import Found, Implementation, TimedModel, pass_costs
+from evenpipe.costs.timed_model import Found, Implementation, TimedModel, known_times
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS
@@ -41,7 +40,7 @@ class Problem(TimedModel):
     @property
     def arranging(self) -> ModelCosts:
         """What orders are arranged by: the times of passes on this hardware."""
-        return replace(self.model_costs, times=partial(pass_costs, self), hardware=self.hardware.name)
+        return known_times(self)
 
     def lately(self, key: Any, make: Callable[[], Found]) -> Found:
         """As `once`, of many keys: what was not needed for long is made again."""

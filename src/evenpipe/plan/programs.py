@@ -22,6 +22,7 @@ from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Order, Placement, Program, generate
 from evenpipe.schedule.effects import Kept, changes, effect_of
+from evenpipe.schedule.layers import in_flight_per_layer
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.registry import takes_costs
 from evenpipe.schedule.timeline import peak_activations
@@ -58,6 +59,13 @@ class Shape:
     """Whether it moves activations to the host."""
     slices: bool
     """Whether sequences can be cut into slices."""
+    in_flight: tuple[float, ...]
+    """As `in_flight_per_layer`."""
+    moments: tuple[tuple[tuple[float, float], ...], ...]
+    """By device, at the same moment: microbatches of a layer that wait for B or I, and that wait for W, on average over
+    its stages. Moments that another one exceeds in both are left out."""
+    at_the_end: float
+    """Microbatches that the last stage holds at most, also for W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +156,24 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
         order: Order = generate(schedule, devices, 2 * devices, **dict(options))
     except InputError:
         return None
+    placement = order.placement
+    moments = []
+    for device in range(devices):
+        held = len(placement.stages_of(device))
+        seen = _moments(list(order.passes(device)), (1,) * placement.stages)
+        moments.append(tuple(dict.fromkeys((waiting / held, queued / held) for waiting, queued, _ in seen)))
     return Shape(
-        placement=order.placement,
+        placement=placement,
         split=any(item.kind is Kind.I for item in order.passes(0)),
         by_costs=takes_costs(schedule),
         moves=bool(offloaded(order)),
         slices=_can_be_cut(order),
+        in_flight=in_flight_per_layer(order),
+        moments=tuple(moments),
+        at_the_end=peak_activations(
+            order.passes(placement.last_device),
+            tuple(float(stage == placement.last_stage) for stage in range(placement.stages)),
+        ),
     )
 
 

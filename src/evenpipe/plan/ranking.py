@@ -268,7 +268,9 @@ class Rejection:
 
 
 def explained(found: Found) -> list[Rejection]:
-    """Return the fastest configurations if memory were no limit, each with the plans that differ least from it."""
+    """Return the fastest configurations if memory were no limit, faster than all plans, each with the plans that differ
+    least from it."""
+    limit = math.inf if found.best is None else found.best.seconds
     candidates = [
         (order_bound(found.problem, plan.configuration.decided(checkpointing="none")), plan.configuration.name, plan)
         for plan in (*found.failed, *found.plans)
@@ -278,11 +280,11 @@ def explained(found: Found) -> list[Rejection]:
     rejections: list[Rejection] = []
     for seconds, name, plan in sorted(candidates, key=lambda one: one[:2]):
         family = (plan.configuration.recipe.parallelism, plan.configuration.recipe.vocabulary)
-        if family not in seen and len(rejections) < REJECTED:
+        if family not in seen and len(rejections) < REJECTED and seconds < limit:
             seen.add(family)
             rejections.append(_of_plan(found, plan, name, seconds))
     fastest: dict[Any, Rejected] = {}  # by the sizes of the axes
-    for one in sorted(found.rejected, key=lambda one: one.bound.seconds):
+    for one in sorted((one for one in found.rejected if one.bound.seconds < limit), key=lambda one: one.bound.seconds):
         fastest.setdefault(one.layout.parallelism, one)
     return rejections + [_of_floor(one) for one in fastest.values()][: REJECTED - len(rejections)]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL, Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import MODES, SCHEDULES, Placement, even_split, planning, split_by_cost
+from evenpipe.schedule import MODES, SCHEDULES, planning
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
@@ -31,6 +30,7 @@ from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem
 from .programs import Options
 from .runnable import refusal_of_cut, refusal_of_experts, refusal_of_pieces, refusal_of_slices
+from .splits import splits
 
 TOKENS_ACROSS = 8192
 """Least tokens of a sequence on each GPU for context parallelism across nodes: as many as Llama 3 405B was trained with
@@ -199,15 +199,13 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
     seen: set[tuple[Any, ...]] = set()
-    head, cuts = round(head_layers, 2), _slices(problem, space, layout)
+    cuts = _slices(problem, space, layout)
     for schedule, options in _schedules(schedules, space, problem.layers, devices):
         shape = problem.programs.shape(schedule, options, devices)
         if shape is None or shape.placement.stages > problem.layers:
             continue
         for mode in modes:
-            for split in problem.once(
-                (splits, shape.placement, mode, head), partial(splits, problem.layers, shape.placement, mode, head)
-            ):
+            for split in splits(problem, layout, shape, mode, head_layers):
                 # Modes with whole vocabulary layers differ only in their splits.
                 key = (schedule, options, split, mode if BARRIERS[mode] else "")
                 if key in seen:
@@ -254,39 +252,3 @@ def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) ->
                 yield name, (("stages_per_device", 1),)
         else:
             yield name, ()
-
-
-def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> tuple[tuple[int, ...], ...]:
-    """Return the candidate splits of layers over stages, each once.
-
-    Even splits, with the remainder on the first stages, or on the last, where 1F1B holds fewer microbatches; with
-    "redistribute", the splits that minimise the longest stage, and the busiest device, which differ if devices hold
-    several stages.
-    """
-    stages = placement.stages
-    if mode != "redistribute":
-        even = even_split(layers, stages)
-        return tuple(dict.fromkeys((even, even[::-1])))
-    by_stage = split_by_cost([1.0] * layers, stages, last_extra=head_layers)
-    found = [by_stage]
-    if stages > placement.devices:
-        found.append(_by_device(layers, placement, head_layers))
-    return tuple(dict.fromkeys(found))
-
-
-def _by_device(layers: int, placement: Placement, head_layers: float) -> tuple[int, ...]:
-    """Minimise the work of the busiest device, with its layers spread evenly over its stages."""
-    load = [0.0] * placement.devices
-    load[placement.last_device] += head_layers
-    held = [0] * placement.devices
-    for _ in range(layers):
-        device = min(range(placement.devices), key=lambda device: (load[device], device))
-        load[device] += 1
-        held[device] += 1
-    counts = [0] * placement.stages
-    for device in range(placement.devices):
-        stages = placement.stages_of(device)
-        share, rest = divmod(held[device], len(stages))
-        for place, stage in enumerate(stages):
-            counts[stage] = share + (place < rest)
-    return tuple(counts)

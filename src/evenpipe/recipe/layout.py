@@ -21,11 +21,12 @@ from evenpipe.schedule import (
     evaluation_program,
     generate,
     plan_program,
+    time_order,
 )
 from evenpipe.schedule.costs import ASSUMED_COPY
-from evenpipe.schedule.layers import even_split, split_by_cost
+from evenpipe.schedule.layers import even_split, in_flight_per_layer, splits_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
-from evenpipe.schedule.planning import costs_of_work, order_of_function
+from evenpipe.schedule.planning import costs_of_work, order_of_function, plan_order
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.simpler_costs import in_parts
 from evenpipe.schedule.slice_costs import each_slice
@@ -46,6 +47,10 @@ class ModelCosts:
     """Tokens of the row for which these are the costs of a token on average."""
     times: Callable[[Recipe, Placement], Costs] | None = field(default=None, compare=False, repr=False)
     """Times of the passes and transfers of a recipe with `layers_per_stage`, if the hardware is known."""
+    split_times: Callable[[Recipe], tuple[tuple[float, ...], float]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Likewise of each layer, and of the whole output layer, forward and backward."""
     hardware: str = "flops"
     """Its name."""
 
@@ -105,7 +110,7 @@ class Layout:
         """
         mode, devices, schedule = recipe.vocabulary, recipe.devices, recipe.schedule
         base = runnable_order(recipe)
-        split = layers_per_stage(recipe, model, base.placement)
+        split = layers_per_stage(recipe, model, base)
         costs = arranging_costs(recipe, model, base.placement, split)
         # A named schedule is rearranged with costs.
         order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
@@ -196,6 +201,21 @@ def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, P
     )
 
 
+def order_by(recipe: Recipe, costs: Costs, mode: str) -> Order:
+    """Return the order of a recipe arranged by these costs, in another vocabulary mode. Raises InputError as
+    `plan_order`."""
+    return plan_order(
+        recipe.schedule,
+        recipe.devices,
+        recipe.microbatches,
+        mode,
+        costs,
+        slices=recipe.slices if recipe.slices > 1 else None,
+        offload=recipe.offload.activations,
+        **(recipe.options if isinstance(recipe.schedule, str) else {}),
+    )
+
+
 def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return the first layer (inclusive) and the last (exclusive) of each stage."""
     return tuple(pairwise(accumulate(layers_per_stage, initial=0)))
@@ -234,11 +254,12 @@ def _more_or_fewer(schedule: Schedule) -> str:
     return "take fewer devices, or a schedule with fewer stages per device"
 
 
-def layers_per_stage(recipe: Recipe, model: ModelCosts, placement: Placement) -> tuple[int, ...]:
+def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
     """Return the number of layers of each stage, as given or as the vocabulary mode has it.
 
-    Raises InputError for more stages than layers, and for a split that does not add up.
+    base: as `runnable_order`. Raises InputError for more stages than layers, and for a split that does not add up.
     """
+    placement = base.placement
     layers, stages, devices = len(model.layers), placement.stages, placement.devices
     given = recipe.layers_per_stage
     if given is not None:
@@ -248,8 +269,22 @@ def layers_per_stage(recipe: Recipe, model: ModelCosts, placement: Placement) ->
         has = f"{devices} with {count(stages, 'stage')}, but the model has {count(layers, 'layer')}"
         raise InputError(f"devices: {has}: expected one for each; {_more_or_fewer(recipe.schedule)}")
     if recipe.vocabulary == "redistribute":
-        return split_by_cost(model.layers, stages, first_extra=0.0, last_extra=model.head)
+        return _redistributed(recipe, model, base)
     return even_split(layers, stages)
+
+
+def _redistributed(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
+    """Return the split that makes the step shortest, of those that keep the busiest device short."""
+    times = (model.layers, model.head) if model.split_times is None else model.split_times(recipe)
+    splits = splits_by_cost(times[0], base.placement, times[1], in_flight_per_layer(base))
+    if len(splits) == 1:
+        return splits[0]
+
+    def step(split: tuple[int, ...]) -> float:
+        costs = arranging_costs(replace(recipe, costs=None), model, base.placement, split)
+        return time_order(order_by(recipe, costs, "redistribute"), costs).makespan
+
+    return min(splits, key=step)
 
 
 def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> None:

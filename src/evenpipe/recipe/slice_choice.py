@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from evenpipe.errors import InputError
-from evenpipe.recipe.layout import ModelCosts, arranging_costs, layers_per_stage, runnable_order
+from evenpipe.recipe.layout import ModelCosts, arranging_costs, layers_per_stage, order_by, runnable_order
 from evenpipe.recipe.parallelism import divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.sliced_costs import Extra
-from evenpipe.schedule import Costs, Order, Program, plan_order, time_order
+from evenpipe.schedule import Costs, Order, Program, time_order
 from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.words import count
@@ -94,18 +94,9 @@ def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float
     their time (`add_vocabulary` tries other places as long as it is not).
     """
     costs = predicted_costs(recipe, model, base, extra)
-    mode, slices = recipe.vocabulary, recipe.slices
+    mode = recipe.vocabulary
     fills = mode in ("vocab-1", "vocab-2")
-    order = plan_order(
-        recipe.schedule,
-        recipe.devices,
-        recipe.microbatches,
-        "first-last" if fills else mode,
-        costs,
-        slices=slices if slices > 1 else None,
-        offload=recipe.offload.activations,
-        **(recipe.options if isinstance(recipe.schedule, str) else {}),
-    )
+    order = order_by(recipe, costs, "first-last" if fills else mode)
     step = time_order(order, costs).makespan
     if fills:
         times = costs.device_times(order.placement)
@@ -116,6 +107,6 @@ def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float
 
 def predicted_costs(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> Costs:
     """Return the costs of the slices of a recipe, also of a single one, with what each pass does besides."""
-    split = layers_per_stage(recipe, model, base.placement)
+    split = layers_per_stage(recipe, model, base)
     whole = arranging_costs(replace(recipe, batch=replace(recipe.batch, slices=1)), model, base.placement, split)
     return model.costs_of_slices(whole, recipe, recipe.slices, extra)

@@ -12,7 +12,7 @@ from .dependencies import Dependencies, Route
 from .faults import Fault, Report
 from .flows import PER_PAIR, SHARING
 from .generators import SCHEDULES
-from .layers import even_split, split_by_cost
+from .layers import even_split, splits_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
@@ -75,7 +75,7 @@ __all__ = [
     "plan_offload",
     "plan_order",
     "plan_program",
-    "split_by_cost",
+    "splits_by_cost",
     "time_order",
     "vocabulary_mode",
     "without_offload",

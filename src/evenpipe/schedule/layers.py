@@ -1,15 +1,30 @@
-"""Split consecutive layers over devices."""
+"""Split consecutive layers over devices: evenly, or such that the busiest device has as little to do as possible.
+
+The second is a dynamic programme over the points between layers, as in PHAZE (arXiv 2407.13143, section 4): the place
+of a device in the pipeline decides how many microbatches are in flight there, so a layer needs the less memory the
+nearer it is to the output layer. First counts the time of the busiest device, then the memory of the fullest, then how
+even the times are, then all the memory together.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
 from evenpipe.errors import InputError
 
+from .order import Order
+from .placement import Placement
+from .timeline import peak_activations
 from .words import count
+
+Load = Callable[[int, int, int], tuple[float, float]]
+"""Time and memory of a device that has the layers from one (inclusive) to another (exclusive): (device, first, last).
+Neither falls with more layers; infinite if the device cannot have them."""
+
+NEARLY = 1 + 1e-12
+"""Sums of the same times in another order differ by less."""
 
 
 def even_split(layers: int, devices: int) -> tuple[int, ...]:
@@ -27,66 +42,138 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
     return tuple(share + (device < rest) for device in range(devices))
 
 
-def split_by_cost(
-    layer_costs: Sequence[float], devices: int, first_extra: float = 0.0, last_extra: float = 0.0
-) -> tuple[int, ...]:
-    """Return the layers per device that minimise the time of the slowest device: the mode `redistribute`.
+def in_flight_per_layer(order: Order) -> tuple[float, ...]:
+    """Return how many microbatches of a layer each device holds at most, on average over its stages, in an order
+    without vocabulary passes."""
+    placement = order.placement
+    return tuple(
+        peak_activations(order.passes(device)) / len(placement.stages_of(device)) for device in range(order.devices)
+    )
 
-    `layer_costs` has the time of each layer in turn, forward and backward; `first_extra` and `last_extra` are what the
-    embedding and the output layer add to the first and to the last device. A device may get no layer. Among equally
-    good splits it takes one with the least sum of squares, which is the most even.
 
-    Raises InputError for a negative or infinite cost, and for no devices.
+def splits_by_cost(
+    layer_costs: Sequence[float], placement: Placement, head: float, in_flight: Sequence[float]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the layers per stage that keep the busiest device short: the mode `redistribute`.
+
+    Of one stage per device, the best split. If devices hold several stages, the order decides what is best, so there
+    are several candidates: those with the shortest busiest device, of equal ones with the least memory or the most
+    layers on the first devices; and the one with the shortest stage. There each layer counts as one of average time.
+
+    layer_costs: time of each layer, forward and backward. head: the same of the output layer, on the last stage's
+    device. in_flight: by device, microbatches that a layer there holds, as `in_flight_per_layer`. A stage may get no
+    layer.
+
+    Raises InputError for a negative or infinite cost.
     """
-    if devices < 1:
-        raise InputError(f"devices must be at least 1, not {devices}")
-    for name, costs in (("layer_costs", layer_costs), ("first_extra", [first_extra]), ("last_extra", [last_extra])):
+    for name, costs in (("layer_costs", layer_costs), ("head", [head])):
         for cost in costs:
             if not 0 <= cost < inf:
                 raise InputError(f"{name} must be finite and at least 0, not {cost}")
+    layers, devices, stages = len(layer_costs), placement.devices, placement.stages
     before = [0.0, *accumulate(map(float, layer_costs))]
-    extra = [0.0] * devices
-    extra[0] += first_extra
-    extra[-1] += last_extra
-    limit = _shortest_limit(before, extra) * (1 + 1e-12)
-    return _most_even(before, extra, limit)
+
+    def load_of(before: Sequence[float], last: int, weights: Sequence[float]) -> Load:
+        def load(part: int, first: int, end: int) -> tuple[float, float]:
+            return before[end] - before[first] + head * (part == last), weights[part] * (end - first)
+
+        return load
+
+    by_stage = [in_flight[device] for device in placement.stage_device]
+    shortest_stage = best_split(layers, stages, load_of(before, stages - 1, by_stage))
+    if stages == devices:
+        return (shortest_stage,)
+    mean = before[-1] / layers if layers else 0.0
+    alike = [mean * held for held in range(layers + 1)]
+    found = [
+        over_stages(best_split(layers, devices, load_of(alike, placement.last_device, weights)), placement, head, mean)
+        for weights in (in_flight, [1.0] * devices)
+    ]
+    found.append(shortest_stage)
+    return tuple(dict.fromkeys(found))
 
 
-def _shortest_limit(before: list[float], extra: list[float]) -> float:
-    """Return the least time limit that all devices can meet, by bisection to the last bit.
+def over_stages(held: Sequence[int], placement: Placement, head: float, layer: float) -> tuple[int, ...]:
+    """Return the layers per stage if each device spreads those that it has over its stages, so that the longest of them
+    is short; those behind get the remainder, of which less is in flight. head, layer: time of the output layer and of a
+    layer."""
+    counts = [0] * placement.stages
+    for device, layers in enumerate(held):
+        times = {stage: head * (stage == placement.last_stage) for stage in placement.stages_of(device)}
+        for _ in range(layers):
+            stage = min(times, key=lambda stage: (times[stage], -stage))
+            times[stage] += layer
+            counts[stage] += 1
+    return tuple(counts)
 
-    `before[k]` is the cost of the first k layers. A limit is enough if all layers are placed when each device in turn
-    takes as many as fit.
+
+def best_split(layers: int, devices: int, load: Load) -> tuple[int, ...]:
+    """Return the layers of each device, first to last, that minimise in this order: the time of the busiest device, the
+    memory of the fullest, the sum of squared times, the sum of memory; of equal ones, that with the most layers on the
+    first devices. A device may get no layer.
+
+    Raises InputError if no split has a finite time.
     """
+    time = _least_maximum(layers, devices, lambda *part: load(*part)[0]) * NEARLY
+    if time == inf:
+        raise InputError("layers: no device can have them")
 
-    def enough(limit: float) -> bool:
-        layer = 0
-        for more in extra:
-            if more > limit:
-                return False
-            layer = bisect_right(before, before[layer] + (limit - more)) - 1
-        return layer == len(before) - 1
+    def memory_of(device: int, first: int, last: int) -> float:
+        seconds, memory = load(device, first, last)
+        return memory if seconds <= time else inf
 
-    low, high = 0.0, before[-1] + sum(extra)
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    memory = _least_maximum(layers, devices, memory_of) * NEARLY
+    return _most_even(layers, devices, load, time, memory)
 
 
-def _most_even(before: list[float], extra: list[float], limit: float) -> tuple[int, ...]:
-    """Return the split within `limit` with the least sum of squares, by dynamic programming over devices and layers."""
-    layers = len(before) - 1
-    best = [0.0] + [inf] * layers  # least sum of squares so far, by the number of layers placed
-    taken: list[list[int]] = []
-    for more in extra:
-        current, count = [inf] * (layers + 1), [0] * (layers + 1)
+def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
+    """Return the least that the highest cost of a device can be.
+
+    `best[stop]` is that of the devices so far with the first `stop` layers. It rises with `stop`, and the cost of the
+    next device falls with its first layer; so the best first layer is where they cross, and that moves on with `stop`.
+    """
+    best = [0.0] + [inf] * layers
+    for device in range(devices):
+        current, first = [], 0
         for stop in range(layers + 1):
-            for start in range(stop, -1, -1):
-                load = before[stop] - before[start] + more
-                if load > limit:
+            while first < stop and best[first] < cost(device, first, stop):
+                first += 1
+            found = max(best[first], cost(device, first, stop))
+            if first:
+                found = min(found, max(best[first - 1], cost(device, first - 1, stop)))
+            current.append(found)
+        best = current
+    return best[-1]
+
+
+def _most_even(layers: int, devices: int, load: Load, time: float, memory: float) -> tuple[int, ...]:
+    """Return the split within these limits with the least sum of squared times, then the least sum of memory, then the
+    most layers on the first devices, by dynamic programming over devices and layers."""
+
+    def fits(device: int, first: int, last: int) -> bool:
+        seconds, held = load(device, first, last)
+        return seconds <= time and held <= memory
+
+    least = [layers]  # by device, last to first: layers before it, if it and those behind it have as many as they can
+    for device in reversed(range(devices)):
+        first = least[-1]
+        while first and fits(device, first - 1, least[-1]):
+            first -= 1
+        least.append(first)
+    least.reverse()
+    best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}  # by layers placed so far: sums of squared times, of memory
+    taken: list[dict[int, int]] = []
+    for device in range(devices):
+        current: dict[int, tuple[float, float]] = {}
+        count: dict[int, int] = {}
+        for first, (squares, held) in sorted(best.items(), reverse=True):
+            for stop in range(max(first, least[device + 1]), layers + 1):
+                seconds, more = load(device, first, stop)
+                if seconds > time or more > memory:
                     break
-                if best[start] + load * load < current[stop]:
-                    current[stop], count[stop] = best[start] + load * load, stop - start
+                found, known = (squares + seconds * seconds, held + more), current.get(stop)
+                if known is None or _is_less(found, known):
+                    current[stop], count[stop] = found, stop - first
         best = current
         taken.append(count)
     split, layer = [], layers
@@ -94,3 +181,10 @@ def _most_even(before: list[float], extra: list[float], limit: float) -> tuple[i
         split.append(count[layer])
         layer -= count[layer]
     return tuple(reversed(split))
+
+
+def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Compare the first numbers, then the second ones, if the first are nearly equal."""
+    if one[0] * NEARLY < other[0]:
+        return True
+    return one[0] <= other[0] * NEARLY and one[1] * NEARLY < other[1]

@@ -48,7 +48,8 @@ class Arrangement:
     def __init__(self, pipeline: Pipeline, config: Config) -> None:
         self._pipeline = pipeline
         self._tokens = config.data.sequence_length
-        self._for = json.loads(json.dumps({**asdict(config.pipeline), "sequence_length": self._tokens}))
+        own = {"layers_per_stage": pipeline.layout.layers_per_stage, "sequence_length": self._tokens}
+        self._for = json.loads(json.dumps({**asdict(config.pipeline), **own}))
         """What the times are for, as a checkpoint gives it back."""
         wanted = config.pipeline.arrange == "measured" and config.pipeline.costs is None
         named = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1

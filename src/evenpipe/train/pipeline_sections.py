@@ -91,7 +91,7 @@ class PipelineConfig(Section):
     """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
     """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
-    evenly, or by cost with vocabulary "redistribute"."""
+    evenly, or by time with vocabulary "redistribute"."""
     checkpointing: tuple[str, ...] = ("none",)
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per

@@ -1,0 +1,220 @@
+"""Candidates for the layers of each stage.
+
+An even split; with "redistribute", those that keep the busiest device short. If devices then lack memory, also the
+split that is best when each of them computes again as much as its memory requires: fewer layers where many microbatches
+are in flight or a matrix of the vocabulary stands, more where there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from evenpipe.costs.step import Parameters
+from evenpipe.costs.timed_model import computing, layer_times
+from evenpipe.errors import InputError
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import even_split
+from evenpipe.schedule.layers import best_split, over_stages, splits_by_cost
+from evenpipe.schedule.planning import BARRIERS
+
+from .bounds import logits_bytes, saved_floor, usable
+from .configuration import POLICIES, Configuration
+from .device_memory import layer_use, state_floor
+from .evaluation import layers_of_devices, parameters_per_device
+from .problem import Problem
+from .programs import Shape
+
+DIGITS = 2
+"""Decimals of times, in layers, by which layers are split, so that few splits differ."""
+
+Split = tuple[int, ...]
+
+
+def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layers: float) -> tuple[Split, ...]:
+    """Return the candidates for a schedule and a vocabulary mode, each once: an even split and its mirror image, or
+    with "redistribute" those of `splits_by_cost`, with and without regard to what is in flight; first of all what
+    memory suggests, if it suggests another one. "first-last" stays as everyone has it.
+
+    head_layers: the output layer's time, in layers.
+    """
+    even = even_split(problem.layers, shape.placement.stages)
+    found: tuple[Split, ...] = (even, even[::-1])
+    if mode == "redistribute":
+        relative = _relative_times(problem, layout)
+        key = (splits_by_cost, shape.placement, shape.in_flight, round(head_layers, DIGITS), relative)
+        found = problem.once(key, partial(_by_cost, shape, key[3], relative))
+    if mode != "first-last" and layout.devices > 1 and not shape.moves:
+        usual = Configuration(recipe=replace(layout, vocabulary=mode, layers_per_stage=found[0]), shape=shape)
+        found = (*_by_memory(problem, usual, 0.0 if BARRIERS[mode] else head_layers), *found)
+    return tuple(dict.fromkeys(found))
+
+
+def _relative_times(problem: Problem, layout: Recipe) -> tuple[float, ...]:
+    """Return the time of each layer, relative to the last one."""
+    times = layer_times(problem, replace(layout, vocabulary="redistribute"))
+    seconds = [time.forward + time.backward for time in times]
+    return tuple(round(time / seconds[-1], DIGITS) for time in seconds)
+
+
+def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Split, ...]:
+    """With memory to spare, more layers on the first devices are better, in 1F1B by a forward for every device: a long
+    first stage computes in advance while it waits for its first backward, the last one cannot."""
+    in_flight = shape.in_flight, [0.0] * len(shape.in_flight)
+    return tuple(
+        dict.fromkeys(one for held in in_flight for one in splits_by_cost(relative, shape.placement, head, held))
+    )
+
+
+def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tuple[Split, ...]:
+    """Return the best split with the recomputation that it needs, unless the usual one needs none. head_layers: of the
+    last device."""
+    devices, placement = _Devices.of(problem, usual, head_layers), usual.placement
+    held = map(len, layers_of_devices(usual))
+    if all(devices.lacking(device, layers) <= 0 for device, layers in enumerate(held)):
+        return ()
+    try:
+        if placement.stages == placement.devices:
+            return (best_split(problem.layers, placement.stages, devices.load_of_stage),)
+        split = best_split(problem.layers, placement.devices, devices.load)
+    except InputError:  # nothing fits
+        return ()
+    return (over_stages(split, placement, devices.heads[placement.last_device], devices.mean),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Devices:
+    """Times and bytes of the devices of a layout. Times are relative to the last layer's. What layers need, and what
+    recomputation costs, is that of a layer on average."""
+
+    shape: Shape
+    before: tuple[float, ...]
+    """Time of so many first layers."""
+    heads: tuple[float, ...]
+    """By device, the time of what it has of the output layer beside its layers."""
+    room: tuple[float, ...]
+    """By device, bytes for its layers."""
+    bytes: tuple[tuple[float, ...], ...]
+    """By device, the most bytes of a layer by policy: none, selective, full."""
+    again: tuple[float, ...]
+    """Time of recomputation: selective, full."""
+
+    @classmethod
+    def of(cls, problem: Problem, one: Configuration, head_layers: float) -> _Devices:
+        """one: with any split. head_layers: of the last device."""
+        recipe, placement, layers = one.recipe, one.placement, problem.layers
+        setting, barriers = problem.setting(recipe), BARRIERS[recipe.vocabulary]
+        times = layer_times(problem, recipe)
+        relative = _relative_times(problem, recipe)
+        uses = _uses(problem, recipe)
+        ranks, members = recipe.parallelism.tp, recipe.parallelism.ep
+        own = [
+            Parameters((work.parameters - work.expert_parameters) / ranks, work.expert_parameters / ranks / members)
+            for work in problem.works
+        ]
+        state = sum(sum(state_floor(problem, recipe, held)) for held in own) / layers
+        room = []
+        logits = [size * (1 if barriers else one.shape.at_the_end) for size in logits_bytes(problem, one, setting)]
+        for device, held in enumerate(layers_of_devices(one)):
+            all_of_it = parameters_per_device(problem, one)[device]
+            ends = Parameters(max(0.0, all_of_it.others - sum(own[layer].others for layer in held)), 0.0)
+            hops = 2 if device in (0, placement.devices - 1) else 4
+            free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
+            room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - uses.passing)
+        more = barriers * placement.devices / placement.stages
+        in_flight = [
+            [(min(waiting + more, recipe.microbatches), queued) for waiting, queued in moments]
+            for moments in one.shape.moments
+        ]
+        return cls(
+            shape=one.shape,
+            before=(0.0, *accumulate(relative)),
+            heads=tuple(head_layers * (device == placement.last_device) for device in range(placement.devices)),
+            room=tuple(room),
+            bytes=tuple(_most(state, uses, moments) for moments in in_flight),
+            again=tuple(
+                max(0.0, sum(time.extra(policy) for time in times) / layers / (times[-1].forward + times[-1].backward))
+                for policy in POLICIES[1:]
+            ),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Time of a layer on average."""
+        return self.before[-1] / (len(self.before) - 1)
+
+    def lacking(self, device: int, layers: int) -> float:
+        """Return the bytes that a device lacks for so many layers that keep everything; negative if there is room."""
+        return layers * self.bytes[device][0] - self.room[device]
+
+    def load(self, device: int, first: int, last: int) -> tuple[float, float]:
+        """Return the `Load` of a device with any layers: its time with recomputation, and the bytes that it lacks
+        without."""
+        return self._load(device, last - first, (last - first) * self.mean)
+
+    def load_of_stage(self, stage: int, first: int, last: int) -> tuple[float, float]:
+        """Return the same of the device of a stage, which has no other."""
+        return self._load(self.shape.placement.device_of(stage), last - first, self.before[last] - self.before[first])
+
+    def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
+        lacks = self.lacking(device, layers)
+        return seconds + self.heads[device] + self._again(device, layers, lacks), max(0.0, lacks)
+
+    def _again(self, device: int, layers: int, lacks: float) -> float:
+        """Return the time of the least recomputation: some layers selective, or all of them and some full."""
+        if lacks <= 0:
+            return 0.0
+        none, selective, full = self.bytes[device]
+        cheap, dear = self.again
+        if layers * (none - selective) >= lacks:
+            return math.ceil(lacks / (none - selective)) * cheap
+        lacks -= layers * (none - selective)
+        if layers * (selective - full) >= lacks:
+            return layers * cheap + math.ceil(lacks / (selective - full)) * max(0.0, dear - cheap)
+        return math.inf
+
+
+def _most(state: float, uses: _Uses, moments: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Return the most bytes of a layer by policy; state: those that are always there."""
+    found = [
+        state + max(held * waiting + later * queued for held, later in moments)
+        for waiting, queued in zip(uses.waiting, uses.queued, strict=True)
+    ]
+    return tuple(accumulate(found, min))
+
+
+class _Uses(NamedTuple):
+    """Bytes of a layer on average, by policy."""
+
+    waiting: tuple[float, ...]
+    """Of a microbatch that waits for its backward."""
+    queued: tuple[float, ...]
+    """Of one that waits for W."""
+    passing: float
+    """Within a pass, of the layer and policy that need most."""
+
+
+def _uses(problem: Problem, recipe: Recipe) -> _Uses:
+    key = (_uses, computing(recipe.parallelism), recipe.batch.microbatch_size)
+    return problem.once(key, partial(_uses_of, problem, recipe))
+
+
+def _uses_of(problem: Problem, recipe: Recipe) -> _Uses:
+    """Where only a trace tells, they are the least that the gradients of products need."""
+    setting = problem.setting(recipe)
+    floors = {id(work): saved_floor(work, setting) for work in problem.kinds}
+    first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
+    waiting, queued, passing = [], [], 0.0
+    for place, policy in enumerate(POLICIES):
+        own = replace(recipe, checkpointing=policy, layers_per_stage=None)
+        found = {kind: layer_use(problem, own, layer) for kind, layer in first.items()}
+        sizes = [(floors[id(work)], found[id(work)]) for work in problem.works]
+        kept = (floor[place] if use is None else max(use.input, use.stored) for floor, use in sizes)
+        waiting.append(math.fsum(kept) / problem.layers)
+        queued.append(math.fsum(floor[0] if use is None else use.queued for floor, use in sizes) / problem.layers)
+        passing = max(passing, *(0 if use is None else use.passing for use in found.values()))
+    return _Uses(tuple(waiting), tuple(queued), passing)

@@ -1,0 +1,106 @@
+"""Candidates for the layers of each stage: against all splits of a small model, each evaluated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import combinations_with_replacement
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN
+from evenpipe.model import describe
+from evenpipe.plan.configuration import Configuration
+from evenpipe.plan.configuration_search import head_layers
+from evenpipe.plan.evaluation import Evaluation, evaluate
+from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.plan.splits import Split, splits
+from evenpipe.recipe.recipe import Recipe
+
+GIB = 2**30
+DEVICES, LAYERS = 4, 10
+FULL, ENOUGH = 11, 80
+"""GiB with which 1F1B recomputes in every even split, and those with which nothing does."""
+SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+@cache
+def problem(memory: int, vocabulary: int = 128256) -> Problem:
+    config = LlamaConfig(**SIZES, num_hidden_layers=LAYERS, vocab_size=vocabulary, tie_word_embeddings=False)
+    return problem_of(
+        describe(config),
+        KNOWN["A100-80G"],
+        gpus=DEVICES,
+        sequence=4096,
+        sequences_per_step=64,
+        memory_bytes=memory * GIB,
+        kernels="fused",
+    )
+
+
+def recipe(given: Problem, schedule: str, mode: str) -> Recipe:
+    return Recipe.of(pp=DEVICES, microbatches=16, sequence_length=given.sequence, schedule=schedule, vocabulary=mode)
+
+
+def candidates(given: Problem, schedule: str, mode: str) -> tuple[Split, ...]:
+    layout = recipe(given, schedule, mode)
+    shape = given.programs.shape(schedule, (), DEVICES)
+    assert shape is not None
+    return splits(given, layout, shape, mode, head_layers(given, layout))
+
+
+def evaluated(given: Problem, schedule: str, mode: str, split: Split) -> Evaluation:
+    one = replace(recipe(given, schedule, mode), layers_per_stage=split)
+    return evaluate(given, Configuration.of(given, one, open=("checkpointing",)))
+
+
+@pytest.mark.parametrize("memory", [FULL, ENOUGH])
+def test_the_best_of_all_splits_is_hardly_faster(memory: int) -> None:
+    """Beside the passes, a step has the optimizer's, which the split changes a little."""
+    given = problem(memory)
+    cuts = combinations_with_replacement(range(LAYERS + 1), DEVICES - 1)
+    every = [tuple(stop - start for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True)) for cut in cuts]
+    best = min(evaluated(given, "1f1b", "redistribute", split).seconds for split in every if max(split) <= 5)
+    own = min(
+        evaluated(given, "1f1b", "redistribute", one).seconds for one in candidates(given, "1f1b", "redistribute")
+    )
+    assert best <= own <= 1.005 * best
+
+
+def test_with_room_nobody_thinks_of_memory() -> None:
+    given = problem(ENOUGH, vocabulary=32000)
+    assert candidates(given, "1f1b", "first-last") == ((3, 3, 2, 2), (2, 2, 3, 3))
+    assert candidates(given, "1f1b", "vocab-2") == ((3, 3, 2, 2), (2, 2, 3, 3))
+    for split in candidates(given, "1f1b", "redistribute"):
+        assert sum(split) == LAYERS and split[-1] == min(split)
+
+
+def test_without_room_layers_go_where_little_is_in_flight() -> None:
+    given = problem(FULL)
+    first, *others = candidates(given, "1f1b", "redistribute")
+    assert first[0] < min(split[0] for split in others)
+
+
+def test_layers_beside_shards_make_room_too() -> None:
+    """Neither even split fits."""
+    given = problem(12)
+    moved, *others = candidates(given, "1f1b", "vocab-2")
+    assert others == [(3, 3, 2, 2), (2, 2, 3, 3)]
+    assert all(math.isinf(evaluated(given, "1f1b", "vocab-2", split).seconds) for split in others)
+    assert evaluated(given, "1f1b", "vocab-2", moved).fits
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "v-half", "interleaved"])
+def test_devices_of_several_stages(schedule: str) -> None:
+    for memory in (FULL, ENOUGH):
+        given = problem(memory)
+        if schedule == "interleaved":
+            shape = given.programs.shape(schedule, (("stages_per_device", 2),), DEVICES)
+            layout = recipe(given, "1f1b", "redistribute")
+            assert shape is not None
+            found = splits(given, layout, shape, "redistribute", head_layers(given, layout))
+        else:
+            found = candidates(given, schedule, "redistribute")
+        assert all(sum(split) == LAYERS and len(split) == 2 * DEVICES for split in found)
