@@ -1,7 +1,7 @@
 """Analytic pass times: FLOPs counted by torch, and times that others have measured.
 
-The one fitted constant (`hardware.TYPICAL_SHARE`) has seen one of these figures, the forward of a middle stage. What is
-reached elsewhere is the tolerance of each test.
+The one fitted constant (the share of products on A100) has seen forward and backward of middle stages. What is reached
+elsewhere is the tolerance of each test.
 """
 
 from __future__ import annotations
@@ -211,6 +211,9 @@ def pieces_setting(bandwidth: float, **pieces: object) -> Setting:
         KNOWN["H100-80G"],
         inside=Wire(latency_seconds=0.0, bandwidth=bandwidth),
         attention_fraction=400e12 / KNOWN["H100-80G"].peak("bf16"),
+        attention_backward_fraction=None,
+        attention_start_seconds=0.0,
+        flash_share=1.0,
         memory_bandwidth=1e18,
         operation_seconds=1e-12,
     )

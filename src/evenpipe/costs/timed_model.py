@@ -47,6 +47,8 @@ class Implementation(NamedTuple):
 
     fused: bool = False
     attention: str = "sdpa"
+    flash_attention: bool = False
+    """FlashAttention-2, even where another kernel is faster."""
     adds_weight_gradients: bool = False
     loss: str = "evenpipe"
     stops_early: bool = True
@@ -102,8 +104,9 @@ class TimedModel:
         parallelism, size, kernels = recipe.parallelism, recipe.batch.microbatch_size, self.implementation
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(size, parallelism)
+        hardware = self.hardware.with_flash_attention() if kernels.flash_attention else self.hardware
         return Setting(
-            hardware=self.hardware.slowed(self._slower(computing, correction)),
+            hardware=hardware.slowed(self._slower(computing, correction)),
             correction=correction,
             axes=self._axes(recipe),
             dtype=self.dtype,
