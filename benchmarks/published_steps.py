@@ -6,15 +6,16 @@ Steps of Megatron-LM: Llama-3.1-8B on H100 (4 to 128 of them, 4 to a node) and o
 70B and 405B on 8 B200. tests/memory/published/README.md says where the rows come from; all that ran are here.
 
 Each card has one constant that is fitted to whole steps, the share of the peak that large products reach
-(`evenpipe.costs.hardware`). H100 and B200: to every other row, beginning with the first, of H100 with 8 192 tokens and of
-B200 ("fitted"); the other half, and the rows with 16 384 tokens, have only been looked at. A100: to the published profile
-of tests/costs/test_analytic.py, so to none of these rows. Everything else is measured on kernels, or of a data sheet.
+(`evenpipe.costs.hardware`). H100 and B200: to every other row, beginning with the first, of H100 with 8 192 tokens and
+of B200 ("fitted"); the other half, and the rows with 16 384 tokens, have only been looked at. A100: to the published
+profile of tests/costs/test_analytic.py, so to none of these rows. Everything else is measured on kernels, or of a data
+sheet.
 
     fitted, other    mean of the absolute error of predicted seconds over measured ones, of these rows
     mean             with its sign
 
-A100 with context ranks is not explained: from 8 to 256 GPUs these steps keep two to twelve seconds, whatever the number of
-microbatches, that no other rows have, and pp 2 adds 18 % to some of them and nothing to others.
+A100 with context ranks is not explained: as soon as they leave a node these steps take two to twelve seconds more,
+whatever the number of microbatches, and pp 2 adds 18 % to some of them and nothing to others.
 """
 
 from __future__ import annotations

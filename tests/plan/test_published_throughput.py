@@ -1,6 +1,6 @@
 """Steps that others have measured on H100, B200 and A100, and those that plans would predict for them.
 
-`benchmarks/published_steps.py` says where the rows come from, which of them were fitted to, and which are not explained.
+`benchmarks/published_steps.py` says where the rows come from, which were fitted to, and which are not explained.
 """
 
 from __future__ import annotations

@@ -247,13 +247,17 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
     own = setting.tokens * setting.element
 
     def seconds(elements: float) -> float:
+        if pieces.exchange == "ring":
+            moving = (axis.size - 1) * axis.hop_seconds(hardware, own * elements)
+            return moving + hardware.streaming_seconds(2 * axis.size * own * elements)
         if pieces.exchange == "keys":
             whole = axis.size * own * elements
             return axis.gather_seconds(hardware, whole) + hardware.streaming_seconds(2 * whole)
         return axis.exchange_seconds(hardware, own * elements) + hardware.streaming_seconds(4 * own * elements, 2)
 
     kept = pieces.span is not None
-    tensors = moved(attention, pieces.exchange, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
+    way = "heads" if pieces.exchange == "heads" else "keys"
+    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
     factor = setting.correction.between_pieces
     return LayerTime(

@@ -2,19 +2,19 @@
 
 A matrix product of f FLOPs takes f / (peak x product_fraction) x (1 + losses) + operation_seconds, so the achieved
 fraction of the peak grows with the size (Hockney's law). It loses
-    inner_overhead / k             while the tiles of a result are filled and drained, over an inner dimension k
-    half a wave / (rows x columns) while the last tiles run, half a wave of them on average; libraries split a long inner
-                                   dimension to fill it
+
+    inner_overhead / k           while tiles of the result are filled and drained, over an inner dimension k
+    half a wave / its elements   while the last tiles run: half a wave of them on average. Libraries split long inner
+                                 dimensions to fill it
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
@@ -132,9 +132,7 @@ class Hardware:
             raise InputError(f"hardware {self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}")
         return self.peak_flops[dtype]
 
-    def product_seconds(
-        self, flops: float, dtype: str, shape: tuple[float, float, float] | None = None
-    ) -> float:
+    def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float, float] | None = None) -> float:
         """Return the time of a matrix product of `flops`, ignoring memory; `shape`: rows and columns of its result, and
         the inner dimension; None: all are large."""
         seconds = flops / (self.peak(dtype) * self.product_fraction)
@@ -203,20 +201,49 @@ _NUMBERS = (
 
 # --- known devices -------------------------------------------------------------------------------------------
 
-_SHARES = """ Products and attention: benchmarks/published_steps.py. Memory: total capacity in messages of torch.
-Bandwidths: data sheets, times 0.75 (HBM), 0.7 (NVLink) and 0.8 (network and PCIe).""".replace("\n", " ")
+_SHARES = (
+    "Shares of products and attention: evenpipe, benchmarks/published_steps.py. Memory: total capacity in messages of"
+    " torch. Bandwidths: data sheets, times 0.75 (HBM), 0.7 (NVLink) and 0.8 (network and PCIe)."
+)
 
 _HBM, _NVLINK, _WIRES = 0.75, 0.7, 0.8
 """Shares of data sheets that a step reaches. Copies alone reach more of the memory; 0.67 of it, and of NVLink for
-gathering and scattering, describe steps on B200 (SimuMax, configs/system/b200_bf16_ceperm.json)."""
+gathering and scattering, describe steps on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), and 23
+microseconds or more for what travels there inside a node."""
+
+
+class _Speed(NamedTuple):
+    """Of an architecture, in shares of its peak."""
+
+    products: float
+    attention: tuple[float, float]
+    """Forward and backward, causal, with heads of 128."""
+    flash: float
+    """`Hardware.flash_share`."""
+    units: int
+    """`Hardware.units`."""
+
+
+# Products: fitted to whole steps, those that benchmarks/published_steps.py calls fitted, on A100 those of
+# tests/costs/test_analytic.py. Alone, products are faster (0.82 on an H100, 0.45 to 0.65 in SimuMax's table of B200,
+# named above): a step keeps a card at the limit of its power. On both, none waits for waves.
+# Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
+# (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
+# request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
+# request 33655.
+_AMPERE = _Speed(0.76, (0.6, 0.55), 1.0, units=108)
+_HOPPER = _Speed(0.59, (0.65, 0.57), 0.55, units=1)
+_BLACKWELL = _Speed(0.435, (0.58, 0.4), 0.35, units=1)
+
+_INNER, _OPERATION, _ATTENTION = 80.0, 7e-6, 50e-6
+"""`inner_overhead`, `operation_seconds` and `attention_start_seconds`: with these, 360 products of layers alone on an
+H100 are off by 3 % on average (the same file), as are forwards of attention; 55 microseconds in the table of B200."""
 
 
 def _gpu(  # noqa: PLR0917 - a row of the table below
     name: str,
     peaks: tuple[float, float],
-    product_fraction: float,
-    attention: tuple[float, float, float],
-    units: int,
+    speed: _Speed,
     gib: float,
     hbm: float,
     nvlink: float,
@@ -225,21 +252,20 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     source: str,
 ) -> Hardware:
     bf16, fp32 = peaks
-    forward, backward, flash_share = attention
     return Hardware(
         name=name,
-        source=source + _SHARES,
+        source=f"NVIDIA {source}. {_SHARES}",
         peak_flops={"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "fp32": fp32 * 1e12},
-        product_fraction=product_fraction,
-        inner_overhead=80.0,
-        units=units,
-        attention_fraction=forward,
-        attention_backward_fraction=backward,
-        attention_start_seconds=50e-6,
-        flash_share=flash_share,
+        product_fraction=speed.products,
+        inner_overhead=_INNER,
+        units=speed.units,
+        attention_fraction=speed.attention[0],
+        attention_backward_fraction=speed.attention[1],
+        attention_start_seconds=_ATTENTION,
+        flash_share=speed.flash,
         memory_bytes=int(gib * GIB),
         memory_bandwidth=hbm * 1e9 * _HBM,
-        operation_seconds=7e-6,
+        operation_seconds=_OPERATION,
         devices_per_node=8,
         inside=Wire(latency_seconds=20e-6, bandwidth=nvlink * 1e9 * _NVLINK),
         across=Wire(latency_seconds=30e-6, bandwidth=network * 1e9 * _WIRES),
@@ -247,33 +273,13 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     )
 
 
-# name, TFLOP/s (bf16, fp32 without TF32), share of products, of attention forward and backward, and of FlashAttention-2
-# in those, multiprocessors that products wait for, GiB, GB/s of HBM, of NVLink and of the network (one direction), of
-# PCIe.
-#
-# Products: the one share of each card that is fitted to whole steps, to those on which docs/measurements.md reports no
-# errors. Short runs of products alone are faster (0.82 on an H100, 0.45 to 0.65 in the table of B200): a step keeps a
-# card at the limit of its power. Overheads: 360 products of layers on an H100, within 3 % on average
-# (benchmarks/results/gpu_products_h100.json); products there and in the table of B200 wait for no waves.
-# Attention, causal, heads of 128: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 as measured with
-# 2 048 to 32 768 tokens and 8 and 32 heads, cuDNN, which torch takes from 2.11 on, and FlashAttention-2 (the same
-# file); B200 from the table of SimuMax, and FlashAttention-2 at 0.35 of cuDNN (sgl-project/sglang, pull request 33655).
+# name, TFLOP/s (bf16, fp32 without TF32), GiB, GB/s of HBM, of NVLink and of the network (one direction), of PCIe
 _GPUS = (
-    _gpu(
-        "A100-40G", (312, 19.5), 0.76, (0.6, 0.55, 1), 108, 39.4, 1555, 300, 25, 32, "NVIDIA A100 data sheet, 8 x HDR."
-    ),
-    _gpu(
-        "A100-80G", (312, 19.5), 0.76, (0.6, 0.55, 1), 108, 79.15, 2039, 300, 25, 32, "NVIDIA A100 data sheet, 8 x HDR."
-    ),
-    _gpu(
-        "H100-80G", (989.4, 66.9), 0.59, (0.65, 0.57, 0.55), 1, 79.1, 3350, 450, 50, 64, "NVIDIA H100 data sheet, 8 x NDR."
-    ),
-    _gpu(
-        "H200", (989.4, 66.9), 0.59, (0.65, 0.57, 0.55), 1, 139.8, 4800, 450, 50, 64, "NVIDIA H200 data sheet, 8 x NDR."
-    ),
-    _gpu(
-        "B200", (2250, 75), 0.435, (0.58, 0.4, 0.35), 1, 178.35, 7700, 900, 50, 64, "NVIDIA HGX B200 data sheet, 8 x NDR."
-    ),
+    _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("H100-80G", (989.4, 66.9), _HOPPER, 79.1, 3350, 450, 50, 64, "H100 data sheet, SXM, 8 x NDR"),
+    _gpu("H200", (989.4, 66.9), _HOPPER, 139.8, 4800, 450, 50, 64, "H200 data sheet, SXM, 8 x NDR"),
+    _gpu("B200", (2250, 75), _BLACKWELL, 178.35, 7700, 900, 50, 64, "HGX B200 data sheet, 8 x NDR"),
 )
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
 """By name. All are SXM devices, eight to a node, with one network card each."""

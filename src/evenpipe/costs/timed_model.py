@@ -123,8 +123,9 @@ class TimedModel:
     def _axes(self, recipe: Recipe) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
+        exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
-            exchange=self.exchange_of(sizes, recipe.slices),
+            exchange="ring" if exchange == "keys" and not self.implementation.ours else exchange,
             attends_again=(sizes.cp > 1 or recipe.slices > 1)
             and self.implementation.ours
             and self.hardware.torch_device != "cpu",

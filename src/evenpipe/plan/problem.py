@@ -25,7 +25,8 @@ EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
 MEGATRON = "megatron"
-"""Kernels with FlashAttention-2: published steps of 8 192 and 16 384 tokens on H100 have the same error only with it."""
+"""Kernels with FlashAttention-2: only with it, published steps of 8 192 and of 16 384 tokens on H100 have the same
+error."""
 
 KEPT = 4096
 """Results that `Problem.lately` keeps."""
