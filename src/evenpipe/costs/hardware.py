@@ -85,7 +85,8 @@ class Hardware:
     """Time of the forward of fused attention besides that, as its longest tiles begin and end; the backward takes as
     much longer as it has more products."""
     flash_share: float = 1.0
-    """Speed of FlashAttention-2, which torch has for pieces of sequences, relative to the fastest fused attention."""
+    """Speed of FlashAttention-2 relative to the fastest fused attention, which takes no masks of pieces of sequences:
+    those have this speed, too."""
     inner_overhead: float = 0.0
     """Length of an inner dimension that a product takes as long for as to fill and drain its tiles."""
     contention: float = 1.0
