@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from evenpipe.costs.hardware import KNOWN, Hardware
+from evenpipe.costs.hardware import ATTENTION_BACKWARD, KNOWN, Hardware
 from evenpipe.experts.products import Groups, grouped_outer, grouped_product
 
 COPIES = 3
@@ -182,10 +182,14 @@ def attention() -> Iterator[Attention]:
 
 
 def predicted_seconds(case: Case | Attention, hardware: Hardware) -> float:
-    """As the planner has it: products of experts are one product, without waves; none is faster than its memory."""
+    """As the planner has it: products of experts are one product, all of whose sizes are large; none is faster than its
+    memory. Products of a step are slower than those alone, which the planner knows."""
     if isinstance(case, Attention):
-        return case.flops / (hardware.peak("bf16") * hardware.attention_fraction)
-    shape = None if case.experts > 1 else (case.rows, case.columns)
+        flash = case.kernel is SDPBackend.FLASH_ATTENTION
+        forward = case.flops if case.kind == "F" else case.flops / ATTENTION_BACKWARD
+        times = (hardware.with_flash_attention() if flash else hardware).attention_seconds(forward, "bf16")
+        return times["FB".index(case.kind)]
+    shape = None if case.experts > 1 else (case.rows, case.columns, case.inner)
     numbers = case.rows * case.inner + case.inner * case.columns + case.rows * case.columns
     moved = 2.0 * numbers * case.experts
     return max(hardware.product_seconds(case.flops, "bf16", shape), hardware.streaming_seconds(moved))

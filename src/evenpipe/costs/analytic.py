@@ -52,9 +52,6 @@ from .work import (
 GRADIENT_BYTES = 4
 """Bytes of one element of a gradient that products are added to."""
 
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
-
 BESIDE_COLLECTIVES = 1.065
 """Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
 bandwidth. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv 2411.05288,
@@ -158,9 +155,9 @@ class Setting:
         outputs = product.outputs / self.tensor
         moved = tokens * (product.inputs + outputs) * self.element
         shape = {
-            "forward": (tokens, outputs),
-            "inputs": (tokens, product.inputs),
-            "weights": (outputs, product.inputs),
+            "forward": (tokens, outputs, product.inputs),
+            "inputs": (tokens, product.inputs, outputs),
+            "weights": (outputs, product.inputs, tokens),
         }[which]
         if which != "weights":
             moved += size / product.copies * self.element
@@ -250,13 +247,17 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
     own = setting.tokens * setting.element
 
     def seconds(elements: float) -> float:
+        if pieces.exchange == "ring":
+            moving = (axis.size - 1) * axis.hop_seconds(hardware, own * elements)
+            return moving + hardware.streaming_seconds(2 * axis.size * own * elements)
         if pieces.exchange == "keys":
             whole = axis.size * own * elements
             return axis.gather_seconds(hardware, whole) + hardware.streaming_seconds(2 * whole)
         return axis.exchange_seconds(hardware, own * elements) + hardware.streaming_seconds(4 * own * elements, 2)
 
     kept = pieces.span is not None
-    tensors = moved(attention, pieces.exchange, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
+    way = "heads" if pieces.exchange == "heads" else "keys"
+    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
     factor = setting.correction.between_pieces
     return LayerTime(
@@ -360,18 +361,17 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
     sizes = work.attention
     if not sizes.heads:
         return 0.0, 0.0
-    hardware = setting.hardware
-    speed = hardware.peak(setting.dtype) * hardware.attention_fraction
+    again = setting.axes.pieces.attends_again
+    hardware = setting.hardware.with_flash_attention() if again else setting.hardware
     if not setting.is_eager(work):
         flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
-        forward = flops / speed + hardware.operation_seconds
-        backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
+        forward, backward = hardware.attention_seconds(flops, setting.dtype)
     else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
         pairs = setting.tokens * setting.span[1] * sizes.heads / setting.tensor
         flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
-    return forward, backward + (forward if setting.axes.pieces.attends_again else 0.0)
+    return forward, backward + (forward if again else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,8 @@ class Pieces:
     """How attention finds the rest of a sequence that is cut: over the context axis, into slices, or both."""
 
     exchange: str = "keys"
-    """Between devices of the context axis: "keys" or "heads"."""
+    """Between devices of the context axis: "keys", "heads", or, as other frameworks gather keys, "ring": from neighbour
+    to neighbour, and across nodes by the network card of one device."""
     span: tuple[int, int] | None = None
     """Of one slice: its first token, and the one behind its last; None: sequences are not cut into slices."""
     attends_again: bool = False

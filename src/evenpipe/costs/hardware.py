@@ -1,17 +1,20 @@
 """Speed of GPUs and the wires between them: data sheets of known ones, files of measured ones.
 
-A matrix product of f FLOPs takes f / (peak x product_fraction) x waves + operation_seconds, so the achieved fraction of
-the peak grows with the size (Hockney's law), and a result whose last wave of tiles is partly empty costs more.
+A matrix product of f FLOPs takes f / (peak x product_fraction) x (1 + losses) + operation_seconds, so the achieved
+fraction of the peak grows with the size (Hockney's law). It loses
+
+    inner_overhead / k           while tiles of the result are filled and drained, over an inner dimension k
+    half a wave / its elements   while the last tiles run: half a wave of them on average. Libraries split long inner
+                                 dimensions to fill it
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, shown, write_text
@@ -20,8 +23,13 @@ from .measured_passes import MeasuredPasses, is_number
 from .toml import toml_lines
 
 GIB = 2**30
-TILES = ((128, 256), (128, 128))
-"""Rows and columns of a result that one multiprocessor computes at a time, for the large kernels of cuBLAS."""
+TILE = 128 * 256
+"""Elements of a result that one multiprocessor computes at a time, for the large kernels of cuBLAS."""
+SPLIT = 4096
+"""Inner dimension from which on products are split over it. Among 2048, 4096 and never the one that fits the published
+profile on A100 best (tests/costs/test_analytic.py)."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one number, by dtype."""
 
@@ -54,7 +62,7 @@ class Hardware:
     product_fraction: float
     """Fraction of the peak that large matrix products reach."""
     attention_fraction: float
-    """Fraction of the peak that fused attention reaches; masked products are not counted."""
+    """Fraction of the peak that the forward of fused attention reaches; masked products are not counted."""
     memory_bytes: int
     """Memory that a program can allocate, including the context."""
     memory_bandwidth: float
@@ -71,6 +79,16 @@ class Hardware:
     """Bytes per second between a device and its host, in one direction."""
     units: int = 1
     """Multiprocessors, which a wave of tiles fills; 1: products have no waves."""
+    attention_backward_fraction: float | None = None
+    """Likewise of its backward; None: as the forward."""
+    attention_start_seconds: float = 0.0
+    """Time of the forward of fused attention besides that, as its longest tiles begin and end; the backward takes as
+    much longer as it has more products."""
+    flash_share: float = 1.0
+    """Speed of FlashAttention-2 relative to the fastest fused attention, which takes no masks of pieces of sequences:
+    those have this speed, too."""
+    inner_overhead: float = 0.0
+    """Length of an inner dimension that a product takes as long for as to fill and drain its tiles."""
     contention: float = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
     cores: int = 0
@@ -94,9 +112,14 @@ class Hardware:
             if dtype not in ELEMENT_BYTES or not (is_number(peak) and peak > 0):
                 what, accepted = plain(f"peak_flops.{dtype}"), ", ".join(ELEMENT_BYTES)
                 raise InputError(f"hardware: {what} is {shown(peak)}, expected FLOPs per second of {accepted}")
-        for name in ("product_fraction", "attention_fraction"):
-            if getattr(self, name) > 1:
-                raise InputError(f"hardware: {name} is {getattr(self, name)}, expected a number above 0, at most 1")
+        for name in ("product_fraction", "attention_fraction", "attention_backward_fraction", "flash_share"):
+            fraction = getattr(self, name)
+            if fraction is not None and not (is_number(fraction) and 0 < fraction <= 1):
+                raise InputError(f"hardware: {name} is {shown(fraction)}, expected a number above 0, at most 1")
+        for name in ("inner_overhead", "attention_start_seconds"):
+            value = getattr(self, name)
+            if not (is_number(value) and value >= 0):
+                raise InputError(f"hardware: {name} is {shown(value)}, expected a number of at least 0")
         for name in ("context_bytes", "cores"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -110,22 +133,33 @@ class Hardware:
             raise InputError(f"hardware {self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}")
         return self.peak_flops[dtype]
 
-    def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float] | None = None) -> float:
-        """Return the time of a matrix product of `flops`, ignoring memory; `shape`: of its result."""
+    def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float, float] | None = None) -> float:
+        """Return the time of a matrix product of `flops`, ignoring memory; `shape`: rows and columns of its result, and
+        the inner dimension; None: all are large."""
         seconds = flops / (self.peak(dtype) * self.product_fraction)
-        return seconds * (1.0 if shape is None else self.waves(*shape)) + self.operation_seconds
+        return seconds * (1.0 if shape is None else 1 + self._losses(*shape)) + self.operation_seconds
 
-    def waves(self, rows: float, columns: float) -> float:
-        """Return how much longer a product takes because its result consists of whole tiles, a wave of `units` at a
-        time, and the last wave is as long as the others."""
-        if self.units == 1:
-            return 1.0
-        needed = rows * columns / self.units
-        best = math.inf
-        for height, width in TILES:
-            tiles = math.ceil(rows / height) * math.ceil(columns / width)
-            best = min(best, math.ceil(tiles / self.units) * height * width)
-        return max(1.0, best / needed)
+    def _losses(self, rows: float, columns: float, inner: float) -> float:
+        """Return the loss of time of a product of this shape, relative to its FLOPs."""
+        wave = 0.0 if self.units == 1 else self.units * TILE / 2 * min(1.0, SPLIT / inner)
+        return self.inner_overhead / inner + wave / (rows * columns)
+
+    def attention_seconds(self, flops: float, dtype: str) -> tuple[float, float]:
+        """Return the times of forward and backward of fused attention, of which the forward computes `flops`."""
+        start = self.attention_start_seconds
+        fractions = self.attention_fraction, self.attention_backward_fraction or self.attention_fraction
+        forward, backward = (flops / (self.peak(dtype) * fraction) + start for fraction in fractions)
+        return forward + self.operation_seconds, ATTENTION_BACKWARD * backward + self.operation_seconds
+
+    def with_flash_attention(self) -> Hardware:
+        """Return the same hardware with FlashAttention-2 instead of the fastest fused attention."""
+        backward = self.attention_backward_fraction
+        return replace(
+            self,
+            attention_fraction=self.attention_fraction * self.flash_share,
+            attention_backward_fraction=None if backward is None else backward * self.flash_share,
+            flash_share=1.0,
+        )
 
     def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
         """Return the time of operations that read and write `size` bytes in total."""
@@ -146,6 +180,7 @@ class Hardware:
             peak_flops={dtype: peak / factor for dtype, peak in self.peak_flops.items()},
             memory_bandwidth=self.memory_bandwidth / factor,
             operation_seconds=self.operation_seconds * factor,
+            attention_start_seconds=self.attention_start_seconds * factor,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,8 +190,6 @@ class Hardware:
 
 
 _NUMBERS = (
-    "product_fraction",
-    "attention_fraction",
     "memory_bytes",
     "memory_bandwidth",
     "operation_seconds",
@@ -169,27 +202,49 @@ _NUMBERS = (
 
 # --- known devices -------------------------------------------------------------------------------------------
 
-_MATMUL = (
-    "Products: the best of a scan of shapes (stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul"
-    " FLOPS: A100 267.9, H100 792.1, H200 794.5, B200 1745.0 TFLOP/s) times 0.83"
+_SHARES = (
+    "Shares of products and attention: evenpipe, benchmarks/published_steps.py. Memory: total capacity in messages of"
+    " torch. Bandwidths: data sheets, times 0.75 (HBM), 0.7 (NVLink) and 0.8 (network and PCIe)."
 )
-TYPICAL_SHARE = 0.83
-"""Share of the best shape's speed that products in a step reach, besides waves. Fitted to one figure: the forward of
-four layers of hidden size 3072 on an A100-80G (arXiv 2411.05288, artifact), 10.5 ms. tests/costs/test_analytic.py shows
-the errors elsewhere."""
 
-_MEMORY = " Memory: total capacity in messages of torch. Bandwidths: data sheets, times 0.85 (HBM) and 0.8 (wires)."
-"""Shares that copies and collectives of large tensors commonly reach; not fitted here."""
+_HBM, _NVLINK, _WIRES = 0.75, 0.7, 0.8
+"""Shares of data sheets that a step reaches. Copies alone reach more of the memory; 0.67 of it, and of NVLink for
+gathering and scattering, describe steps on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), and 23
+microseconds or more for what travels there inside a node."""
 
-_HBM, _WIRES = 0.85, 0.8
+
+class _Speed(NamedTuple):
+    """Of an architecture, in shares of its peak."""
+
+    products: float
+    attention: tuple[float, float]
+    """Forward and backward, causal, with heads of 128."""
+    flash: float
+    """`Hardware.flash_share`."""
+    units: int
+    """`Hardware.units`."""
+
+
+# Products: fitted to whole steps, those that benchmarks/published_steps.py calls fitted, on A100 those of
+# tests/costs/test_analytic.py. Alone, products are faster (0.82 on an H100, 0.45 to 0.65 in SimuMax's table of B200,
+# named above): a step keeps a card at the limit of its power. On both, none waits for waves.
+# Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
+# (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
+# request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
+# request 33655.
+_AMPERE = _Speed(0.76, (0.6, 0.55), 1.0, units=108)
+_HOPPER = _Speed(0.59, (0.65, 0.57), 0.55, units=1)
+_BLACKWELL = _Speed(0.435, (0.58, 0.4), 0.35, units=1)
+
+_INNER, _OPERATION, _ATTENTION = 80.0, 7e-6, 50e-6
+"""`inner_overhead`, `operation_seconds` and `attention_start_seconds`: with these, 360 products of layers alone on an
+H100 are off by 3 % on average (the same file), as are forwards of attention; 55 microseconds in the table of B200."""
 
 
 def _gpu(  # noqa: PLR0917 - a row of the table below
     name: str,
     peaks: tuple[float, float],
-    best_product: float,
-    attention_fraction: float,
-    units: int,
+    speed: _Speed,
     gib: float,
     hbm: float,
     nvlink: float,
@@ -200,31 +255,32 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     bf16, fp32 = peaks
     return Hardware(
         name=name,
-        source=f"{source} {_MATMUL}.{_MEMORY}",
+        source=f"NVIDIA {source}. {_SHARES}",
         peak_flops={"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "fp32": fp32 * 1e12},
-        product_fraction=best_product / bf16 * TYPICAL_SHARE,
-        attention_fraction=attention_fraction,
-        units=units,
+        product_fraction=speed.products,
+        inner_overhead=_INNER,
+        units=speed.units,
+        attention_fraction=speed.attention[0],
+        attention_backward_fraction=speed.attention[1],
+        attention_start_seconds=_ATTENTION,
+        flash_share=speed.flash,
         memory_bytes=int(gib * GIB),
         memory_bandwidth=hbm * 1e9 * _HBM,
-        operation_seconds=4e-6,
+        operation_seconds=_OPERATION,
         devices_per_node=8,
-        inside=Wire(latency_seconds=10e-6, bandwidth=nvlink * 1e9 * _WIRES),
-        across=Wire(latency_seconds=20e-6, bandwidth=network * 1e9 * _WIRES),
+        inside=Wire(latency_seconds=20e-6, bandwidth=nvlink * 1e9 * _NVLINK),
+        across=Wire(latency_seconds=30e-6, bandwidth=network * 1e9 * _WIRES),
         host_bandwidth=host * 1e9 * _WIRES,
     )
 
 
-# name, TFLOP/s (bf16, fp32), best product TFLOP/s, attention, multiprocessors, GiB, GB/s of HBM, of NVLink and of the
-# network (one direction), of PCIe. Attention, forward and backward together, head size 128, causal: FlashAttention-2
-# reaches 0.55 to 0.6 of the peak on A100 (arXiv 2307.08691, figure 4) and 0.35 to 0.4 on H100; 3 reaches 0.55 to 0.65
-# (arXiv 2407.08608, figures 5 and 6). B200: as H100 with 3. fp32 is without TF32.
+# name, TFLOP/s (bf16, fp32 without TF32), GiB, GB/s of HBM, of NVLink and of the network (one direction), of PCIe
 _GPUS = (
-    _gpu("A100-40G", (312, 19.5), 267.9, 0.55, 108, 39.4, 1555, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."),
-    _gpu("A100-80G", (312, 19.5), 267.9, 0.55, 108, 79.15, 2039, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."),
-    _gpu("H100-80G", (989.4, 66.9), 792.1, 0.45, 132, 79.1, 3350, 450, 50, 64, "NVIDIA H100 data sheet, SXM, 8 x NDR."),
-    _gpu("H200", (989.4, 66.9), 794.5, 0.45, 132, 139.8, 4800, 450, 50, 64, "NVIDIA H200 data sheet, SXM, 8 x NDR."),
-    _gpu("B200", (2250, 75), 1745, 0.45, 148, 178.35, 7700, 900, 50, 64, "NVIDIA HGX B200 data sheet, 8 x NDR."),
+    _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("H100-80G", (989.4, 66.9), _HOPPER, 79.1, 3350, 450, 50, 64, "H100 data sheet, SXM, 8 x NDR"),
+    _gpu("H200", (989.4, 66.9), _HOPPER, 139.8, 4800, 450, 50, 64, "H200 data sheet, SXM, 8 x NDR"),
+    _gpu("B200", (2250, 75), _BLACKWELL, 178.35, 7700, 900, 50, 64, "HGX B200 data sheet, 8 x NDR"),
 )
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
 """By name. All are SXM devices, eight to a node, with one network card each."""

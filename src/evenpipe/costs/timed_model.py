@@ -47,6 +47,8 @@ class Implementation(NamedTuple):
 
     fused: bool = False
     attention: str = "sdpa"
+    flash_attention: bool = False
+    """FlashAttention-2, even where another kernel is faster."""
     adds_weight_gradients: bool = False
     loss: str = "evenpipe"
     stops_early: bool = True
@@ -102,8 +104,9 @@ class TimedModel:
         parallelism, size, kernels = recipe.parallelism, recipe.batch.microbatch_size, self.implementation
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(size, parallelism)
+        hardware = self.hardware.with_flash_attention() if kernels.flash_attention else self.hardware
         return Setting(
-            hardware=self.hardware.slowed(self._slower(computing, correction)),
+            hardware=hardware.slowed(self._slower(computing, correction)),
             correction=correction,
             axes=self._axes(recipe),
             dtype=self.dtype,
@@ -120,8 +123,9 @@ class TimedModel:
     def _axes(self, recipe: Recipe) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
+        exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
-            exchange=self.exchange_of(sizes, recipe.slices),
+            exchange="ring" if exchange == "keys" and not self.implementation.ours else exchange,
             attends_again=(sizes.cp > 1 or recipe.slices > 1)
             and self.implementation.ours
             and self.hardware.torch_device != "cpu",

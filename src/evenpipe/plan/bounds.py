@@ -62,10 +62,8 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
         layers = sorted(time.forward + time.backward for time in times)
         work = min(work, sum(layers))
         busiest = min(busiest, sum(layers[: -(-len(layers) // parallelism.pp)]))
-    # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
-    smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
-    work += min(head_time(*shape, smooth).seconds, least_seconds(whole_head_time(*shape, smooth)))
+    work += min(head_time(*shape, setting).seconds, least_seconds(whole_head_time(*shape, setting)))
     matrices = 1 if description.tied else 2
     experts = sum(layer.expert_parameters for layer in problem.works)
     others = sum(layer.parameters for layer in problem.works) - experts
