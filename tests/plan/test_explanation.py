@@ -55,6 +55,11 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     assert found.best.seconds <= balanced.seconds < found.usual.seconds
 
 
+def test_a_deep_pipeline_is_compared_without_schedules_that_have_more_stages_than_layers() -> None:
+    found = explain(problem(GEMMA_2_2B, 16), "gemma", pp=16)  # 26 layers
+    assert {one.configuration.schedule_name for one in found.all} == {"1f1b", "zb-h1"}
+
+
 def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time(llama_on_eight: Explanation) -> None:
     found = llama_on_eight
     shards = (one for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")

@@ -25,6 +25,7 @@ from .configuration import Configuration, costs_of
 from .configuration_search import head_layers, search_configurations
 from .evaluation import Evaluation, arranging_gain, evaluate
 from .problem import Problem
+from .programs import Shape
 from .ranking import arrangement_in_words
 from .space import Space, divisors, layouts
 from .splits import splits
@@ -252,7 +253,8 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
     if problem.gpus < 2:
         raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp)
-    found = [_evaluated(problem, layout, *one) for one in (USUAL, *OTHERS)]
+    compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
+    found = [_evaluated(problem, layout, *one) for one in compared]
     works = problem.works
     return Explanation(
         problem=problem,
@@ -286,10 +288,15 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
     return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))
 
 
-def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled") -> Evaluation:
-    """Return the evaluation with the best split of layers; if none fits, with the one that lacks least."""
+def _shape(problem: Problem, layout: Recipe, schedule: str) -> Shape:
     shape = problem.programs.shape(schedule, (), layout.devices)
     assert shape is not None, f"{schedule} has an order of every size"
+    return shape
+
+
+def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled") -> Evaluation:
+    """Return the evaluation with the best split of layers; if none fits, with the one that lacks least."""
+    shape = _shape(problem, layout, schedule)
     best: Evaluation | None = None
     for split in splits(problem, layout, shape, mode, head_layers(problem, layout)):
         recipe = Recipe(
