@@ -407,7 +407,7 @@ def held_between_steps() -> list[int]:
             optimizer.step()
             whole = [one for part in pipeline._held.parts for one in part.parameters._parameters]
             assert whole and all(one.whole.untyped_storage().size() == 0 for one in whole)
-            assert all(one.whole.grad is None and one.gradient is None for one in whole)
+            assert all(one.whole.grad is None and one.summed.value is None for one in whole)
         counts.append(sum(parameter.numel() for parameter in pipeline.parameters()))
         states = [state for parameter in pipeline.parameters() for state in optimizer.state[parameter].values()]
         assert sum(state.numel() for state in states if state.dim()) == 2 * counts[-1]
