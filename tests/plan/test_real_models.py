@@ -23,7 +23,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_command_answers(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, *PIPELINE, *COMMANDS[command], str(path)])
     out, err = capsys.readouterr()
