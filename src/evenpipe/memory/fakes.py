@@ -37,7 +37,6 @@ def without_memory() -> Iterator[Tracker]:
         replaced(functional, "scaled_dot_product_attention", _attention),
         _seeming_on_cpu(),
         _OnMeta(),
-        _AsComputed(),
         Tracker() as tracker,
     ):
         yield tracker
@@ -67,10 +66,13 @@ def _attention(  # noqa: PLR0917 - the arguments of the function
     if choice == SDPBackend.MATH.value:
         return _as_torch_does(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        nothing, all_of_it = (torch.scalar_tensor(one, dtype=query.dtype) for one in (-math.inf, 0.0))
-        attn_mask = torch.where(attn_mask, all_of_it, nothing)
+        attn_mask = torch.where(attn_mask, _number(0.0, query), _number(-math.inf, query))
     found: Tensor = _flash_attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return found
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.scalar_tensor(value, dtype=like.dtype)
 
 
 def _one_row(tensor: Tensor) -> Tensor:
@@ -92,6 +94,10 @@ class _OnMeta(TorchDispatchMode):
 
     _known: ClassVar[dict[Any, _Results | None]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing inside is compiled, and to say so anew for each operation takes long
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _inside.append(operation)
         try:
@@ -108,7 +114,16 @@ class _OnMeta(TorchDispatchMode):
             return known.made()
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
-        return operation(*tree_map_only(Tensor, _without_memory, args), **kwargs)
+        if not all(map(_is_on_meta, args)):
+            args = tree_map_only(Tensor, _without_memory, args)
+        return operation(*args, **kwargs)
+
+
+def _is_on_meta(value: Any) -> bool:
+    """Return whether a value contains no tensor but those without memory."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    return not isinstance(value, (tuple, list)) or all(map(_is_on_meta, value))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -145,28 +160,26 @@ class _Results(NamedTuple):
         with FakeTensorMode(allow_non_fake_inputs=True):
             like = {id(one): _on_cpu(one) for one in given if one.is_meta}
             args, kwargs = tree_map_only(Tensor, lambda one: like.get(id(one), one), (args, kwargs))
-            found = operation(*args, **kwargs)
+            found = _as_computed(operation, args, kwargs)
             several = (found,) if isinstance(found, Tensor) else found
             if not isinstance(several, (tuple, list)) or not all(isinstance(one, Tensor) for one in several):
                 return None
             owners = [one.untyped_storage() for one in (*several, *like.values())]
-            if len({one._cdata for one in owners}) < len(owners) or not all(map(_is_plain, several)):
+            if len({one._cdata for one in owners}) < len(owners) or any(one.storage_offset() for one in several):
                 return None
-        return cls(tuple((one.shape, one.stride(), one.dtype) for one in several), isinstance(found, Tensor))
+            sizes = tuple((one.untyped_storage().nbytes(), one.shape, one.stride(), one.dtype) for one in several)
+        return cls(sizes, isinstance(found, Tensor))
 
     def made(self) -> Any:
-        made = [torch.empty_strided(size, step, dtype=dtype, device=_META) for size, step, dtype in self.sizes]
+        made = [torch.empty_strided(size, step, dtype=dtype, device=_META) for _, size, step, dtype in self.sizes]
+        for one, (of_all, size, step, _) in zip(made, self.sizes, strict=True):
+            if one.untyped_storage().nbytes() != of_all:
+                one.set_(torch.UntypedStorage(of_all, device=_META), 0, size, step)
         return made[0] if self.alone else tuple(made)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor is as large as a new one's."""
-    size = _on_cpu(tensor).untyped_storage().nbytes()
-    return tensor.untyped_storage().nbytes() == size and not tensor.storage_offset()
 
 
 _inside: list[object] = []
@@ -204,29 +217,27 @@ _SUMS = (
 )
 
 
-class _AsComputed(TorchDispatchMode):
-    """Operations of experts whose results torch infers otherwise than it computes them on a CPU: of grouped products it
-    infers them for bf16 only, and of sums in bf16 and fp64 it gets the indices beside them wrong."""
+def _as_computed(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation without memory. Of two operations of experts torch infers other results than it computes on a
+    CPU: of grouped products it infers them for bf16 only, and of sums in bf16 and fp64 it gets the indices beside them
+    wrong."""
+    if operation in _SUMS:
+        return _sums(operation, *args, **kwargs)
+    if operation is not _aten._grouped_mm.default or args[0].dtype != torch.float32:
+        return operation(*args, **kwargs)
+    left, right, *others = args
+    result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **kwargs)
+    columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
+    strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
+    return left.new_empty_strided(result.shape, strides)
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if operation in _SUMS:
-            return self._sums(operation, *args, **kwargs)
-        if operation is not _aten._grouped_mm.default or args[0].dtype != torch.float32:
-            return operation(*args, **kwargs)
-        left, right, *others = args
-        result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **kwargs)
-        columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
-        strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
-        return left.new_empty_strided(result.shape, strides)
 
-    @staticmethod
-    def _sums(operation: Any, entries: Tensor, index: Tensor, *others: Any, **options: Any) -> Any:
-        as_if = {torch.bfloat16: torch.float16}.get(entries.dtype, entries.dtype)
-        sums, of_entries, *more = operation(entries.to(as_if), index, *others, **options)
-        if entries.dtype == torch.float64:
-            of_entries = of_entries.new_empty(len(index) + 1)[:-1]
-        return sums.to(entries.dtype), of_entries, *more
+def _sums(operation: Any, entries: Tensor, index: Tensor, *others: Any, **options: Any) -> Any:
+    as_if = {torch.bfloat16: torch.float16}.get(entries.dtype, entries.dtype)
+    sums, of_entries, *more = operation(entries.to(as_if), index, *others, **options)
+    if entries.dtype == torch.float64:
+        of_entries = of_entries.new_empty(len(index) + 1)[:-1]
+    return sums.to(entries.dtype), of_entries, *more
 
 
 def _no_spans(ends: Tensor) -> list[tuple[int, int]]:

@@ -86,6 +86,10 @@ class Tracker(TorchDispatchMode):
             span.peak, span.after = self.peak, self.live
             self.peak = max(outer, self.peak)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing inside is compiled, and to say so anew for each operation takes long
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
