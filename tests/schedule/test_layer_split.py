@@ -79,13 +79,13 @@ def keys(load: Load, split: tuple[int, ...]) -> tuple[float, float, float, float
     return max(times), max(held), sum(time * time for time in times), sum(held)
 
 
-def check_best(layers: int, devices: int, load: Load) -> None:
+def check_best(layers: int, devices: int, load: Load, *, alike: bool = False) -> None:
     every = [keys(load, split) for split in every_split(layers, devices)]
     if min(time for time, *_ in every) == inf:
         with pytest.raises(InputError, match="no device can have them"):
-            best_split(layers, devices, load)
+            best_split(layers, devices, load, alike=alike)
         return
-    found = keys(load, best_split(layers, devices, load))
+    found = keys(load, best_split(layers, devices, load, alike=alike))
     for place, value in enumerate(found):
         least = min(one[place] for one in every)
         assert value == pytest.approx(least, rel=1e-9, abs=1e-12)
@@ -107,6 +107,20 @@ def test_no_split_is_better(costs: list[float], head: float, in_flight: list[int
     check_best(len(costs), devices, load)
     (split,) = splits_by_cost(costs, Placement.linear(devices), head, in_flight)
     assert keys(load, split) == pytest.approx(keys(load, best_split(len(costs), devices, load)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 7),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 12), st.floats(0, 5)), min_size=1, max_size=4),
+)
+def test_no_split_of_equal_layers_is_better(layers: int, devices: list[tuple[int, int, float]]) -> None:
+    def load(device: int, first: int, last: int) -> tuple[float, float]:
+        in_flight, room, beside = devices[device]
+        lacking = max(0, in_flight * (last - first) - room)
+        return (last - first + beside + lacking / 2 if lacking <= 4 else inf), lacking
+
+    check_best(layers, len(devices), load, alike=True)
 
 
 @settings(max_examples=150, deadline=None)

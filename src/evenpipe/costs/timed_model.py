@@ -240,6 +240,17 @@ def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> 
     return model.once(key, times)
 
 
+def extra_times(model: TimedModel, recipe: Recipe, checkpointing: str) -> tuple[float, ...]:
+    """Return how much longer the passes of every layer take with a policy, as `LayerTime.extra`."""
+    times = layer_times(model, recipe)
+
+    def extra() -> tuple[float, ...]:
+        found = {id(time): time.extra(checkpointing) for time in {id(time): time for time in times}.values()}
+        return tuple(found[id(time)] for time in times)
+
+    return model.once((extra_times, id(times), checkpointing), extra)  # `times` is kept, so no others have its id
+
+
 def split_times(model: TimedModel, recipe: Recipe) -> tuple[tuple[float, ...], float]:
     """Return the seconds by which layers are split over devices: of each layer, and of the whole output layer, each
     forward and backward of a microbatch with the recipe's recomputation."""

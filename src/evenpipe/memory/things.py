@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+from evenpipe.schedule import Item
 
 NO_STAGE = -1
 """Stage number of things without a stage."""
@@ -29,35 +32,42 @@ PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
 BUFFERS, GRADIENTS, TRANSIENT, CARRY = "buffers", "gradients", "transient", "carry"
 
 
+@cache
 def peak(size: str, stage: int = NO_STAGE) -> Thing:
     return Thing(size, stage, TRANSIENT)
 
 
+@cache
 def input_of(stage: int) -> Thing:
     return Thing("input", stage, ACTIVATIONS)
 
 
+@cache
 def output_buffer(stage: int) -> Thing:
     """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
     return Thing("output", stage, BUFFERS)
 
 
+@cache
 def input_buffer(stage: int) -> Thing:
     """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
     return Thing("input", stage, BUFFERS)
 
 
+@cache
 def moved_of(stage: int) -> tuple[Thing, Thing]:
     """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
     stay."""
     return Thing("copied", stage, ACTIVATIONS), Thing("uncopied", stage, ACTIVATIONS)
 
 
+@cache
 def gradient_of(stage: int) -> Thing:
     """Return the input of B: the gradient of the stage's output."""
     return Thing("output", stage, ACTIVATIONS)
 
 
+@cache
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
     return _of_all("parameters.input_gradients", stage, GRADIENTS), _of_all(
@@ -65,6 +75,7 @@ def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     )
 
 
+@cache
 def carry_of(stage: int) -> tuple[Thing, Thing]:
     """Return the keys and values of whole sequences that slices share, and their gradients."""
     return _of_all("carried", stage, CARRY), _of_all("carried_gradients", stage, CARRY)
@@ -146,17 +157,19 @@ class Moments:
     """Counts things along a row, and records every new moment.
 
     Attributes:
-        label: of the current pass or transfer.
+        item: the current pass or transfer; None before the first.
         slice: of its sequence.
     """
 
     def __init__(self) -> None:
-        self.label = ""
+        self.item: Item | None = None
         self.slice = 0
         self._number: dict[Thing, int] = {}
+        self._seen: dict[tuple[Thing, int], int] = {}
+        """The same by the thing as it is named and the slice of the pass, which is quicker."""
         self._counts: list[int] = []
         self._found: dict[Moment, int] = {}
-        self._labels: list[str] = []
+        self._items: list[Item | None] = []
         self._after: list[int] = []
 
     def here(self, *things: Thing) -> tuple[Thing, ...]:
@@ -164,11 +177,13 @@ class Moments:
         return tuple(one._replace(slice=self.slice) if one.slice is None else one for one in things)
 
     def _of(self, thing: Thing) -> int:
-        (thing,) = self.here(thing)
-        number = self._number.get(thing)
+        key = thing, self.slice
+        number = self._seen.get(key)
         if number is None:
-            number = self._number[thing] = len(self._counts)
-            self._counts.append(0)
+            (thing,) = self.here(thing)
+            number = self._seen[key] = self._number.setdefault(thing, len(self._counts))
+            if number == len(self._counts):
+                self._counts.append(0)
         return number
 
     def hold(self, *things: Thing) -> None:
@@ -180,7 +195,7 @@ class Moments:
         """Hold one less of each."""
         for thing in things:
             number = self._of(thing)
-            assert self._counts[number] > 0, f"{self.label}: {thing} is dropped but was not held"
+            assert self._counts[number] > 0, f"{label_of(self.item)}: {thing} is dropped but was not held"
             self._counts[number] -= 1
 
     def moment(self, above: Thing | None = None) -> int:
@@ -189,8 +204,8 @@ class Moments:
         key = (tuple(self._counts), number)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = len(self._labels)
-            self._labels.append(self.label)
+            found = self._found[key] = len(self._items)
+            self._items.append(self.item)
         return found
 
     def ends_item(self) -> None:
@@ -207,4 +222,12 @@ class Moments:
         moments = tuple(((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
         held = zip(self._number, self._counts, strict=True)
         rooms = tuple(count if thing.size in ROOMS else 0 for thing, count in held)
-        return Walk(tuple(self._number), moments, tuple(self._labels), tuple(self._after), rooms)
+        return Walk(tuple(self._number), moments, tuple(map(label_of, self._items)), tuple(self._after), rooms)
+
+
+def label_of(item: Item | None) -> str:
+    """Return the name of a pass or transfer; "" for none."""
+    if item is None:
+        return ""
+    where = [("stage", item.stage), ("microbatch", item.microbatch), ("slice", item.slice or None)]
+    return f"{item.kind.value} of {', '.join(f'{noun} {number}' for noun, number in where if number is not None)}"

@@ -137,13 +137,13 @@ class _Walker:
                 continue
             moments.slice = item.slice
             if isinstance(item, Transfer):
-                moments.label = _name(item)
+                moments.item = item
                 self._transfer(item)
             else:
-                moments.label = _name(parts_of(item)[0])
+                moments.item = parts_of(item)[0]
                 self._parts.reach(item, position)
                 for part in parts_of(item):
-                    moments.label, moments.slice = _name(part), part.slice
+                    moments.item, moments.slice = part, part.slice
                     handler = self._handlers.get(part.kind)
                     if handler is not None:  # O only starts a copy
                         handler(part)
@@ -427,8 +427,3 @@ def _buffer_of(slice_: int) -> Thing:
 def _stage(item: Item) -> int:
     assert item.stage is not None
     return item.stage
-
-
-def _name(item: Item) -> str:
-    where = [("stage", item.stage), ("microbatch", item.microbatch), ("slice", item.slice or None)]
-    return f"{item.kind.value} of {', '.join(f'{noun} {number}' for noun, number in where if number is not None)}"

@@ -20,7 +20,7 @@ from functools import partial
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
 from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.step import Parameters, step_end_seconds
-from evenpipe.costs.timed_model import layer_times
+from evenpipe.costs.timed_model import extra_times, layer_times
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
@@ -150,7 +150,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     # Any amount may be on the host.
     saved = [0.0, 0.0, 0.0] if configuration.moves else [size / slices for size in saved]
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
-    times = layer_times(problem, recipe)
+    extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
@@ -175,7 +175,7 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         if least > room + tolerance:
             return again, math.ceil(least - room), device
         if only == LEAST and none > room:
-            cheap, dear = (sum(times[layer].extra(policy) for layer in layers) for policy in ("selective", "full"))
+            cheap, dear = (sum(times[layer] for layer in layers) for times in extra)
             if selective <= room:
                 again[device] = cheap * (none - room) / max(1.0, none - selective)
             else:

@@ -5,7 +5,8 @@ the first are evaluated. When no bound is below the time of the last wanted plan
 the result is that of an exhaustive search, except for two rules, the second one empirical:
 
     more sequences per microbatch never need less memory: if a configuration does not fit, larger ones are skipped
-    a schedule loses on a layout at least half of what it loses against its bound on others with as many devices
+    a schedule loses on a layout at least half of what it loses against its bound on others with as many devices, and
+    with the vocabulary sharded at least half of what it loses with it whole
 
 The search does not assume that the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the
 least): that was found with 1F1B and whole vocabulary layers, and would exclude deep pipelines without their bubbles.
@@ -119,11 +120,10 @@ class _Search:
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
-        self.sharp: set[Configuration] = set()  # those with the bound of `order_bound`
+        self.sharp: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
         self.losses: dict[Any, float] = {}  # by schedule, mode and devices: least time over bound so far
-        self.bounds: dict[Configuration, float] = {}  # configurations being evaluated
         self.too_large: dict[Any, int] = {}  # by the other fields: sequences per microbatch that do not fit
         most_on_host = max(1.0 if share is None else share for share in space.host_shares)
         slices = problem.sequence >= LONG if space.slices is None else space.slices != (1,)
@@ -144,9 +144,10 @@ class _Search:
             limits = [self._limit(_mode(one)) for one in batch]
             for one, evaluation in zip(batch, self.cache.evaluated(batch, limits, evaluate_all), strict=True):
                 self._take(evaluation)
-                if evaluation.fits:
-                    key, loss = _family(one), evaluation.seconds / self.bounds.pop(one)
-                    self.losses[key] = min(loss, self.losses.get(key, loss))
+                if evaluation.late or evaluation.fits:
+                    loss = evaluation.seconds / self.sharp[one]
+                    for key in _families(one):
+                        self.losses[key] = min(loss, self.losses.get(key, loss))
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
@@ -158,22 +159,32 @@ class _Search:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _next(self) -> list[Configuration]:
-        """Return the configurations to evaluate together next; none at the end."""
+        """Return the configurations to evaluate together next; none at the end. Those of a schedule and mode whose loss
+        is not known yet wait for the first of them."""
         batch: list[Configuration] = []
+        unknown: set[Any] = set()
         while self.heap and len(batch) < TOGETHER:
             seconds, _, node = heapq.heappop(self.heap)
             if seconds >= self._limit(*self.space.vocabularies):
                 self.heap.clear()
             elif isinstance(node, list):
                 self._open(node)
-            elif seconds * self._loss(node) >= self._limit(_mode(node)) or self._skip(node):
+            elif self._skip(node):
                 continue
-            elif node in self.sharp:
-                self.bounds[node] = seconds
-                batch.append(node)
+            elif node not in self.sharp:
+                self.sharp[node] = max(seconds, order_bound(self.problem, node))
+                self._push(self._expected(node), node)
+            elif (expected := self._expected(node)) > seconds:
+                self._push(expected, node)
+            elif seconds >= self._limit(_mode(node)):
+                continue
+            elif (family := _families(node)[-1]) in unknown and node.recipe.devices > 1:
+                self._push(seconds, node)
+                break
             else:
-                self.sharp.add(node)
-                self._push(max(seconds, order_bound(self.problem, node)), node)
+                batch.append(node)
+                if family not in self.losses:
+                    unknown.add(family)
         return batch
 
     def _limit(self, *modes: str | None) -> float:
@@ -183,9 +194,10 @@ class _Search:
             limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
         return WORTH * max(limits)
 
-    def _loss(self, one: Configuration) -> float:
-        """Return the empirical factor on the bound."""
-        return 1 + LOSS_SHARE * (self.losses.get(_family(one), 1.0) - 1)
+    def _expected(self, one: Configuration) -> float:
+        """Return the bound on the step with the empirical factor."""
+        loss = max(self.losses.get(family, 1.0) for family in _families(one)) if one.recipe.devices > 1 else 1.0
+        return self.sharp[one] * (1 + LOSS_SHARE * (loss - 1))
 
     def _open(self, sizes: _Sizes) -> None:
         """Compute bounds of all configurations of the layout with the fewest sequences per microbatch that may be fast
@@ -242,9 +254,11 @@ def _mode(one: Configuration) -> str | None:
     return one.recipe.vocabulary if one.recipe.devices > 1 else None
 
 
-def _family(one: Configuration) -> Any:
+def _families(one: Configuration) -> tuple[Any, Any]:
+    """Return what those have in common that lose similar shares: with any vocabulary mode, and with the same."""
     recipe = one.recipe
-    return one.schedule, recipe.schedule_options, recipe.vocabulary, one.offload, recipe.devices, recipe.slices
+    family = one.schedule, recipe.schedule_options, one.offload, recipe.devices, recipe.slices
+    return family, (*family, recipe.vocabulary)
 
 
 def _all_but_size(one: Configuration) -> Any:

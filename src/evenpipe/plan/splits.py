@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.costs.timed_model import computing, layer_times
+from evenpipe.costs.timed_model import computing, extra_times, layer_times
 from evenpipe.errors import InputError
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split
@@ -79,8 +79,9 @@ def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tu
         return ()
     try:
         if placement.stages == placement.devices:
-            return (best_split(problem.layers, placement.stages, devices.load_of_stage),)
-        split = best_split(problem.layers, placement.devices, devices.load)
+            alike = len(set(_relative_times(problem, usual.recipe))) == 1
+            return (best_split(problem.layers, placement.stages, devices.load_of_stage, alike=alike),)
+        split = best_split(problem.layers, placement.devices, devices.load, alike=True)
     except InputError:  # nothing fits
         return ()
     return (over_stages(split, placement, devices.heads[placement.last_device], devices.mean),)
@@ -111,17 +112,13 @@ class _Devices:
         times = layer_times(problem, recipe)
         relative = _relative_times(problem, recipe)
         uses = _uses(problem, recipe)
-        ranks, members = recipe.parallelism.tp, recipe.parallelism.ep
-        own = [
-            Parameters((work.parameters - work.expert_parameters) / ranks, work.expert_parameters / ranks / members)
-            for work in problem.works
-        ]
-        state = sum(sum(state_floor(problem, recipe, held)) for held in own) / layers
+        others, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
+        state = sum(state_floor(problem, recipe, Parameters(math.fsum(others), math.fsum(experts)))) / layers
         room = []
         logits = [size * (1 if barriers else one.shape.at_the_end) for size in logits_bytes(problem, one, setting)]
         for device, held in enumerate(layers_of_devices(one)):
             all_of_it = parameters_per_device(problem, one)[device]
-            ends = Parameters(max(0.0, all_of_it.others - sum(own[layer].others for layer in held)), 0.0)
+            ends = Parameters(max(0.0, all_of_it.others - sum(others[layer] for layer in held)), 0.0)
             hops = 2 if device in (0, placement.devices - 1) else 4
             free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - uses.passing)
@@ -137,7 +134,7 @@ class _Devices:
             room=tuple(room),
             bytes=tuple(_most(state, uses, moments) for moments in in_flight),
             again=tuple(
-                max(0.0, sum(time.extra(policy) for time in times) / layers / (times[-1].forward + times[-1].backward))
+                max(0.0, sum(extra_times(problem, recipe, policy)) / layers / (times[-1].forward + times[-1].backward))
                 for policy in POLICIES[1:]
             ),
         )
@@ -176,6 +173,17 @@ class _Devices:
         if layers * (selective - full) >= lacks:
             return layers * cheap + math.ceil(lacks / (selective - full)) * max(0.0, dear - cheap)
         return math.inf
+
+
+def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the parameters of each layer on one rank and member: without experts, and of those."""
+
+    def parameters() -> tuple[tuple[float, ...], tuple[float, ...]]:
+        works = problem.works
+        others = tuple((work.parameters - work.expert_parameters) / ranks for work in works)
+        return others, tuple(work.expert_parameters / ranks / members for work in works)
+
+    return problem.once((_parameters, ranks, members), parameters)
 
 
 def _most(state: float, uses: _Uses, moments: Sequence[tuple[float, float]]) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ even the times are, then all the memory together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from math import inf
 
@@ -80,15 +81,13 @@ def splits_by_cost(
         return load
 
     by_stage = [in_flight[device] for device in placement.stage_device]
-    shortest_stage = best_split(layers, stages, load_of(before, stages - 1, by_stage))
+    shortest_stage = best_split(layers, stages, load_of(before, stages - 1, by_stage), alike=len(set(layer_costs)) == 1)
     if stages == devices:
         return (shortest_stage,)
     mean = before[-1] / layers if layers else 0.0
-    alike = [mean * held for held in range(layers + 1)]
-    found = [
-        over_stages(best_split(layers, devices, load_of(alike, placement.last_device, weights)), placement, head, mean)
-        for weights in (in_flight, [1.0] * devices)
-    ]
+    means = [mean * held for held in range(layers + 1)]
+    loads = [load_of(means, placement.last_device, weights) for weights in (in_flight, [1.0] * devices)]
+    found = [over_stages(best_split(layers, devices, load, alike=True), placement, head, mean) for load in loads]
     found.append(shortest_stage)
     return tuple(dict.fromkeys(found))
 
@@ -107,14 +106,16 @@ def over_stages(held: Sequence[int], placement: Placement, head: float, layer: f
     return tuple(counts)
 
 
-def best_split(layers: int, devices: int, load: Load) -> tuple[int, ...]:
+def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) -> tuple[int, ...]:
     """Return the layers of each device, first to last, that minimise in this order: the time of the busiest device, the
     memory of the fullest, the sum of squared times, the sum of memory; of equal ones, that with the most layers on the
-    first devices. A device may get no layer.
+    first devices. A device may get no layer. alike: a device's load depends only on its number of layers, which is
+    quicker.
 
     Raises InputError if no split has a finite time.
     """
-    time = _least_maximum(layers, devices, lambda *part: load(*part)[0]) * NEARLY
+    least_maximum = _least_maximum_of_alike if alike else _least_maximum
+    time = least_maximum(layers, devices, lambda *part: load(*part)[0]) * NEARLY
     if time == inf:
         raise InputError("layers: no device can have them")
 
@@ -122,7 +123,7 @@ def best_split(layers: int, devices: int, load: Load) -> tuple[int, ...]:
         seconds, memory = load(device, first, last)
         return memory if seconds <= time else inf
 
-    memory = _least_maximum(layers, devices, memory_of) * NEARLY
+    memory = least_maximum(layers, devices, memory_of) * NEARLY
     return _most_even(layers, devices, load, time, memory)
 
 
@@ -144,6 +145,21 @@ def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], fl
             current.append(found)
         best = current
     return best[-1]
+
+
+def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
+    """Return the same if only the number of layers counts: each layer goes to the device that is then the lowest."""
+    highest = max(cost(device, 0, 0) for device in range(devices))
+    held = [0] * devices
+    following = [(cost(device, 0, 1), device) for device in range(devices)] if layers else []
+    heapify(following)
+    for _ in range(layers):
+        more, device = following[0]
+        highest = max(highest, more)
+        held[device] += 1
+        if held[device] < layers:  # otherwise it has all of them
+            heapreplace(following, (cost(device, 0, held[device] + 1), device))
+    return highest
 
 
 def _most_even(layers: int, devices: int, load: Load, time: float, memory: float) -> tuple[int, ...]:
