@@ -52,10 +52,11 @@ from .work import (
 GRADIENT_BYTES = 4
 """Bytes of one element of a gradient that products are added to."""
 
-BESIDE_COLLECTIVES = 1.065
+BESIDE_COLLECTIVES = {"vocab-1": 1.065, "vocab-2": 1.065, "interlaced": 1.02}
 """Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
-bandwidth. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv 2411.05288,
-artifact), 1.05 to 1.09; CPUs have the measured `Hardware.contention`."""
+bandwidth, by mode. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv 2411.05288,
+artifact), 1.05 to 1.09, and 1.01 to 1.03 interlaced, where all devices wait for the collectives of the output layer and
+only those of the embedding run beside passes; CPUs have the measured `Hardware.contention`."""
 
 STATISTICS = 3
 """fp32 numbers per token and shard that the vocabulary layers gather."""

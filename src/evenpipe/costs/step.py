@@ -89,7 +89,7 @@ def costs_of_cut(
     statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
     collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
     return costs(
-        BESIDE_COLLECTIVES if devices > 1 and hardware.torch_device != "cpu" else 1.0,
+        BESIDE_COLLECTIVES[cut.vocabulary] if devices > 1 and hardware.torch_device != "cpu" else 1.0,
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
