@@ -224,7 +224,8 @@ def _split_of_run(
     from evenpipe.plan.problem import EVENPIPE, problem_of
     from evenpipe.plan.splits import split_that_fits
 
-    if known_gpu(hardware.name) is None or arguments.kernels != EVENPIPE or arguments.optimizer != "adamw":
+    ours = arguments.kernels == EVENPIPE and arguments.optimizer == "adamw"
+    if known_gpu(hardware.name) is None or not ours or recipe.vocabulary != "redistribute":
         return None
     sizes, batch = recipe.parallelism, recipe.batch
     assert batch.sequence_length is not None

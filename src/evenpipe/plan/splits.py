@@ -68,15 +68,17 @@ def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -
     plans, the run recomputes what its recipe says. Raises InputError for options that the schedule does not have, and
     more stages than layers.
     """
-    at_hand = known_gpu(problem.hardware.name)
     given = recipe.layers_per_stage is not None or recipe.batch.slices == "auto"
     if recipe.vocabulary != "redistribute" or recipe.devices == 1 or given or not isinstance(recipe.schedule, str):
         return None
-    model = arranging_model(problem.description, recipe, at_hand, problem.dtype)
+    shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
+    if shape is None or not set(recipe.checkpointing_of(problem.layers)) <= set(POLICIES):
+        return None
+    model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype)
     own = layers_per_stage(recipe, model, runnable_order(recipe))
-    one = Configuration.of(problem, replace(recipe, layers_per_stage=own), host_share=host_share)
+    one = Configuration(recipe=replace(recipe, layers_per_stage=own), shape=shape, host_share=host_share)
     found = evaluate(problem, one)
-    if one.moves or found.fits:
+    if one.moves or found.fits or found.fault:
         return None
     layers, head = split_times(problem, recipe)
     devices = _Devices.of(problem, one, head / layers[-1])
