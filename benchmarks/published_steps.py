@@ -14,8 +14,20 @@ sheet.
     fitted, other    mean of the absolute error of predicted seconds over measured ones, of these rows
     mean             with its sign
 
-A100 with context ranks is not explained: as soon as they leave a node these steps take two to twelve seconds more,
-whatever the number of microbatches, and pp 2 adds 18 % to some of them and nothing to others.
+Not explained are
+
+    A100 with context ranks    although they always share a node (tp x cp <= 8): pipelines of 8 GPUs are off by -3 % on
+                               average, those of 16 by -18 %, both the more the more replicas there are, although
+                               replicas exchange nothing within a step
+    H100, 16 384 tokens        with one sequence per microbatch on 32 and 64 GPUs: -12 %, while up to 16 GPUs, and with
+                               two sequences, they are off by -1 to -2 %
+    H100, tp x cp = 8          the only rings across nodes, of four GPUs: -17 %. Between two GPUs of two nodes, NCCL
+                               sends and receives with 13 GB/s in one report (NVIDIA/nccl, issue 2409), and with 18 or
+                               24 of 25 GB/s in another (issue 1272); here they have 20
+
+The scripts of these runs make masks of sequence x sequence elements for every sample in the loader
+(`--reset-attention-mask`), which is slow (NVIDIA/Megatron-LM, pull request 1155); whether steps wait for it is not
+known.
 """
 
 from __future__ import annotations

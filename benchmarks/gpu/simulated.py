@@ -116,7 +116,7 @@ class Measured(DataSheet):
         whole = mode in WHOLE
         file = self._file(case, 1 if whole else case.devices, mode)
         layer = _layer_seconds(file, case.model.layers, 1 if whole else case.devices)
-        beside = 1.0 if whole else BESIDE_COLLECTIVES
+        beside = BESIDE_COLLECTIVES.get(mode, 1.0)
         stages: dict[str, Any] = {
             kind: tuple(beside * seconds * count for count in configuration.layers_per_stage)
             for kind, seconds in layer.items()

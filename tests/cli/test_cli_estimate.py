@@ -178,3 +178,23 @@ def test_wrong_input_is_one_sentence(capsys, arguments, sentence) -> None:
     out, err = capsys.readouterr()
     assert out == "" and len(err.strip().splitlines()) == 1
     assert err.startswith("evenpipe: ") and sentence in err
+
+
+def test_the_split_is_that_of_a_run_on_the_hardware(capsys) -> None:
+    """By memory, where the split by time does not fit and another one does."""
+    run = ["--model", "llama-8b", "--dp", "2", "--zero", "3", "--pp", "4", "--vocabulary", "redistribute", "--sequence"]
+    run += ["4096", "--checkpointing", "selective", "--json", "--hardware", "H100-80G"]
+    roomy, tight = (json.loads(printed(capsys, *run, "--gpu-memory", size)) for size in ("80GiB", "40GiB"))
+    assert (roomy["layers_per_stage"], tight["layers_per_stage"]) == ([8, 9, 9, 6], [6, 8, 9, 9])
+    assert roomy["fits"] and tight["fits"]
+
+
+@pytest.mark.parametrize("mode", ["redistribute", "vocab-2"])
+def test_choices_of_other_frameworks_on_known_hardware(capsys, mode: str) -> None:
+    """Their times are unknown, but not their memory."""
+    run = ["--model", "llama-8b", "--tp", "2", "--pp", "2", "--vocabulary", mode, "--kernels", "megatron", "--json"]
+    peaks = []
+    for choice in ("none", "mlp", "full"):
+        found = json.loads(printed(capsys, *run, "--hardware", "H200", "--checkpointing", choice))
+        peaks.append(max(device["peak_allocated"] for device in found["devices"]))
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3

@@ -16,7 +16,7 @@ from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.problem import Problem, problem_of
-from evenpipe.plan.splits import Split, splits
+from evenpipe.plan.splits import Split, split_that_fits, splits
 from evenpipe.recipe.recipe import Recipe
 
 GIB = 2**30
@@ -104,3 +104,42 @@ def test_devices_of_several_stages(schedule: str) -> None:
         else:
             found = candidates(given, schedule, "redistribute")
         assert all(sum(split) == LAYERS and len(split) == 2 * DEVICES for split in found)
+
+
+# schedule, recomputation of all layers, GiB of a GPU, the split that a run takes because that by time does not fit
+RUNS: list[tuple[str, str, int, Split | None]] = [
+    ("1f1b", "none", 20, None),
+    ("1f1b", "none", 14, (2, 4, 4, 0)),
+    ("1f1b", "none", 9, None),
+    ("1f1b", "selective", 10, (1, 4, 4, 1)),
+    ("zb-h1", "none", 14, (2, 4, 4, 0)),
+    ("v-half", "none", 9, None),
+]
+
+
+@pytest.mark.parametrize(("schedule", "policy", "memory", "expected"), RUNS)
+def test_a_run_that_does_not_fit_takes_another_split(
+    schedule: str, policy: str, memory: int, expected: Split | None
+) -> None:
+    """The fastest of all that fit, with the recomputation of the run."""
+    given = replace(problem(memory), kernels_name="transformers", known={})
+    run = replace(recipe(given, schedule, "redistribute"), checkpointing=policy)
+    assert split_that_fits(given, run) == expected
+    if expected is not None:
+        cuts = combinations_with_replacement(range(LAYERS + 1), DEVICES - 1)
+        every = [tuple(stop - start for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True)) for cut in cuts]
+        usual = Configuration.of(given, run)
+        found = {split: evaluate(given, usual.decided(layers_per_stage=split)) for split in every if max(split) <= 4}
+        best = min(one.seconds for one in found.values() if one.fits)
+        assert found[expected].fits and found[expected].seconds == best
+
+
+def test_only_a_choice_of_splits_is_made() -> None:
+    given = replace(problem(14), kernels_name="transformers", known={})
+    run = recipe(given, "1f1b", "redistribute")
+    for other in (
+        replace(run, vocabulary="vocab-2"),
+        replace(run, layers_per_stage=(3, 3, 2, 2)),
+        replace(run, batch=replace(run.batch, slices="auto")),
+    ):
+        assert split_that_fits(given, other) is None

@@ -153,9 +153,11 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_too_large(arguments)
     dtypes = _dtypes(arguments, hardware)
     description = read_model(arguments.model)
+    recipe = _recipe(arguments, description.maximum_length)
+    split = None if hardware is None else _split_of_run(arguments, description, recipe, hardware, dtypes.compute)
     found = estimate(
         description,
-        _recipe(arguments, description.maximum_length),
+        recipe if split is None else replace(recipe, layers_per_stage=split),
         kernels=arguments.kernels,
         dtypes=dtypes,
         hardware=hardware,
@@ -212,6 +214,32 @@ def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
         offload=OffloadOptions(activations=offload(arguments)),
         layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
     )
+
+
+def _split_of_run(
+    arguments: argparse.Namespace, description: Description, recipe: Recipe, hardware: Hardware, dtype: str
+) -> tuple[int, ...] | None:
+    """Return the layers of each stage if a run takes others on this GPU than those that its times suggest."""
+    from evenpipe.costs.hardware import known_gpu
+    from evenpipe.plan.problem import EVENPIPE, problem_of
+    from evenpipe.plan.splits import split_that_fits
+
+    ours = arguments.kernels == EVENPIPE and arguments.optimizer == "adamw"
+    if known_gpu(hardware.name) is None or not ours or recipe.vocabulary != "redistribute":
+        return None
+    sizes, batch = recipe.parallelism, recipe.batch
+    assert batch.sequence_length is not None
+    problem = problem_of(
+        description,
+        hardware,
+        gpus=sizes.gpus,
+        sequence=batch.sequence_length,
+        sequences_per_step=sizes.dp * recipe.microbatches * batch.microbatch_size,
+        memory_bytes=memory(arguments),
+        dtype=dtype,
+        skew=arguments.skew,
+    )
+    return split_that_fits(problem, recipe, arguments.offload_optimizer)
 
 
 def _dtypes(arguments: argparse.Namespace, hardware: Hardware | None) -> Dtypes:

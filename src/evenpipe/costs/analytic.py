@@ -25,7 +25,7 @@ with measurements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -34,7 +34,7 @@ from evenpipe.model.context_exchange import moved
 from evenpipe.model.flops import Attention
 
 from .collectives import Axes
-from .experts import times_of_experts
+from .experts import one_way_seconds, times_of_experts
 from .hardware import ELEMENT_BYTES, Hardware
 from .measured_passes import BARE, NO_CORRECTION, OUTPUT, PASSES, Correction
 from .work import (
@@ -52,10 +52,11 @@ from .work import (
 GRADIENT_BYTES = 4
 """Bytes of one element of a gradient that products are added to."""
 
-BESIDE_COLLECTIVES = 1.065
+BESIDE_COLLECTIVES = {"vocab-1": 1.065, "vocab-2": 1.065, "interlaced": 1.02}
 """Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
-bandwidth. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv 2411.05288,
-artifact), 1.05 to 1.09; CPUs have the measured `Hardware.contention`."""
+bandwidth, by mode. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv
+2411.05288, artifact), 1.05 to 1.09, and 1.01 to 1.03 interlaced, where all devices wait for the collectives of the
+output layer and only those of the embedding run beside passes; CPUs have the measured `Hardware.contention`."""
 
 STATISTICS = 3
 """fp32 numbers per token and shard that the vocabulary layers gather."""
@@ -176,23 +177,25 @@ class Setting:
 class LayerTime:
     """Seconds of one layer and microbatch."""
 
-    forward: float
-    bare: float
+    forward: float = 0.0
+    bare: float = 0.0
     """A forward that keeps only its input."""
-    inputs: float
-    weights: float
-    whole: float
+    inputs: float = 0.0
+    weights: float = 0.0
+    whole: float = 0.0
     """B: both in one, without recomputation."""
-    weights_repeated: float
+    weights_repeated: float = 0.0
     """W of a layer whose forward was repeated: tensor ranks have its whole input."""
-    whole_repeated: float
+    whole_repeated: float = 0.0
     """B likewise."""
-    again_selective: float
+    again_selective: float = 0.0
     """Recomputation if the results of products and attention are kept."""
-    again_full: float
+    again_full: float = 0.0
     """The same if only the layer's input is kept."""
     exchanged: LayerTime | None = None
     """Of these times, those in which only tensor ranks exchange rows; None with one rank."""
+    across: LayerTime | None = None
+    """Those in which context ranks or members of an expert group exchange something across nodes; None if none do."""
 
     @property
     def backward(self) -> float:
@@ -226,18 +229,37 @@ class LayerTime:
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times of one layer."""
-    times = [_computed(work, setting)]
+    times, across, axes = [_computed(work, setting)], [], setting.axes
     if work.experts is not None:
         times.append(_of_experts(work, work.experts, setting))
-    if setting.axes.context.size > 1 and work.attention.heads:
+        if not axes.experts.members.inside_node(setting.hardware):
+            across.append(_between_members(work, work.experts, setting))
+    if axes.context.size > 1 and work.attention.heads:
         times.append(_between_pieces(work.attention, setting))
+        across += [] if axes.context.inside_node(setting.hardware) else times[-1:]
     exchanged = None if setting.tensor == 1 else _exchanged(work, setting)
     times += [] if exchanged is None else [exchanged]
-    sums = {name: sum(getattr(one, name) for one in times) for name in _TIMES}
-    return LayerTime(**sums, exchanged=exchanged)
+    return replace(_sum(times), exchanged=exchanged, across=_sum(across) if across else None)
 
 
-_TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name != "exchanged")
+_TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name not in ("exchanged", "across"))
+
+
+def _sum(times: Sequence[LayerTime]) -> LayerTime:
+    return replace(LayerTime(), **{name: sum(getattr(one, name) for one in times) for name in _TIMES})
+
+
+def _transfers(forward: float, inputs: float, whole: float, again: tuple[float, float]) -> LayerTime:
+    """Return times in which something travels. again: with selective and full recomputation."""
+    return LayerTime(
+        forward=forward,
+        bare=forward,
+        inputs=inputs,
+        whole=whole,
+        whole_repeated=whole,
+        again_selective=again[0],
+        again_full=again[1],
+    )
 
 
 def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
@@ -260,17 +282,8 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
     tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
     factor = setting.correction.between_pieces
-    return LayerTime(
-        forward=factor("F") * forward,
-        bare=factor("F") * forward,
-        inputs=factor("I") * backward,
-        weights=0.0,
-        weights_repeated=0.0,
-        whole=factor("B") * backward,
-        whole_repeated=factor("B") * backward,
-        again_selective=factor("F") * forward,
-        again_full=factor("F") * forward,
-    )
+    again = factor("F") * forward
+    return _transfers(again, factor("I") * backward, factor("B") * backward, (again, again))
 
 
 def _computed(work: LayerWork, setting: Setting) -> LayerTime:
@@ -319,6 +332,12 @@ def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> Layer
     return _corrected(setting, taken.F, inputs=taken.I, weights=taken.W, whole=taken.B, again=again)
 
 
+def _between_members(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
+    """Return the times in which rows travel between the members of an expert group, whatever runs beside."""
+    once = one_way_seconds(experts, work.hidden_size, setting)
+    return _transfers(2 * once, 2 * once, 2 * once, (0.0, once if setting.stops_early else 2 * once))
+
+
 BLOCKS = 2
 """Blocks of a layer: attention and MLP."""
 
@@ -348,7 +367,6 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
         bare=bare * each_way,
         inputs=correction("I") * each_way,
         weights=correction("W") * weights,
-        weights_repeated=0.0,
         whole=correction("B") * (arriving + gathering + summing),
         whole_repeated=correction("B") * (arriving + summing),
         again_selective=correction("F") * again_selective,

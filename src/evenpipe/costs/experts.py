@@ -28,6 +28,11 @@ def times_of_experts(experts: ExpertWork, hidden_size: int, setting: Setting) ->
     return times(work, choose(setting.axes.experts.options, layer, rates).overlap), work.gate
 
 
+def one_way_seconds(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
+    """Return the seconds in which all rows travel to their experts, or back."""
+    return work_of(_layer(experts, hidden_size, setting), _rates(setting)).one_way
+
+
 def first_product_bytes(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
     """Return the bytes of the first product of all pairs of a row and one of its experts, which is kept for the
     backward."""

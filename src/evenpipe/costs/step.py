@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import of_slices
 
-from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
+from .analytic import (
+    BESIDE_COLLECTIVES,
+    GRADIENT_BYTES,
+    STATISTICS,
+    LayerTime,
+    Setting,
+    head_time,
+    whole_head_time,
+)
+from .cards import slowdowns
 from .measured_passes import OUTPUT, PASSES
 
 
@@ -57,7 +66,14 @@ def costs_of_cut(
                     times[stage] += seconds
     embedded = setting.tokens * hidden_size * setting.hidden_share
     wide = setting.hop_bytes(hidden_size)
+    collectives: dict[str, float] = {}
+    if cut.vocabulary not in WHOLE:
+        to_all = pipeline.broadcast_seconds(hardware, wide)
+        statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
+        collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
+        collectives = {name: correction[name] * seconds for name, seconds in collectives.items()}
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
+    p2p, collectives = _on_shared_cards(cut, layers, setting, stages, p2p=p2p, collectives=collectives)
     rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
 
     def costs(factor: float = 1.0, **others: Any) -> Costs:
@@ -85,18 +101,46 @@ def costs_of_cut(
     combined = correction["C"] * hardware.streaming_seconds(4.0 * setting.tokens * hidden_size * setting.element, 4)
     combined += shard_waits.get(second, 0.0)
     first_product = shard.forward + shard.loss_forward + shard_waits.get("S", 0.0)
-    to_all = pipeline.broadcast_seconds(hardware, wide)
-    statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
-    collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
     return costs(
-        BESIDE_COLLECTIVES if devices > 1 and hardware.torch_device != "cpu" else 1.0,
+        BESIDE_COLLECTIVES[cut.vocabulary] if devices > 1 and hardware.torch_device != "cpu" else 1.0,
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
         E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
         G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
-        collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
+        collectives=collectives,
     )
+
+
+def _on_shared_cards(
+    cut: Cut,
+    layers: Sequence[LayerTime],
+    setting: Setting,
+    stages: Mapping[str, list[float]],
+    *,
+    p2p: float,
+    collectives: Mapping[str, float],
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of hops and collectives if they share network cards with each other and with what passes
+    exchange, and lengthen the passes in `stages` by as much as that takes longer. p2p, collectives: each alone."""
+    if setting.axes.pipeline.inside_node(setting.hardware):
+        return p2p, dict(collectives)
+    across = _stage_times(cut, [layer.across or LayerTime() for layer in layers], {})
+    placement = cut.placement
+    busy = {
+        "hops": 2 * (placement.stages - 1) * p2p,
+        "collectives": placement.devices * sum(collectives.values()),
+        "exchange": _work(across),
+    }
+    slower = slowdowns(busy, _work(stages))  # all summed over devices
+    for name, times in stages.items():
+        times[:] = [time + (slower["exchange"] - 1) * moving for time, moving in zip(times, across[name], strict=True)]
+    return slower["hops"] * p2p, {name: slower["collectives"] * seconds for name, seconds in collectives.items()}
+
+
+def _work(stages: Mapping[str, Sequence[float]]) -> float:
+    """Return the seconds of all stages for a microbatch, with the shorter backward."""
+    return sum(stages["F"]) + min(sum(stages["B"]), sum(stages["I"]) + sum(stages["W"]))
 
 
 def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Setting], Costs]) -> Costs:

@@ -78,8 +78,9 @@ fragments: in 17 published layouts on B200 (SimuMax, 2 steps each) the fullest G
     context parallelism do not fit.
 context_parallel: fitted to the published runs on A100 with 40 GB (`okoge-kaz/Megatron-LM`, TE 1.x, NCCL 2.17, without
     TORCH_NCCL_AVOID_RECORD_STREAMS), where equal layouts with and without it differ by this much. NCCL's buffers for
-    sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100 need less
-    than the upper end: 6 of 52 that ran with context parallelism are called at risk.
+    sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100, whose
+    scripts load NCCL 2.21, need less than the upper end: 6 of 52 that ran with context parallelism are called at risk.
+    How much less is not known, since all that failed lack memory without any of it: another range would be a guess.
 """
 
 HOST = Overheads()

@@ -20,6 +20,7 @@ import heapq
 import math
 import multiprocessing
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ TOGETHER = 8
 
 LOSS_SHARE = 0.5
 """Share of the smallest loss of a schedule on any layout that it is expected to lose on others."""
+
+ENOUGH = 3
+"""Layouts on which a schedule is evaluated before its loss counts."""
 
 WORTH = 0.995
 """The search ignores plans that cannot be faster than this share of the time of the last wanted plan: pass times are
@@ -123,7 +127,7 @@ class _Search:
         self.sharp: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
-        self.losses: dict[Any, float] = {}  # by schedule, mode and devices: least time over bound so far
+        self.losses: dict[Any, list[float]] = defaultdict(list)  # by `_families`: times over bounds
         self.too_large: dict[Any, int] = {}  # by the other fields: sequences per microbatch that do not fit
         most_on_host = max(1.0 if share is None else share for share in space.host_shares)
         slices = problem.sequence >= LONG if space.slices is None else space.slices != (1,)
@@ -146,8 +150,8 @@ class _Search:
                 self._take(evaluation)
                 if evaluation.late or evaluation.fits:
                     loss = evaluation.seconds / self.sharp[one]
-                    for key in _families(one):
-                        self.losses[key] = min(loss, self.losses.get(key, loss))
+                    for family in _families(one):
+                        self.losses[family].append(loss)
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
@@ -183,7 +187,7 @@ class _Search:
                 break
             else:
                 batch.append(node)
-                if family not in self.losses:
+                if not self.losses[family]:
                     unknown.add(family)
         return batch
 
@@ -196,7 +200,8 @@ class _Search:
 
     def _expected(self, one: Configuration) -> float:
         """Return the bound on the step with the empirical factor."""
-        loss = max(self.losses.get(family, 1.0) for family in _families(one)) if one.recipe.devices > 1 else 1.0
+        known = [self.losses[family] for family in _families(one)] if one.recipe.devices > 1 else []
+        loss = max((min(losses) for losses in known if len(losses) >= ENOUGH), default=1.0)
         return self.sharp[one] * (1 + LOSS_SHARE * (loss - 1))
 
     def _open(self, sizes: _Sizes) -> None:

@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from evenpipe.costs.hardware import known_gpu
 from evenpipe.costs.step import Parameters
-from evenpipe.costs.timed_model import computing, extra_times, layer_times
+from evenpipe.costs.timed_model import arranging_model, computing, extra_times, layer_times, split_times
 from evenpipe.errors import InputError
+from evenpipe.recipe.layout import layers_per_stage, runnable_order
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split
 from evenpipe.schedule.layers import best_split, over_stages, splits_by_cost
@@ -25,12 +27,15 @@ from evenpipe.schedule.planning import BARRIERS
 from .bounds import logits_bytes, saved_floor, usable
 from .configuration import POLICIES, Configuration
 from .device_memory import layer_use, state_floor
-from .evaluation import layers_of_devices, parameters_per_device
+from .evaluation import Evaluation, evaluate, layers_of_devices, parameters_per_device
 from .problem import Problem
 from .programs import Shape
 
 DIGITS = 2
 """Decimals of times, in layers, by which layers are split, so that few splits differ."""
+
+TRIES = 4
+"""Splits of a run that are evaluated, beside that by time, each with the room that those before have found."""
 
 Split = tuple[int, ...]
 
@@ -49,9 +54,45 @@ def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layer
         key = (splits_by_cost, shape.placement, shape.in_flight, round(head_layers, DIGITS), relative)
         found = problem.once(key, partial(_by_cost, shape, key[3], relative))
     if mode != "first-last" and layout.devices > 1 and not shape.moves:
-        usual = Configuration(recipe=replace(layout, vocabulary=mode, layers_per_stage=found[0]), shape=shape)
+        recipe = replace(layout, vocabulary=mode, layers_per_stage=found[0])
+        usual = Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
         found = (*_by_memory(problem, usual, 0.0 if BARRIERS[mode] else head_layers), *found)
     return tuple(dict.fromkeys(found))
+
+
+def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -> Split | None:
+    """Return the layers of each stage with which a run of a recipe with "redistribute" fits, if its split by time does
+    not; None if that fits by the estimate, or nothing does, or there is no choice.
+
+    problem: the machine and the batch of the run. host_share: share of the optimizer's moments on the host. Unlike
+    plans, the run recomputes what its recipe says. Raises InputError for options that the schedule does not have, and
+    more stages than layers.
+    """
+    given = recipe.layers_per_stage is not None or recipe.batch.slices == "auto"
+    if recipe.vocabulary != "redistribute" or recipe.devices == 1 or given or not isinstance(recipe.schedule, str):
+        return None
+    shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
+    if shape is None or not set(recipe.checkpointing_of(problem.layers)) <= set(POLICIES):
+        return None
+    model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype)
+    own = layers_per_stage(recipe, model, runnable_order(recipe))
+    one = Configuration(recipe=replace(recipe, layers_per_stage=own), shape=shape, host_share=host_share)
+    found = evaluate(problem, one)
+    if one.moves or found.fits or found.fault:
+        return None
+    layers, head = split_times(problem, recipe)
+    devices = _Devices.of(problem, one, head / layers[-1])
+    for _ in range(TRIES):
+        split = devices.best(problem.layers)
+        if split is None:
+            return None
+        found = evaluate(problem, one.decided(layers_per_stage=split))
+        if found.fits:
+            return split
+        if found.fault:
+            return None
+        devices = devices.as_evaluated(found)
+    return None
 
 
 def _relative_times(problem: Problem, layout: Recipe) -> tuple[float, ...]:
@@ -71,20 +112,14 @@ def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Spli
 
 
 def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tuple[Split, ...]:
-    """Return the best split with the recomputation that it needs, unless the usual one needs none. head_layers: of the
-    last device."""
-    devices, placement = _Devices.of(problem, usual, head_layers), usual.placement
+    """Return the best split with the recomputation that it needs, if that is open, unless the usual one fits as it is.
+    head_layers: of the last device."""
+    devices = _Devices.of(problem, usual, head_layers)
     held = map(len, layers_of_devices(usual))
     if all(devices.lacking(device, layers) <= 0 for device, layers in enumerate(held)):
         return ()
-    try:
-        if placement.stages == placement.devices:
-            alike = len(set(_relative_times(problem, usual.recipe))) == 1
-            return (best_split(problem.layers, placement.stages, devices.load_of_stage, alike=alike),)
-        split = best_split(problem.layers, placement.devices, devices.load, alike=True)
-    except InputError:  # nothing fits
-        return ()
-    return (over_stages(split, placement, devices.heads[placement.last_device], devices.mean),)
+    split = devices.best(problem.layers)
+    return () if split is None else (split,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +130,16 @@ class _Devices:
     shape: Shape
     before: tuple[float, ...]
     """Time of so many first layers."""
+    alike: bool
+    """Whether all layers take as long."""
     heads: tuple[float, ...]
     """By device, the time of what it has of the output layer beside its layers."""
     room: tuple[float, ...]
     """By device, bytes for its layers."""
     bytes: tuple[tuple[float, ...], ...]
-    """By device, the most bytes of a layer by policy: none, selective, full."""
+    """By device, the most bytes of a layer by policy: none, selective, full; the given one alone if none is open."""
     again: tuple[float, ...]
-    """Time of recomputation: selective, full."""
+    """Time of recomputation of all but the first of them."""
 
     @classmethod
     def of(cls, problem: Problem, one: Configuration, head_layers: float) -> _Devices:
@@ -122,6 +159,9 @@ class _Devices:
             hops = 2 if device in (0, placement.devices - 1) else 4
             free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - uses.passing)
+        policies: tuple[str, ...] = POLICIES
+        if "checkpointing" not in one.open:  # of layers with several, that which keeps most
+            policies = (min(one.checkpointing, key=POLICIES.index),)
         more = barriers * placement.devices / placement.stages
         in_flight = [
             [(min(waiting + more, recipe.microbatches), queued) for waiting, queued in moments]
@@ -130,12 +170,13 @@ class _Devices:
         return cls(
             shape=one.shape,
             before=(0.0, *accumulate(relative)),
+            alike=len(set(relative)) == 1,
             heads=tuple(head_layers * (device == placement.last_device) for device in range(placement.devices)),
             room=tuple(room),
-            bytes=tuple(_most(state, uses, moments) for moments in in_flight),
+            bytes=tuple(_most(state, uses, moments, policies) for moments in in_flight),
             again=tuple(
                 max(0.0, sum(extra_times(problem, recipe, policy)) / layers / (times[-1].forward + times[-1].backward))
-                for policy in POLICIES[1:]
+                for policy in policies[1:]
             ),
         )
 
@@ -143,6 +184,24 @@ class _Devices:
     def mean(self) -> float:
         """Time of a layer on average."""
         return self.before[-1] / (len(self.before) - 1)
+
+    def as_evaluated(self, one: Evaluation) -> _Devices:
+        """Return the same with no more room than the evaluation of a split has found."""
+        held = map(len, layers_of_devices(one.configuration))
+        found = zip(self.room, held, self.bytes, one.devices, strict=True)
+        room = tuple(min(free, layers * sizes[0] + use.spare) for free, layers, sizes, use in found)
+        return replace(self, room=room)
+
+    def best(self, layers: int) -> Split | None:
+        """Return the split that keeps the busiest device short; None if nothing fits."""
+        placement = self.shape.placement
+        try:
+            if placement.stages == placement.devices:
+                return best_split(layers, placement.stages, self.load_of_stage, alike=self.alike)
+            split = best_split(layers, placement.devices, self.load, alike=True)
+        except InputError:
+            return None
+        return over_stages(split, placement, self.heads[placement.last_device], self.mean)
 
     def lacking(self, device: int, layers: int) -> float:
         """Return the bytes that a device lacks for so many layers that keep everything; negative if there is room."""
@@ -162,16 +221,15 @@ class _Devices:
         return seconds + self.heads[device] + self._again(device, layers, lacks), max(0.0, lacks)
 
     def _again(self, device: int, layers: int, lacks: float) -> float:
-        """Return the time of the least recomputation: some layers selective, or all of them and some full."""
+        """Return the time of the least recomputation: some layers with the next policy, or all of them and some with
+        the one after."""
         if lacks <= 0:
             return 0.0
-        none, selective, full = self.bytes[device]
-        cheap, dear = self.again
-        if layers * (none - selective) >= lacks:
-            return math.ceil(lacks / (none - selective)) * cheap
-        lacks -= layers * (none - selective)
-        if layers * (selective - full) >= lacks:
-            return layers * cheap + math.ceil(lacks / (selective - full)) * max(0.0, dear - cheap)
+        seconds = 0.0
+        for (more, less), each in zip(pairwise(self.bytes[device]), self.again, strict=True):
+            if layers * (more - less) >= lacks:
+                return layers * seconds + math.ceil(lacks / (more - less)) * max(0.0, each - seconds)
+            lacks, seconds = lacks - layers * (more - less), each
         return math.inf
 
 
@@ -186,13 +244,16 @@ def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float
     return problem.once((_parameters, ranks, members), parameters)
 
 
-def _most(state: float, uses: _Uses, moments: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+def _most(
+    state: float, uses: _Uses, moments: Sequence[tuple[float, float]], policies: Sequence[str]
+) -> tuple[float, ...]:
     """Return the most bytes of a layer by policy; state: those that are always there."""
     found = [
         state + max(held * waiting + later * queued for held, later in moments)
         for waiting, queued in zip(uses.waiting, uses.queued, strict=True)
     ]
-    return tuple(accumulate(found, min))
+    least = tuple(accumulate(found, min))
+    return tuple(least[POLICIES.index(policy)] for policy in policies)
 
 
 class _Uses(NamedTuple):

@@ -82,7 +82,7 @@ class Recipe:
     vocabulary: str = "balanced"
     """"balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last"."""
     layers_per_stage: tuple[int, ...] | None = None
-    """First stage to last. None: an even split, or by time with "redistribute"."""
+    """First stage to last. None: an even split, or by time with "redistribute" (in `evenpipe train` by memory too)."""
     checkpointing: str | tuple[str, ...] = "none"
     """The tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of products and of attention; or one choice per layer. If the order has

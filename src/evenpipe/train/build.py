@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import json
+import logging
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evenpipe.costs.hardware import Hardware, known_gpu
+from evenpipe.errors import InputError
+from evenpipe.model import describe
+from evenpipe.processes.worker import initialise_worker
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.runtime.arranging import DTYPES
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
 from evenpipe.vocabulary import LossOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 
 def build_pipeline(
@@ -24,8 +37,9 @@ def build_pipeline(
 
     changes: arguments of `Pipeline` in place of the configured ones.
     """
+    model = pipeline_model(config, tokenizer_size, end_of_text_id)
     options: dict[str, Any] = {
-        "recipe": config.recipe(),
+        "recipe": _fitting(config, config.recipe(), model, torch_device),
         "loss": LossOptions(**asdict(config.loss)),
         "compute_dtype": compute_dtype(config),
         "seed": config.training.seed,
@@ -34,8 +48,51 @@ def build_pipeline(
         "torch_device": torch_device,
         "timeout_seconds": config.pipeline.timeout_seconds,
     }
-    model = pipeline_model(config, tokenizer_size, end_of_text_id)
     return Pipeline(model, **{**options, **changes})
+
+
+def _fitting(config: Config, recipe: Recipe, model: str | PreTrainedConfig, torch_device: torch.device) -> Recipe:
+    """Return the recipe with a split of layers that fits the memory of a known GPU, if its split by time does not. The
+    first process estimates, and says it. Collective."""
+    known = known_gpu(torch.cuda.get_device_name(torch_device)) if torch_device.type == "cuda" else None
+    if known is None or recipe.vocabulary != "redistribute" or recipe.devices == 1:
+        return recipe
+    worker, what = initialise_worker(), "layers of each stage"
+    if worker.rank == 0:
+        memory = torch.cuda.get_device_properties(torch_device).total_memory
+        split = split_of_run(config, recipe, model, known, memory)
+        if split is not None:
+            logger.warning("layers_per_stage = %s: by the estimate, the split by time does not fit", list(split))
+        worker.settle(what, json.dumps(split))
+        worker.mark(f"{what}: known")
+    worker.wait_for_mark(f"{what}: known", f"the {what}", "the pipeline")
+    found = json.loads(worker.settle(what, "null"))
+    return recipe if found is None else replace(recipe, layers_per_stage=tuple(found))
+
+
+def split_of_run(
+    config: Config, recipe: Recipe, model: str | PreTrainedConfig, known: Hardware, memory: int
+) -> tuple[int, ...] | None:
+    """Return the layers of each stage as `split_that_fits` for a run on GPUs with so many bytes; None for an optimizer
+    whose memory plans do not know, and for what a pipeline refuses."""
+    from evenpipe.plan.problem import problem_of  # only the first process should import planning
+    from evenpipe.plan.splits import split_that_fits
+
+    if config.optimizer.name != "adamw":
+        return None
+    try:
+        problem = problem_of(
+            describe(model, trust_remote_code=config.model.trust_remote_code),
+            known,
+            gpus=config.pipeline.processes,
+            sequence=config.data.sequence_length,
+            sequences_per_step=recipe.parallelism.dp * recipe.microbatches * recipe.batch.microbatch_size,
+            memory_bytes=memory,
+            dtype=DTYPES[compute_dtype(config) or torch.bfloat16],
+        )
+        return split_that_fits(problem, recipe, config.optimizer.host_share)
+    except InputError:
+        return None
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:

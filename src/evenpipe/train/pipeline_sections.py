@@ -91,7 +91,8 @@ class PipelineConfig(Section):
     """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
     """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
-    evenly, or by time with vocabulary "redistribute"."""
+    evenly; with vocabulary "redistribute" by time, or on a known GPU by memory too, if the split by time does not fit
+    by the estimate and another one does."""
     checkpointing: tuple[str, ...] = ("none",)
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
