@@ -149,10 +149,28 @@ class ModelBytes:
         piece: Piece | None = None,
     ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
-        ranks, recompute = settings.parallelism.tp, Kind.R in kinds
         backwards: Literal["whole", "split", "both"] = "whole"
         if Kind.I in kinds:
             backwards = "both" if Kind.B in kinds else "split"
+        return self._tracer(settings, backwards, recompute=Kind.R in kinds, piece=piece).stage(
+            *bounds,
+            is_first=ends[0],
+            is_last=ends[1],
+            checkpointing=settings.checkpointing,
+            kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
+        )
+
+    def traced_layer(
+        self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None
+    ) -> tuple[int, int]:
+        """Return the bytes that one layer adds to a stage, as `StageTracer.layer`. split: whether backwards are."""
+        tracer = self._tracer(settings, "split" if split else "whole", recompute=False, piece=piece)
+        return tracer.layer(layer, settings.checkpointing[layer])
+
+    def _tracer(
+        self, settings: Settings, backwards: Literal["whole", "split", "both"], *, recompute: bool, piece: Piece | None
+    ) -> StageTracer:
+        ranks = settings.parallelism.tp
         sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
         sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
         key = (*sizes, settings.dtypes, settings.kernels, backwards, recompute)
@@ -171,10 +189,4 @@ class ModelBytes:
                 piece=piece,
                 sharing=sharing,
             )
-        return self._tracers[key].stage(
-            *bounds,
-            is_first=ends[0],
-            is_last=ends[1],
-            checkpointing=settings.checkpointing,
-            kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
-        )
+        return self._tracers[key]

@@ -5,10 +5,9 @@
     configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`;
                     + the end of the step
 
-The necessary recomputation follows from a lower bound on memory: parameters and their states; for every layer in flight
-before vocabulary passes are added, the tensors that the gradients of its products need; and for the output layer one
-exponential per logit of a microbatch. If a device exceeds its memory even when every layer keeps only its input, the
-configuration cannot fit.
+The necessary recomputation follows from a lower bound on memory: parameters and their states; what the layers in flight
+before vocabulary passes are added keep (`layer_memory`); and for the output layer one exponential per logit of a
+microbatch. If a device exceeds its memory even when every layer keeps only its input, the configuration cannot fit.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
-from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.step import Parameters, step_end_seconds
 from evenpipe.costs.timed_model import extra_times, layer_times
-from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.memory.sizes import GIB
@@ -34,6 +32,7 @@ from evenpipe.simulate.bounds import either_backward
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
 from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device
+from .layer_memory import LayerUse, least_uses
 from .problem import Problem
 from .programs import InFlight
 
@@ -77,9 +76,10 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     return Bound(seconds, max(0, math.ceil(lacking)))
 
 
-def work_bound(problem: Problem, configuration: Configuration) -> Bound:
-    """Return the bound of one configuration: the work of its busiest device, including recomputation."""
-    again, lacking, device = _memory_floor(problem, configuration)
+def work_bound(problem: Problem, configuration: Configuration, *, traced: bool = False) -> Bound:
+    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: layers
+    without a closed form are traced, which takes longer."""
+    again, lacking, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
     work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
     return Bound(work + end_seconds(problem, configuration), lacking, device)
@@ -131,7 +131,7 @@ def _usable(problem: Problem, communicators: int, context_parallel: bool) -> flo
     return (problem.memory_bytes - beside[0]) / (beside[1] - beside[0]) * GIB
 
 
-def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[float], int, int]:
+def _memory_floor(problem: Problem, configuration: Configuration, *, traced: bool) -> tuple[list[float], int, int]:
     """Return the least seconds of recomputation of each device per microbatch; and the bytes that a device lacks even
     so, and which."""
     recipe, shape = configuration.recipe, configuration.shape
@@ -142,13 +142,12 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
     on_host = 1.0 if share is None else share
     flight = _in_flight(problem, configuration)
     logits = logits_bytes(problem, configuration, setting)
-    slices = recipe.slices
-    saved = problem.once(
-        (saved_floor, recipe.parallelism, recipe.batch.microbatch_size),
-        lambda: [min(sizes) for sizes in zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)],
-    )
     # Any amount may be on the host.
-    saved = [0.0, 0.0, 0.0] if configuration.moves else [size / slices for size in saved]
+    uses = (
+        [LayerUse(0.0, 0.0, 0.0)] * len(POLICIES)
+        if configuration.moves
+        else least_uses(problem, recipe, traced=traced, split=shape.split)
+    )
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
     only = configuration.checkpointing[0]
@@ -161,18 +160,19 @@ def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
         always, gradients = state_floor(problem, recipe, parameters[device], on_host)
-        room -= always + logits[device]
-        moments, most = flight.moments[device], len(layers) * recipe.microbatches * slices
+        room += tolerance - always - logits[device]
+        moments, most = flight.moments[device], len(layers) * recipe.microbatches * recipe.slices
         per_layer = gradients / max(1, len(layers))
-        none, selective, full = held = [
+        held = [
             max(
-                min(waiting + more, most) * kept + queued * saved[0] + begun * per_layer
+                min(waiting + more, most) * use.waiting + queued * use.queued + begun * per_layer
                 for waiting, queued, begun in moments
             )
-            for kept in saved
+            for use in uses
         ]
+        none, selective, full = accumulate(held, min)
         least = full if only == LEAST else held[POLICIES.index(only)]
-        if least > room + tolerance:
+        if least > room:
             return again, math.ceil(least - room), device
         if only == LEAST and none > room:
             cheap, dear = (sum(times[layer] for layer in layers) for times in extra)
@@ -194,22 +194,3 @@ def logits_bytes(problem: Problem, configuration: Configuration, setting: Settin
     if BARRIERS[configuration.recipe.vocabulary]:
         return [whole / devices] * devices
     return [whole if device == placement.last_device else 0.0 for device in range(devices)]
-
-
-def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
-    """Return the least bytes that a layer keeps of one microbatch, under the policies none, selective and full.
-
-    None: inputs of products, norms and the activation, queries, keys and values, and the probabilities of eager
-    attention. Selective: results of products and of attention. Full: its input.
-    """
-    tokens = setting.tokens * setting.element
-    wide = work.hidden_size * setting.hidden_share
-    sizes = work.attention
-    attended = (sizes.heads * (sizes.query_size + sizes.value_size) + sizes.key_value_size) / setting.tensor
-    of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
-    middle = work.middle / setting.tensor
-    last = middle / 2 if work.gated else middle
-    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.is_eager(work) else 0.0
-    none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
-    selective = min(none, tokens * (wide + attended + middle) + of_experts)
-    return none, selective, min(selective, tokens * wide)

@@ -176,8 +176,12 @@ class _Search:
             elif self._skip(node):
                 continue
             elif node not in self.sharp:
-                self.sharp[node] = max(seconds, order_bound(self.problem, node))
-                self._push(self._expected(node), node)
+                bound = work_bound(self.problem, node, traced=True)
+                if bound.lacking:
+                    self._reject(node, bound)
+                else:
+                    self.sharp[node] = max(bound.seconds, order_bound(self.problem, node))
+                    self._push(self._expected(node), node)
             elif (expected := self._expected(node)) > seconds:
                 self._push(expected, node)
             elif seconds >= self._limit(_mode(node)):
@@ -215,8 +219,7 @@ class _Search:
                 continue
             bound = work_bound(self.problem, one)
             if bound.lacking:
-                self.found.rejected.append(Rejected(layout, one, bound))
-                self._does_not_fit(one)
+                self._reject(one, bound)
             else:
                 may_fit = True
                 self._push(bound.seconds, one)
@@ -225,6 +228,10 @@ class _Search:
 
     def _skip(self, one: Configuration) -> bool:
         return one.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(one), math.inf)
+
+    def _reject(self, one: Configuration, bound: Bound) -> None:
+        self.found.rejected.append(Rejected(one.recipe, one, bound))
+        self._does_not_fit(one)
 
     def _does_not_fit(self, one: Configuration) -> None:
         key, size = _all_but_size(one), one.recipe.batch.microbatch_size

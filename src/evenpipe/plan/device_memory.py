@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.errors import InputError
-from evenpipe.memory.estimate import Estimate, estimate, settings_of
+from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
@@ -39,18 +37,6 @@ class DeviceUse:
         return self.spare >= 0
 
 
-class LayerUse(NamedTuple):
-    """Bytes of one layer and microbatch."""
-
-    input: int
-    stored: int
-    """Between its forward and its backward, besides its input."""
-    queued: int
-    """Between I and W."""
-    passing: int
-    """The peak within a pass, above."""
-
-
 def device_uses(problem: Problem, configuration: Configuration, program: Program) -> tuple[DeviceUse, ...]:
     """Return the memory of all devices. Raises InputError for a model that cannot be cut this way."""
     return tuple(
@@ -74,31 +60,8 @@ def copied(problem: Problem, configuration: Configuration, program: Program) -> 
     return tuple(found)
 
 
-def layer_use(problem: Problem, recipe: Recipe, layer: int) -> LayerUse | None:
-    """Return the memory of a layer under a recipe with one checkpointing policy; None if only a trace tells it, or if
-    the model cannot be cut this way."""
-    source, sizes = problem.bytes, recipe.parallelism
-    try:
-        settings = settings_of(
-            problem.description,
-            recipe,
-            kernels=problem.kernels_name,
-            dtypes=_dtypes(problem),
-            hardware=problem.hardware,
-            skew=problem.skew,
-        )
-        if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
-            return None
-        piece = settings.pieces(problem.description, source.row_work)[0]
-        found = source.closed_stage((layer, layer + 1), (False, False), settings, piece)
-    except InputError:
-        return None
-    peaks = found.peaks
-    passing = max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight)
-    return LayerUse(found.input, found.stored, found.queued, passing)
-
-
-def _dtypes(problem: Problem) -> Dtypes:
+def dtypes_of(problem: Problem) -> Dtypes:
+    """Return the types that a plan trains with."""
     return SINGLE if problem.dtype == "fp32" else MIXED
 
 
@@ -113,7 +76,7 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program)
             schedule_options=(),
         ),
         kernels=problem.kernels_name,
-        dtypes=_dtypes(problem),
+        dtypes=dtypes_of(problem),
         hardware=problem.hardware,
         memory=problem.memory_bytes,
         offloaded=configuration.host_share or 0.0,
@@ -140,7 +103,7 @@ def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: 
     """Return the same for a parameter that so many replicas have in common."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
-    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), _dtypes(problem)
+    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), dtypes_of(problem)
     zero = parallelism.zero
     state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
     if framework.gradients_exist:

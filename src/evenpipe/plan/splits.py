@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from evenpipe.costs.hardware import known_gpu
 from evenpipe.costs.step import Parameters
-from evenpipe.costs.timed_model import arranging_model, computing, extra_times, layer_times, split_times
+from evenpipe.costs.timed_model import arranging_model, extra_times, layer_times, split_times
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import layers_per_stage, runnable_order
 from evenpipe.recipe.recipe import Recipe
@@ -24,10 +23,11 @@ from evenpipe.schedule import even_split
 from evenpipe.schedule.layers import best_split, over_stages, splits_by_cost
 from evenpipe.schedule.planning import BARRIERS
 
-from .bounds import logits_bytes, saved_floor, usable
+from .bounds import logits_bytes, usable
 from .configuration import POLICIES, Configuration
-from .device_memory import layer_use, state_floor
+from .device_memory import state_floor
 from .evaluation import Evaluation, evaluate, layers_of_devices, parameters_per_device
+from .layer_memory import LayerUse, mean_uses
 from .problem import Problem
 from .programs import Shape
 
@@ -148,7 +148,8 @@ class _Devices:
         setting, barriers = problem.setting(recipe), BARRIERS[recipe.vocabulary]
         times = layer_times(problem, recipe)
         relative = _relative_times(problem, recipe)
-        uses = _uses(problem, recipe)
+        uses = mean_uses(problem, recipe)
+        passing = max(use.passing for use in uses)
         others, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
         state = sum(state_floor(problem, recipe, Parameters(math.fsum(others), math.fsum(experts)))) / layers
         room = []
@@ -158,7 +159,7 @@ class _Devices:
             ends = Parameters(max(0.0, all_of_it.others - sum(others[layer] for layer in held)), 0.0)
             hops = 2 if device in (0, placement.devices - 1) else 4
             free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
-            room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - uses.passing)
+            room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
         if "checkpointing" not in one.open:  # of layers with several, that which keeps most
             policies = (min(one.checkpointing, key=POLICIES.index),)
@@ -245,45 +246,9 @@ def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float
 
 
 def _most(
-    state: float, uses: _Uses, moments: Sequence[tuple[float, float]], policies: Sequence[str]
+    state: float, uses: Sequence[LayerUse], moments: Sequence[tuple[float, float]], policies: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the most bytes of a layer by policy; state: those that are always there."""
-    found = [
-        state + max(held * waiting + later * queued for held, later in moments)
-        for waiting, queued in zip(uses.waiting, uses.queued, strict=True)
-    ]
+    found = [state + max(held * use.waiting + later * use.queued for held, later in moments) for use in uses]
     least = tuple(accumulate(found, min))
     return tuple(least[POLICIES.index(policy)] for policy in policies)
-
-
-class _Uses(NamedTuple):
-    """Bytes of a layer on average, by policy."""
-
-    waiting: tuple[float, ...]
-    """Of a microbatch that waits for its backward."""
-    queued: tuple[float, ...]
-    """Of one that waits for W."""
-    passing: float
-    """Within a pass, of the layer and policy that need most."""
-
-
-def _uses(problem: Problem, recipe: Recipe) -> _Uses:
-    key = (_uses, computing(recipe.parallelism), recipe.batch.microbatch_size)
-    return problem.once(key, partial(_uses_of, problem, recipe))
-
-
-def _uses_of(problem: Problem, recipe: Recipe) -> _Uses:
-    """Where only a trace tells, they are the least that the gradients of products need."""
-    setting = problem.setting(recipe)
-    floors = {id(work): saved_floor(work, setting) for work in problem.kinds}
-    first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
-    waiting, queued, passing = [], [], 0.0
-    for place, policy in enumerate(POLICIES):
-        own = replace(recipe, checkpointing=policy, layers_per_stage=None)
-        found = {kind: layer_use(problem, own, layer) for kind, layer in first.items()}
-        sizes = [(floors[id(work)], found[id(work)]) for work in problem.works]
-        kept = (floor[place] if use is None else max(use.input, use.stored) for floor, use in sizes)
-        waiting.append(math.fsum(kept) / problem.layers)
-        queued.append(math.fsum(floor[0] if use is None else use.queued for floor, use in sizes) / problem.layers)
-        passing = max(passing, *(0 if use is None else use.passing for use in found.values()))
-    return _Uses(tuple(waiting), tuple(queued), passing)

@@ -1,0 +1,139 @@
+"""Memory of single layers: what bounds and splits know of a stage without its program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from evenpipe.costs.analytic import Setting
+from evenpipe.costs.experts import first_product_bytes
+from evenpipe.costs.timed_model import computing
+from evenpipe.costs.work import LayerWork
+from evenpipe.errors import InputError
+from evenpipe.memory.estimate import settings_of
+from evenpipe.recipe.recipe import Recipe
+
+from .configuration import POLICIES
+from .device_memory import dtypes_of
+from .problem import Problem
+
+
+class LayerUse(NamedTuple):
+    """Bytes of one layer and microbatch."""
+
+    waiting: float
+    """Between its forward and its backward, with its input."""
+    queued: float
+    """Between I and W."""
+    passing: float
+    """The peak within a pass, above."""
+
+
+def mean_uses(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
+    """Return, for every policy, what a layer needs of a whole sequence on average, and the highest peak within one."""
+    key = (mean_uses, computing(recipe.parallelism), recipe.batch.microbatch_size)
+
+    def mean() -> tuple[LayerUse, ...]:
+        of_kinds = _uses_of_kinds(problem, recipe, traced=False, split=False)
+        every = [[found[id(work)] for work in problem.works] for found in of_kinds]
+        return tuple(
+            LayerUse(
+                math.fsum(use.waiting for use in uses) / len(uses),
+                math.fsum(use.queued for use in uses) / len(uses),
+                max(use.passing for use in uses),
+            )
+            for uses in every
+        )
+
+    return problem.once(key, mean)
+
+
+def least_uses(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> tuple[LayerUse, ...]:
+    """Return, for every policy, the least that any layer needs of a whole sequence, or of a slice of one.
+
+    traced: layers without a closed form are traced, as in stages whose backwards are `split` or not.
+    """
+    slices = recipe.slices
+    key = (least_uses, computing(recipe.parallelism), recipe.batch.microbatch_size, slices, traced and split, traced)
+
+    def least() -> tuple[LayerUse, ...]:
+        if slices == 1:
+            every = [list(found.values()) for found in _uses_of_kinds(problem, recipe, traced=traced, split=split)]
+        else:  # a slice keeps other tensors than a part of a whole sequence
+            floors = [saved_floor(work, problem.setting(recipe)) for work in problem.kinds]
+            every = [
+                [LayerUse(floor[place] / slices, floor[0] / slices, 0.0) for floor in floors]
+                for place in range(len(POLICIES))
+            ]
+        return tuple(LayerUse(*map(min, zip(*uses, strict=True))) for uses in every)
+
+    return problem.once(key, least)
+
+
+def _uses_of_kinds(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> list[dict[int, LayerUse]]:
+    """Return, for every policy, the memory of each kind of layer, by the id of its work, if sequences are whole. Where
+    nothing else tells, it is the least that the gradients of products need."""
+    recipe = replace(recipe, batch=replace(recipe.batch, slices=1), layers_per_stage=None)
+    key = (_uses_of_kinds, computing(recipe.parallelism), recipe.batch.microbatch_size, traced and split, traced)
+
+    def uses() -> list[dict[int, LayerUse]]:
+        first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
+        floors = {id(work): saved_floor(work, problem.setting(recipe)) for work in problem.kinds}
+        return [
+            {
+                kind: _use(problem, replace(recipe, checkpointing=policy), layer, traced=traced, split=split)
+                or LayerUse(floors[kind][place], floors[kind][0], 0.0)
+                for kind, layer in first.items()
+            }
+            for place, policy in enumerate(POLICIES)
+        ]
+
+    return problem.once(key, uses)
+
+
+def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: bool) -> LayerUse | None:
+    """Return the memory of a layer under a recipe with one policy; None if it is not known, or if the model cannot be
+    cut this way."""
+    source, sizes = problem.bytes, recipe.parallelism
+    try:
+        settings = settings_of(
+            problem.description,
+            recipe,
+            kernels=problem.kernels_name,
+            dtypes=dtypes_of(problem),
+            hardware=problem.hardware,
+            skew=problem.skew,
+        )
+        piece = settings.pieces(problem.description, source.row_work)[0]
+        if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
+            if not traced:
+                return None
+            stored, queued = source.traced_layer(layer, settings, split=split, piece=piece)
+            return LayerUse(stored, queued, 0.0)
+        found = source.closed_stage((layer, layer + 1), (False, False), settings, piece)
+    except InputError:
+        return None
+    peaks = found.peaks
+    passing = max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight)
+    return LayerUse(max(found.input, found.stored), found.queued, passing)
+
+
+def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
+    """Return the least bytes that any implementation of a layer keeps of one microbatch, under the policies none,
+    selective and full.
+
+    None: inputs of products, norms and the activation, queries, keys and values, and the probabilities of eager
+    attention. Selective: results of products and of attention. Full: its input.
+    """
+    tokens = setting.tokens * setting.element
+    wide = work.hidden_size * setting.hidden_share
+    sizes = work.attention
+    attended = (sizes.heads * (sizes.query_size + sizes.value_size) + sizes.key_value_size) / setting.tensor
+    of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
+    middle = work.middle / setting.tensor
+    last = middle / 2 if work.gated else middle
+    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.is_eager(work) else 0.0
+    none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
+    selective = min(none, tokens * (wide + attended + middle) + of_experts)
+    return none, selective, min(selective, tokens * wide)
