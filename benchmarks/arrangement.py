@@ -11,7 +11,7 @@ transformers' modules, hops across nodes), in three orders:
     own      arranged by the very times that are simulated
 
 Printed is by how much the first two are longer than the shortest of the three, in percent, the worst of all models, and
-the most activations in flight on a device, which must not differ between the three. Memory is not looked at.
+the most activations in flight on a device, which differ by one at most, but for zb-auto and gpipe, which have no limit.
 """
 
 from __future__ import annotations
