@@ -116,12 +116,6 @@ class Setting:
         """Return the same for a slice; None: for whole sequences."""
         return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
 
-    @property
-    def dense_embedding(self) -> bool:
-        """Whether the gradient of the embedding is first made of all its rows, as torch's layer does; ours adds those
-        of the tokens to the sum."""
-        return self.loss != "evenpipe"
-
     def is_eager(self, work: LayerWork) -> bool:
         """Return whether attention writes all of its probabilities."""
         own = work.eager and self.attention == "sdpa" and self.axes.context.size == 1 and self.axes.pieces.span is None

@@ -156,7 +156,7 @@ def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Sett
 def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:
     """Return the time of G on each of so many devices, which share the rows of the embedding."""
     size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * GRADIENT_BYTES)
-    if setting.dense_embedding:  # zeroed, and read again to be added
+    if setting.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
         size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * GRADIENT_BYTES)
     return setting.correction["G"] * setting.hardware.streaming_seconds(size / devices)
 
