@@ -15,7 +15,8 @@ arranges them, the optimizer's step is counted, memory is not looked at, nothing
     gain        of vocab-1 and vocab-2 over redistribution with the same schedule, as throughput, beside the paper's;
                 and of the best of them with any schedule over the best redistribution with any
     efficiency  of the shards' S, C and T against linear scaling, and how much longer a step takes with it than with
-                linear scaling: that of the simulation, of shards.py (--shards), and of the paper for its models
+                linear scaling: that of the simulation, of shards.py (--shards), and of the paper for its models, there
+                with its efficiency of the input embedding, too; and what then is gained over redistribution
 """
 
 from __future__ import annotations
@@ -24,18 +25,29 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import published
 import torch
 from models import MODELS, PAPER, TOKENS
-from simulated import Case, DataSheet, Measured, fits, output_seconds, step_seconds, tries, with_output
+from simulated import (
+    Case,
+    DataSheet,
+    Measured,
+    fits,
+    output_seconds,
+    published_input_seconds,
+    step_seconds,
+    tries,
+    with_output,
+)
 from timing import Results, percent, table
 
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.memory.kernels import PRESETS
-from evenpipe.schedule import MODES, SCHEDULES
+from evenpipe.schedule import MODES, SCHEDULES, Costs
 
 DEFAULT_SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zbv", "v-half")
 SHARDED = ("vocab-1", "vocab-2")
@@ -106,10 +118,11 @@ def gains(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def efficiencies(
-    case: Case, source: DataSheet, measured: Callable[[Case, str], float | None]
+    case: Case, source: DataSheet, measured: Callable[[Case, str], float | None], steps: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What the efficiency of shards costs, by mode, against linear scaling."""
+    """What the efficiency of shards costs, by mode, against linear scaling. steps: of the case."""
     schedule = EFFICIENCY_SCHEDULES[case.stages_per_device]
+    whole = next((one for one in steps if (one["schedule"], one["mode"]) == (schedule, "redistribute")), None)
     for mode in SHARDED:
         configuration, placement = next(tries(case, schedule, mode, source))
         costs = source.costs(case, configuration, placement)
@@ -120,18 +133,29 @@ def efficiencies(
             "measured": measured(case, mode),
             "paper": published.OUTPUT_EFFICIENCY.get((case.devices, case.tokens, mode)),
         }
+        seconds = {
+            name: step_seconds(case, configuration, shards_of(name, case, with_output(costs, linear / share)))
+            for name, share in known.items()
+            if share is not None
+        }
         yield {
             **case.to_dict(),
             "schedule": schedule,
             "mode": mode,
             "linear_seconds": perfect,
             "efficiencies": known,
-            "longer": {
-                name: step_seconds(case, configuration, with_output(costs, linear / share)) / perfect - 1
-                for name, share in known.items()
-                if share is not None
-            },
+            "longer": {name: one / perfect - 1 for name, one in seconds.items()},
+            "gains": {} if whole is None else {name: whole["seconds"] / one - 1 for name, one in seconds.items()},
         }
+
+
+def shards_of(name: str, case: Case, costs: Costs) -> Costs:
+    """`costs`, of the paper with its efficiency of the input embedding, where it is known."""
+    share = published.INPUT_EFFICIENCY.get((case.devices, case.tokens))
+    if name != "paper" or share is None:
+        return costs
+    half = published_input_seconds(case) / share / case.devices / 2
+    return replace(costs, E=half, G=half)
 
 
 def measured_efficiency(path: Path | None) -> Callable[[Case, str], float | None]:
@@ -185,14 +209,18 @@ def gains_table(found: Sequence[dict[str, Any]]) -> str:
 def efficiency_table(found: Sequence[dict[str, Any]]) -> str:
     """Efficiency of shards, and how much longer a step is for it."""
     names = ("simulated", "measured", "paper")
-    head = [text for name in names for text in (f"{name}", "step")]
+    head = [text for name in names for text in (f"{name}", "step", "gain")]
     rows = [["model", "p", "tokens", "rows", "schedule", "mode", *head]]
     for one in found:
         size = [one["model"], *(str(one[name]) for name in ("devices", "tokens", "vocabulary"))]
         cells = [
             cell
             for name in names
-            for cell in (percent(one["efficiencies"][name]), percent(one["longer"].get(name), digits=2))
+            for cell in (
+                percent(one["efficiencies"][name]),
+                percent(one["longer"].get(name), digits=2),
+                percent(one["gains"].get(name)),
+            )
         ]
         rows.append([*size, one["schedule"], one["mode"], *cells])
     return table(rows)
@@ -260,7 +288,8 @@ def main() -> None:
                         gains([one for one in steps if one["vocabulary"] == rows]) for rows in model.vocabularies
                     ]
                     if EFFICIENCY_SCHEDULES[stages] in schedules:
-                        all_efficiencies += efficiencies(cases[-1], source, measured)
+                        own = [one for one in steps if one["vocabulary"] == cases[-1].vocabulary]
+                        all_efficiencies += efficiencies(cases[-1], source, measured, own)
                     for one in steps:
                         results.add({"kind": "step", **one})
     print(f"\nGain over redistribution\n{gains_table(all_gains)}")

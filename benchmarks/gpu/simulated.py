@@ -181,6 +181,14 @@ def with_output(costs: Costs, seconds: float) -> Costs:
     return replace(costs, **{kind: factor * getattr(costs, kind) for kind in "SCT"})
 
 
+def published_input_seconds(case: Case) -> float:
+    """Embedding and its gradient of the whole vocabulary on one device, in the paper's runs: rows are read and written
+    both ways, and a gradient of all rows is zeroed and added to another one, both of 16 bits. In its profile the
+    backward of the first stage is as much longer (tests/costs/test_analytic.py)."""
+    rows, tokens = case.vocabulary * case.model.hidden_size, case.tokens * case.model.hidden_size
+    return case.problem.hardware.streaming_seconds(8.0 * (rows + tokens), 4)
+
+
 # --- steps ---------------------------------------------------------------------------------------------------
 
 

@@ -215,7 +215,7 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
 
 
 def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
-    given = problem("8B", gpus=4, memory=62, sequences_per_step=32)
+    given = problem("8B", gpus=4, memory=64, sequences_per_step=32)
     one = configuration("1f1b", "vocab-2", 4, 32).decided(layers_per_stage=(8, 8, 8, 8))
     one = replace(one, open=("checkpointing",))
     chosen = evaluate(given, one)

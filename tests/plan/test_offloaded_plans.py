@@ -53,7 +53,7 @@ def roomy() -> Problem:
 def steady(roomy: Problem) -> Problem:
     """Times with which the order of a short step is as good as that of a long one: how good an arranged V-Half is
     varies by up to 2 % with the number of microbatches."""
-    return replace(roomy, hardware=replace(roomy.hardware, product_fraction=0.7), known={})
+    return replace(roomy, hardware=replace(roomy.hardware, product_fraction=0.3), known={})
 
 
 def configuration(

@@ -19,6 +19,7 @@ from evenpipe.schedule import (
     interlace,
     plan_order,
     plan_program,
+    time_order,
     vocabulary_mode,
 )
 from evenpipe.schedule.registry import generate as registered
@@ -169,3 +170,16 @@ def test_arranging_times_are_whole_parts_of_a_mean_pass() -> None:
     assert (found.T, found.R, found.C) == (0.0, None, 0.0)
     assert found.collectives == {"reduce": round(0.3 / unit)}
     assert hash(found) == hash(in_parts(costs, Placement.linear(2)))
+
+
+def test_the_order_for_equal_passes_is_taken_where_the_one_by_costs_does_worse_with_the_vocabulary() -> None:
+    """ZB-V on 8 devices with I longer and W shorter than F: interlaced, its order for equal passes is shorter."""
+    costs = Costs(F=1.0, B=2.0, I=1.25, W=0.75, S=0.2, T=0.4, E=0.0, G=0.0)
+    spans = {}
+    for name, by in (("costs", costs), ("equal", None)):
+        order = interlace(generate("zbv", 8, 32, costs=by), costs)
+        spans[name] = time_order(order, costs).makespan
+    planned = plan_order("zbv", 8, 32, "interlaced", costs)
+    assert spans["equal"] < spans["costs"]
+    assert time_order(planned, costs).makespan == spans["equal"]
+    assert plan_order("zbv", 8, 32, "first-last", costs) == generate("zbv", 8, 32, costs=costs)

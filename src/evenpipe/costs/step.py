@@ -74,7 +74,7 @@ def costs_of_cut(
         collectives = {name: correction[name] * seconds for name, seconds in collectives.items()}
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
     p2p, collectives = _on_shared_cards(cut, layers, setting, stages, p2p=p2p, collectives=collectives)
-    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
+    rows_in = 2 * setting.element
 
     def costs(factor: float = 1.0, **others: Any) -> Costs:
         others |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
@@ -87,7 +87,7 @@ def costs_of_cut(
         for name, seconds in whole_head_time(hidden_size, rows, setting).items():
             stages[name][-1] += seconds
         for name in ("W", "B"):
-            stages[name][0] += correction["G"] * hardware.streaming_seconds(embedded * rows_back)
+            stages[name][0] += _embedding_gradient(setting, rows, hidden_size, devices=1)
         return costs()
     one_barrier = cut.vocabulary == "vocab-2"
     second = "C" if one_barrier else "T"
@@ -107,7 +107,7 @@ def costs_of_cut(
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
         E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
-        G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
+        G=_embedding_gradient(setting, rows, hidden_size, devices),
         collectives=collectives,
     )
 
@@ -151,6 +151,14 @@ def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Sett
     spans = list(pairwise((0, *ends)))
     each = [costs(setting.on(span)) for span in spans]
     return of_slices(each, [float(end - start) for start, end in spans])
+
+
+def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:
+    """Return the time of G on each of so many devices, which share the rows of the embedding."""
+    size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * GRADIENT_BYTES)
+    if setting.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
+        size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * GRADIENT_BYTES)
+    return setting.correction["G"] * setting.hardware.streaming_seconds(size / devices)
 
 
 def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:

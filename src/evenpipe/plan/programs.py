@@ -88,7 +88,7 @@ class Programs:
         self.shape = cache(_shape)
         self.in_flight = lru_cache(maxsize=512)(self._in_flight)
         self._program = lru_cache(maxsize=64)(self._arranged)
-        self._base_order = lru_cache(maxsize=64)(_base_order)
+        self._generated = lru_cache(maxsize=64)(_generated)
         self._equal_order = lru_cache(maxsize=64)(_equal_order)
 
     def of(self, recipe: Recipe, microbatches: int) -> tuple[Order, Program]:
@@ -124,13 +124,20 @@ class Programs:
         if recipe.offload.activations != "scheduled" and not shape.moves:
             # An order with copies is the order without copies, plus copies.
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
-        else:  # modes with the same stage costs have the same order below their vocabulary passes
+            return arranged(recipe, costs, order)
+        return arranged(recipe, costs, recipe.schedule, self._make)
+
+    def _make(self, schedule: str, devices: int, units: int, costs: Costs | None = None, **options: Any) -> Order:
+        """Return the same as `generate`, with equal arguments once: modes with the same stage costs have the same order
+        below their vocabulary passes."""
+        given = tuple(options.items())
+        shape = self.shape(schedule, given, devices)
+        assert shape is not None
+        times = None
+        if costs is not None and shape.by_costs:
             copies = costs.O if shape.moves else None
             times = Costs(F=costs.F, B=costs.B, I=costs.I, W=costs.W, p2p=costs.p2p, O=copies, L=copies)
-            size = recipe.devices, recipe.microbatches * recipe.slices
-            by_costs = times if shape.by_costs else None
-            order = self._base_order(recipe.schedule, recipe.schedule_options, size, by_costs, recipe.slices)
-        return arranged(recipe, costs, order)
+        return self._generated(schedule, given, (devices, units), times)
 
     def _in_flight(
         self,
@@ -141,7 +148,7 @@ class Programs:
         slices: int,
     ) -> InFlight:
         """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With
-        the costs of a model some generators hold as much, arranged otherwise. size: as for `_base_order`."""
+        the costs of a model some generators hold as much, arranged otherwise. size: as for `_generated`."""
         order = self._equal_order(schedule, options, size, slices)
         rows = [list(order.passes(device)) for device in range(order.devices)]
         return InFlight(
@@ -185,15 +192,9 @@ def _can_be_cut(order: Order) -> bool:
     return True
 
 
-def _base_order(
-    schedule: str,
-    options: Options,
-    size: tuple[int, int],
-    costs: Costs | None,
-    slices: int,
-) -> Order:
+def _generated(schedule: str, options: Options, size: tuple[int, int], costs: Costs | None) -> Order:
     """size: devices, and slices of all microbatches. costs: of a slice on average; None: they make no difference."""
-    return add_slices(generate(schedule, *size, costs=costs, **dict(options)), slices)
+    return generate(schedule, *size, costs=costs, **dict(options))
 
 
 def _equal_order(schedule: str, options: Options, size: tuple[int, int], slices: int) -> Order:

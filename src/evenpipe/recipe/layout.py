@@ -183,10 +183,13 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
     return in_parts(model.times(cut, placement), placement)
 
 
-def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, Program]:
+def arranged(
+    recipe: Recipe, costs: Costs, schedule: Schedule, make: Callable[..., Order] = generate
+) -> tuple[Order, Program]:
     """Return the order of a recipe and its checked program, arranged by these costs.
 
-    schedule: in place of the recipe's, which has the same passes. Raises InputError as `plan_program`.
+    schedule: in place of the recipe's, which has the same passes. make: as for `plan_order`. Raises InputError as
+    `plan_program`.
     """
     return plan_program(
         schedule,
@@ -197,6 +200,7 @@ def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, P
         slices=recipe.slices if recipe.slices > 1 else None,
         sharing=recipe.communicators,
         offload=recipe.offload.activations,
+        make=make,
         **(recipe.options if isinstance(schedule, str) else {}),
     )
 

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from operator import gt
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -15,14 +16,16 @@ from .costs import Costs
 from .flows import PER_PAIR
 from .order import Order
 from .program import Program
-from .registry import check_count, generate, nearest
+from .registry import check_count, generate, nearest, takes_costs
+from .timeline import peak_activations
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
+from .transforms.list_scheduling import Timed
 from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
-from .transforms.vocabulary import add_vocabulary
+from .transforms.vocabulary import add_vocabulary, complete
 from .words import count
 
 Schedule = str | Order | Program | Callable[[int, int], Order]
@@ -104,9 +107,13 @@ def plan_order(
     *,
     slices: int | None = None,
     offload: str | float = "scheduled",
+    make: Callable[..., Order] = generate,
     **options: Any,
 ) -> Order:
     """Return the order of a schedule in a vocabulary mode; `options` are those of the generator.
+
+    A generator that plans by costs knows nothing of vocabulary passes. So in modes that add them its order for equal
+    passes is tried, too, and taken if the step is shorter and no device holds more activations.
 
     slices: of every sequence. None: as in the order, and 1 for a name or a function, which otherwise gets every unit as
     a microbatch. `costs` are those of one unit.
@@ -114,6 +121,8 @@ def plan_order(
     offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lower the peak
     of a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below
     that many bytes, with the sizes of `costs`.
+
+    make: makes the order of a name, as `generate` does.
 
     If vocabulary passes are added, the copies of the same activations are placed anew. An order that already has the
     vocabulary passes of the mode is used unchanged. A program is reduced to its passes; torch's sharding passes stay
@@ -123,8 +132,26 @@ def plan_order(
     mode = vocabulary_mode(mode)
     if isinstance(schedule, Program):
         schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else without_sharding(schedule.order)
-    scheduled, cut = _scheduled(schedule, devices, microbatches, slices, costs=costs, **options)
+    size = devices, microbatches, slices
+    average = None if costs is None else costs.on_average
+    scheduled, cut = _scheduled(schedule, size, average, make, **options)
     moved = offloaded(scheduled)
+    order = _in_mode(scheduled, cut, mode, costs)
+    by_costs = costs is not None and isinstance(schedule, str) and _plans_by_costs(schedule)
+    if by_costs and BARRIERS[mode] and not moved:
+        for_equal, _ = _scheduled(schedule, size, None, make, **options)
+        if for_equal != scheduled:
+            assert costs is not None
+            order = _shorter(order, _in_mode(for_equal, cut, mode, costs), costs)
+    if offload != "scheduled":
+        return with_offload(order, costs, offload)
+    if scheduled.barriers == order.barriers and cut == 1:
+        return scheduled
+    return plan_offload(order, costs, only=moved).order if moved else order
+
+
+def _in_mode(scheduled: Order, cut: int, mode: str, costs: Costs | None) -> Order:
+    """Return an order in a vocabulary mode, its microbatches cut, without copies to the host."""
     order = without_offload(scheduled)
     if cut > 1:
         order = add_slices(order, cut)
@@ -132,33 +159,41 @@ def plan_order(
         raise InputError(
             f"the order has {count(order.barriers, 'barrier')}, but vocabulary mode {mode} has {BARRIERS[mode]}"
         )
-    if not order.barriers and mode == "interlaced":
-        order = interlace(order, costs)
-    elif not order.barriers and BARRIERS[mode]:
-        order = add_vocabulary(order, BARRIERS[mode], costs)
-    elif offload == "scheduled" and cut == 1:
-        return scheduled
-    if offload == "scheduled":
-        return plan_offload(order, costs, only=moved).order if moved else order
-    return with_offload(order, costs, offload)
+    if order.barriers or not BARRIERS[mode]:
+        return order
+    return interlace(order, costs) if mode == "interlaced" else add_vocabulary(order, BARRIERS[mode], costs)
+
+
+def _plans_by_costs(schedule: str) -> bool:
+    return not schedule.endswith(".csv") and takes_costs(schedule)
+
+
+def _shorter(order: Order, other: Order, costs: Costs) -> Order:
+    """Return the other order if its step is shorter, and no device holds more; else the first."""
+    held, more = ([peak_activations(one.passes(device)) for device in range(one.devices)] for one in (order, other))
+    if any(map(gt, more, held)):
+        return order
+    times = complete(costs)
+    return other if Timed.of(other, times).better_than(Timed.of(order, times)) else order
 
 
 def _scheduled(
     schedule: str | Order | Callable[[int, int], Order],
-    devices: int,
-    microbatches: int,
-    slices: int | None,
+    size: tuple[int, int, int | None],
     costs: Costs | None,
+    make: Callable[..., Order],
     **options: Any,
 ) -> tuple[Order, int]:
-    """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut."""
+    """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut. size: devices,
+    microbatches, slices."""
+    devices, microbatches, slices = size
     if slices is not None:
         check_count("slices", slices)
     given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
     cut = 1 if given or slices is None else slices
     units = microbatches * cut
     if isinstance(schedule, str):
-        order = generate(schedule, devices, units, costs=None if costs is None else costs.on_average, **options)
+        order = make(schedule, devices, units, costs=costs, **options)
     else:
         order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, units)
         if order.forward_only:
@@ -210,6 +245,7 @@ def plan_program(
     slices: int | None = None,
     sharing: str = PER_PAIR,
     offload: str | float = "scheduled",
+    make: Callable[..., Order] = generate,
     **options: Any,
 ) -> tuple[Order, Program]:
     """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
@@ -220,7 +256,9 @@ def plan_program(
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
-    order = plan_order(schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, **options)
+    order = plan_order(
+        schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, make=make, **options
+    )
     if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
     else:

@@ -9,10 +9,10 @@ from .costs import Costs
 from .passes import Kind
 from .placement import Placement
 
-NEARLY_EQUAL = 0.01
+EQUAL = 1e-6
 """F, I and W that differ by no more, relative to their mean on the longest stage, are equal."""
 
-FINE, COARSE = 10**6, 20
+FINE, COARSE = 10**6, 5
 """Parts of a mean pass, for times by which orders are arranged: fine ones only leave out what may differ between two
 machines that compute them; with coarse ones, passes that end at nearly the same time end at the same time."""
 
@@ -39,7 +39,7 @@ def in_parts(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
 
 def simpler(costs: Costs, placement: Placement) -> list[Costs]:
     """Return costs with equal F, I and W of each stage and transfers without time, and coarse ones; nothing if F, I and
-    W are nearly equal. Those of slices are the same for all of them."""
+    W are equal. Those of slices are the same for all of them."""
     costs = costs.on_average
     times = costs.stage_times(placement)
     forward, inputs, weights = times[Kind.F], times[Kind.I], times[Kind.W]
@@ -47,7 +47,7 @@ def simpler(costs: Costs, placement: Placement) -> list[Costs]:
         return []
     passes = list(zip(forward, inputs, weights, strict=True))
     each = tuple(sum(three) / 3 for three in passes)
-    if max(max(three) - min(three) for three in passes) <= NEARLY_EQUAL * max(each):
+    if max(max(three) - min(three) for three in passes) <= EQUAL * max(each):
         return []
     whole = tuple(2 * time for time in each)
     even = replace(costs, F=each, B=whole, I=each, W=each, p2p=0.0, collectives={}, links={})
