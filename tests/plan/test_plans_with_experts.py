@@ -148,8 +148,8 @@ def test_bounds_of_larger_microbatches_are_not_asked_for_if_smaller_ones_do_not_
     bounded: list[Configuration] = []
     bound = configuration_search.work_bound
 
-    def noted(given: Problem, one: Configuration) -> Bound:
-        found = bound(given, one)
+    def noted(given: Problem, one: Configuration, **how: bool) -> Bound:
+        found = bound(given, one, **how)
         bounded.extend([one] if found.lacking else [])
         return found
 
