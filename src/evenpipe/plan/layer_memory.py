@@ -23,7 +23,7 @@ class LayerUse(NamedTuple):
     """Bytes of one layer and microbatch."""
 
     waiting: float
-    """Between its forward and its backward, with its input."""
+    """Between its forward and its backward: a little less than what it adds to a stage."""
     queued: float
     """Between I and W."""
     passing: float
@@ -114,6 +114,7 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: b
         found = source.closed_stage((layer, layer + 1), (False, False), settings, piece)
     except InputError:
         return None
+    # Of a stage with one layer `stored` has the tables that layers share, but not its input, which is larger.
     peaks = found.peaks
     passing = max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight)
     return LayerUse(max(found.input, found.stored), found.queued, passing)
