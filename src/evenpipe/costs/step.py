@@ -13,15 +13,7 @@ from typing import Any, NamedTuple
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import of_slices
 
-from .analytic import (
-    BESIDE_COLLECTIVES,
-    GRADIENT_BYTES,
-    STATISTICS,
-    LayerTime,
-    Setting,
-    head_time,
-    whole_head_time,
-)
+from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
 from .cards import slowdowns
 from .measured_passes import OUTPUT, PASSES
 

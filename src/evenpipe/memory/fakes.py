@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 from evenpipe.experts import products
 from evenpipe.memory.emulation import replaced
-from evenpipe.memory.tracker import Tracker
+from evenpipe.memory.tracker import Tracker, UncompiledMode
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 
@@ -85,7 +85,7 @@ def _one_row(tensor: Tensor) -> Tensor:
         return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step])
 
 
-class _OnMeta(TorchDispatchMode):
+class _OnMeta(UncompiledMode):
     """Tensors without memory wherever the code inside asks for some on the CPU.
 
     `FakeTensorMode` infers results as a CPU computes them, which would take most of the time of a trace: here it is
@@ -93,10 +93,6 @@ class _OnMeta(TorchDispatchMode):
     """
 
     _known: ClassVar[dict[Any, _Results | None]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing inside is compiled, and to say so anew for each operation takes long
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _inside.append(operation)

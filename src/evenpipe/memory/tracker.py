@@ -54,7 +54,15 @@ class Span:
         return self.after - self.before
 
 
-class Tracker(TorchDispatchMode):
+class UncompiledMode(TorchDispatchMode):
+    """A mode inside which nothing is compiled: to say so anew for each operation takes long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Tracker(UncompiledMode):
     """Counts while it is entered; tensors made outside are counted from `add` on.
 
     Attributes:
@@ -85,10 +93,6 @@ class Tracker(TorchDispatchMode):
         finally:
             span.peak, span.after = self.peak, self.live
             self.peak = max(outer, self.peak)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing inside is compiled, and to say so anew for each operation takes long
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):

@@ -77,8 +77,10 @@ def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -
     model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype)
     own = layers_per_stage(recipe, model, runnable_order(recipe))
     one = Configuration(recipe=replace(recipe, layers_per_stage=own), shape=shape, host_share=host_share)
+    if one.moves:
+        return None
     found = evaluate(problem, one)
-    if one.moves or found.fits or found.fault:
+    if found.fits or found.fault:
         return None
     layers, head = split_times(problem, recipe)
     devices = _Devices.of(problem, one, head / layers[-1])
