@@ -6,11 +6,15 @@ Functions that `launch` runs stand at the top level, and so does all that they n
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from evenpipe import ExpertOptions, NcclOptions, OffloadOptions, Pipeline, initialise_worker, launch
+from evenpipe import ExpertOptions, NcclOptions, OffloadOptions, Pipeline, initialise_worker, launch, run_training
 
 Figures = dict[str, Any]
 
@@ -259,6 +263,45 @@ def allocations(torch_device: str) -> Figures:
     return figures
 
 
+# --- runs ------------------------------------------------------------------------------------------------------
+
+
+def resumed(torch_device: str) -> Figures:
+    """A deterministic run of two processes is continued from the checkpoint in its middle, and ends with the bits of
+    the whole one. In a sequence of 1,024 tokens several blocks of attention add to a gradient."""
+    with tempfile.TemporaryDirectory() as name:
+        whole, continued = Path(name, "whole"), Path(name, "continued")
+        run_training(run_in(whole))
+        shutil.copytree(whole, continued)
+        shutil.rmtree(continued / "checkpoints" / "step-00000004")
+        run_training(run_in(continued))
+        lines, weights = zip(*map(result_of, (whole, continued)), strict=True)
+    assert lines[0] == lines[1] and weights[0] == weights[1], lines
+    return {"losses": [loss for loss, _ in lines[0]]}
+
+
+def run_in(folder: Path) -> dict[str, Any]:
+    """The configuration of a run with a checkpoint after the second of four steps."""
+    model = {**USUAL, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    del model["vocab_size"]
+    return {
+        "model": {"architecture": "llama", "config": model},
+        "data": {"corpus": "python-standard-library:json,logging", "sequence_length": 1024},
+        "tokenizer": {"vocabulary_size": VOCABULARY},
+        "pipeline": {"processes": 2, "schedule": "zbv", "microbatches": 4},
+        "training": {"steps": 4, "deterministic": True},
+        "checkpoint": {"every_steps": 2},
+        "output": {"folder": str(folder), "tensorboard": False},
+    }
+
+
+def result_of(folder: Path) -> tuple[list[tuple[float, float]], bytes]:
+    """Loss and norm of the gradients of every step, and the exported weights."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [(row["loss"], row["gradient_norm"]) for row in rows if "loss" in row]
+    return steps, (folder / "model" / "model.safetensors").read_bytes()
+
+
 # --- only with a GPU -----------------------------------------------------------------------------------------
 
 
@@ -371,6 +414,7 @@ CASES: dict[str, Callable[[str], Figures]] = {
     **of_layouts(BF16, torch.bfloat16),
     "I and W on a stream of the caller's": Comparison({"schedule": "zb-h1"}, on_a_stream=True),
     "allocations of a settled step": allocations,
+    "a run, continued": resumed,
     "NCCL in a group of one": nccl,
     "copies between GPU and host": staging,
     "marks in a stream": marks,

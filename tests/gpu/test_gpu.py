@@ -50,6 +50,11 @@ def test_the_cases_themselves_on_a_cpu(name: str, monkeypatch) -> None:
     assert figures["gradient_error"] > 0 or name == "one process"
 
 
+def test_a_deterministic_run_goes_on_with_the_same_bits(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert len(CASES["a run, continued"]("cpu")["losses"]) == 4
+
+
 def test_a_cpu_has_no_allocations_to_count(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert CASES["allocations of a settled step"]("cpu") == {}

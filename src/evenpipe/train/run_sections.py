@@ -118,6 +118,9 @@ class TrainingConfig(Section):
     limit."""
     seed: int = 0
     """Seed of fresh weights and of the order of the data."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time. On a GPU the backward of fused attention is not one of them,
+    so that a resumed run equals an uninterrupted one to the last bit only with this, at some cost in speed."""
     evaluate_every_steps: int | None = None
     """Steps between evaluations. Default: one evaluation at the end."""
     evaluation_batches: int | None = 8

@@ -3,7 +3,7 @@
     read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 
 The batch, the learning rate and the seeds of a step depend only on the configuration and the number of the step. So a
-run that was killed and started again equals an uninterrupted one, to the last bit.
+run that was killed and started again equals an uninterrupted one, to the last bit (on a GPU: if it is deterministic).
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
 
     Raises InputError and RunError as `run_training` does.
     """
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it for products on a GPU
+        torch.use_deterministic_algorithms(True)
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
     run = _Run(config, worker.torch_device, make_callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
@@ -109,12 +112,10 @@ class _Run:
         self._since = time.perf_counter()
         self._pending: list[tuple[StepResult, float, float]] = []
         self._step_seconds: list[float] = []
-        self._busy_seconds = 0.0
-        self._training_seconds = 0.0
-        self._busy_in_all = 0.0
-        self._loss = math.nan
+        self._busy_seconds = self._busy_in_all = self._training_seconds = 0.0
         self._expert_load: torch.Tensor | None = None
-        """Loss of the last logged step."""
+        self._loss = math.nan
+        """Of the last logged step."""
         self._last: tuple[StepResult | None, float, float] = (None, math.nan, math.nan)
         """Result, gradient norm and learning rate of the last step."""
         self._wants_to_stop = False
@@ -349,8 +350,7 @@ class _Run:
         """Read the losses since the last line and write a line. Collective: it gathers the busy shares."""
         if not self._pending:
             return
-        progress, steps = self.progress, len(self._pending)
-        loss = math.nan
+        progress, steps, loss = self.progress, len(self._pending), math.nan
         for result, norm, _ in self._pending:
             loss = result.loss
             if not (abs(loss) < float("inf") and norm < float("inf")):

@@ -137,8 +137,7 @@ def pick_row_gradients(gradient: Tensor, routes: Routes, parts: Sequence[int] | 
 
 @torch.no_grad()
 def add_row_gradients(weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int) -> None:
-    """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits, on a
-    GPU only with `torch.use_deterministic_algorithms`.
+    """G: add the gradient of each owned row, those of a row always in the same order: every run gives the same bits.
 
     weight_gradient: [rows of the shard, hidden_size], added to in place; not to the row of the padding token.
     rows_gradient: [counts[part], hidden_size], the shard's span of the result of `pick_row_gradients`.
@@ -149,4 +148,8 @@ def add_row_gradients(weight_gradient: Tensor, rows_gradient: Tensor, routes: Ro
     if trained is not None:
         ids, rows_gradient = ids.index_select(0, trained), rows_gradient.index_select(0, trained)
     if ids.numel():
-        weight_gradient.index_add_(0, ids - shard.start, rows_gradient.to(weight_gradient.dtype))
+        rows, added = ids - shard.start, rows_gradient.to(weight_gradient.dtype)
+        if weight_gradient.is_cuda:  # sorted by row; index_add_ adds there in the order in which threads come
+            weight_gradient.index_put_((rows,), added, accumulate=True)
+        else:
+            weight_gradient.index_add_(0, rows, added)
