@@ -43,6 +43,7 @@ from .work import (
     EAGER_OPERATIONS,
     FUSED_OPERATIONS,
     LOSS_BYTES,
+    LOSS_BYTES_ON_A_CPU,
     ExpertWork,
     LayerWork,
     Product,
@@ -413,9 +414,10 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     if setting.loss not in LOSS_BYTES:
         raise InputError(f"loss is '{setting.loss}', expected one of {', '.join(LOSS_BYTES)}")
     matrix = Product(hidden_size, max(1, round(rows)))
+    plain = setting.loss == "evenpipe" and setting.hardware.torch_device == "cpu"
     forward, backward = (
         setting.hardware.streaming_seconds(setting.tokens * rows / setting.tensor * size, 8)
-        for size in LOSS_BYTES[setting.loss]
+        for size in (LOSS_BYTES_ON_A_CPU if plain else LOSS_BYTES[setting.loss])
     )
     again = setting.product_seconds(matrix) if setting.loss == "chunked" else 0.0
     # With one barrier, as in measurements, S has the first three of these, and T the others.

@@ -136,7 +136,7 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
         return resident
     share = _share_on_host(problem, resident)
     other = _evaluate(problem, replace(configuration, host_share=share), min(limit, resident.seconds))
-    return other if other.fits and not (resident.fits and other.late) else resident
+    return other if other.fits and (not resident.fits or other.seconds < resident.seconds) else resident
 
 
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
