@@ -150,6 +150,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     )
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
+    turning = min(use.turning for use in uses)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
@@ -165,7 +166,10 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         per_layer = gradients / max(1, len(layers))
         held = [
             max(
-                min(waiting + more, most) * use.waiting + queued * use.queued + begun * per_layer
+                # The next backward finds all of this but what is queued.
+                min(waiting + more, most) * use.waiting
+                + max(queued * use.queued, turning if waiting else 0.0)
+                + begun * per_layer
                 for waiting, queued, begun in moments
             )
             for use in uses

@@ -11,6 +11,7 @@ from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.timed_model import computing
 from evenpipe.costs.work import LayerWork
 from evenpipe.errors import InputError
+from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.estimate import settings_of
 from evenpipe.recipe.recipe import Recipe
 
@@ -28,6 +29,8 @@ class LayerUse(NamedTuple):
     """Between I and W."""
     passing: float
     """The peak within a pass, above."""
+    turning: float = 0.0
+    """The peak within a pass that begins its backward, above."""
 
 
 def mean_uses(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
@@ -35,7 +38,8 @@ def mean_uses(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
     key = (mean_uses, computing(recipe.parallelism), recipe.batch.microbatch_size)
 
     def mean() -> tuple[LayerUse, ...]:
-        of_kinds = _uses_of_kinds(problem, recipe, traced=False, split=False)
+        whole = replace(recipe, batch=replace(recipe.batch, slices=1))
+        of_kinds = _uses_of_kinds(problem, whole, traced=False, split=False)
         every = [[found[id(work)] for work in problem.works] for found in of_kinds]
         return tuple(
             LayerUse(
@@ -54,28 +58,16 @@ def least_uses(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -
 
     traced: layers without a closed form are traced, as in stages whose backwards are `split` or not.
     """
-    slices = recipe.slices
-    key = (least_uses, computing(recipe.parallelism), recipe.batch.microbatch_size, slices, traced and split, traced)
-
-    def least() -> tuple[LayerUse, ...]:
-        if slices == 1:
-            every = [list(found.values()) for found in _uses_of_kinds(problem, recipe, traced=traced, split=split)]
-        else:  # a slice keeps other tensors than a part of a whole sequence
-            floors = [saved_floor(work, problem.setting(recipe)) for work in problem.kinds]
-            every = [
-                [LayerUse(floor[place] / slices, floor[0] / slices, 0.0) for floor in floors]
-                for place in range(len(POLICIES))
-            ]
-        return tuple(LayerUse(*map(min, zip(*uses, strict=True))) for uses in every)
-
-    return problem.once(key, least)
+    found = _uses_of_kinds(problem, recipe, traced=traced, split=split)
+    return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in found)
 
 
 def _uses_of_kinds(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> list[dict[int, LayerUse]]:
-    """Return, for every policy, the memory of each kind of layer, by the id of its work, if sequences are whole. Where
-    nothing else tells, it is the least that the gradients of products need."""
-    recipe = replace(recipe, batch=replace(recipe.batch, slices=1), layers_per_stage=None)
-    key = (_uses_of_kinds, computing(recipe.parallelism), recipe.batch.microbatch_size, traced and split, traced)
+    """Return, for every policy, the memory of each kind of layer, by the id of its work, of the slice that needs the
+    least. Where nothing else tells, it is the least that the gradients of products need."""
+    recipe, slices = replace(recipe, layers_per_stage=None), recipe.slices
+    sizes = recipe.batch.microbatch_size, slices
+    key = (_uses_of_kinds, computing(recipe.parallelism), *sizes, traced and split, traced)
 
     def uses() -> list[dict[int, LayerUse]]:
         first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
@@ -83,7 +75,7 @@ def _uses_of_kinds(problem: Problem, recipe: Recipe, *, traced: bool, split: boo
         return [
             {
                 kind: _use(problem, replace(recipe, checkpointing=policy), layer, traced=traced, split=split)
-                or LayerUse(floors[kind][place], floors[kind][0], 0.0)
+                or LayerUse(floors[kind][place] / slices, floors[kind][0] / slices, 0.0)
                 for kind, layer in first.items()
             }
             for place, policy in enumerate(POLICIES)
@@ -105,19 +97,27 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: b
             hardware=problem.hardware,
             skew=problem.skew,
         )
-        piece = settings.pieces(problem.description, source.row_work)[0]
+        pieces = settings.pieces(problem.description, source.row_work)
         if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
-            if not traced:
+            if not traced or len(pieces) > 1:
                 return None
-            stored, queued = source.traced_layer(layer, settings, split=split, piece=piece)
+            stored, queued = source.traced_layer(layer, settings, split=split, piece=pieces[0])
             return LayerUse(stored, queued, 0.0)
-        found = source.closed_stage((layer, layer + 1), (False, False), settings, piece)
+        stages = [source.closed_stage((layer, layer + 1), (False, False), settings, piece) for piece in pieces]
     except InputError:
         return None
+    return LayerUse(*map(min, zip(*map(_use_of_stage, stages), strict=True)))
+
+
+def _use_of_stage(found: StageBytes) -> LayerUse:
     # Of a stage with one layer `stored` has the tables that layers share, but not its input, which is larger.
     peaks = found.peaks
-    passing = max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight)
-    return LayerUse(max(found.input, found.stored), found.queued, passing)
+    return LayerUse(
+        max(found.input, found.stored),
+        found.queued,
+        max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight),
+        min(peaks.backward, peaks.input),
+    )
 
 
 def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
