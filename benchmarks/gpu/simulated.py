@@ -18,9 +18,9 @@ from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers
-from evenpipe.plan.evaluation import end_seconds, work_of
+from evenpipe.plan.evaluation import end_seconds
 from evenpipe.plan.problem import Problem, problem_of
-from evenpipe.plan.programs import Shape, extended
+from evenpipe.plan.programs import Shape
 from evenpipe.plan.space import Space, configurations
 from evenpipe.plan.stage_costs import with_whole_vocabulary
 from evenpipe.recipe.recipe import Recipe
@@ -28,7 +28,7 @@ from evenpipe.schedule import Costs, Link, Placement
 from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.registry import options_of
-from evenpipe.simulate import simulate
+from evenpipe.simulate import makespan
 
 STAGES_PER_DEVICE = 2
 """For schedules that leave a choice."""
@@ -194,14 +194,8 @@ def published_input_seconds(case: Case) -> float:
 
 def step_seconds(case: Case, configuration: Configuration, costs: Costs) -> float:
     """With the optimizer's step."""
-    problem, sizes = case.problem, configuration.steps
-    times, least = [], 0.0
-    for size in sizes:
-        program = problem.programs.of(configuration.recipe, size)[1]
-        times.append(simulate(program, costs).makespan)
-        least = max(work_of(program, costs))
-    end = end_seconds(problem, configuration)
-    return extended(times, sizes, case.microbatches, least) + end
+    program = case.problem.programs.of(configuration.recipe, case.microbatches)[1]
+    return makespan(program, costs) + end_seconds(case.problem, configuration)
 
 
 def options_for(schedule: str) -> tuple[tuple[str, Any], ...]:

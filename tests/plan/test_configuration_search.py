@@ -17,11 +17,11 @@ from evenpipe.model import describe
 from evenpipe.plan import configuration_search
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.evaluation import arranging_gain, evaluate, work_of
+from evenpipe.plan.evaluation import evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Programs, extended, short_steps
-from evenpipe.plan.ranking import Ranking, explained, gains
+from evenpipe.plan.ranking import Ranking, arranging_gain, explained, gains
 from evenpipe.plan.space import Space, layouts
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
@@ -91,22 +91,22 @@ STEPS = [
 
 @pytest.mark.parametrize(("schedule", "mode"), STEPS)
 def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule: str, mode: str) -> None:
-    one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
-    sizes = short_steps(4, 40, planned=mode not in ("first-last", "redistribute"))
-    assert sizes in ((8, 12), (16, 24))
-    programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
+    one = configuration(schedule, mode, 4, 80, stages_per_device=2 if schedule == "interleaved" else None)
+    sizes = short_steps(4, 80, planned=mode not in ("first-last", "redistribute"))
+    assert sizes in ((8, 20), (12, 60))
+    programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 80)}
     costs = costs_of(small, one)
-    whole = simulate(programs[40], costs).makespan
-    assert makespan(programs[40], costs) == whole
-    least = max(work_of(programs[40], costs))
-    found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 40, least)
+    whole = simulate(programs[80], costs).makespan
+    assert makespan(programs[80], costs) == whole
+    least = max(work_of(programs[80], costs))
+    found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 80, least)
     assert found == pytest.approx(whole, rel=0.005)
 
 
 @pytest.mark.parametrize(("schedule", "mode"), [case for case in STEPS if case[1] in ("first-last", "vocab-2")])
 def test_memory_does_not_grow_with_the_step(small: Problem, schedule: str, mode: str) -> None:
-    one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
-    peaks = [simulate_peaks(small, one, size) for size in (short_steps(4, 40, planned=mode == "vocab-2")[0], 40)]
+    one = configuration(schedule, mode, 4, 80, stages_per_device=2 if schedule == "interleaved" else None)
+    peaks = [simulate_peaks(small, one, size) for size in (one.steps[0], 80)]
     assert peaks[0] == peaks[1]
 
 
@@ -119,7 +119,21 @@ def test_short_steps_leave_the_same_rest() -> None:
     for devices in (1, 2, 3, 8):
         for microbatches in range(1, 12 * devices):
             sizes = short_steps(devices, microbatches, planned=True)
-            assert sizes == (microbatches,) or all((size - microbatches) % devices == 0 for size in sizes)
+            assert sizes[-1] == microbatches or all((size - microbatches) % devices == 0 for size in sizes)
+            assert sum(sizes) <= 2 * microbatches and (len(sizes) == 1 or sizes[0] < sizes[1])
+
+
+def test_the_step_of_the_best_plan_is_not_extrapolated() -> None:
+    """With interleaved schedules and a remainder, devices use up slack for many groups before one waits."""
+    given = problem("small", gpus=4, sequences_per_step=203)
+    space = Space(pp=(4,), microbatch_sizes=(1,), schedules=("interleaved",), stages_per_device=(2,))
+    found = search_configurations(given, replace(space, vocabularies=("redistribute", "vocab-2")), workers=1)
+    assert found.best is not None
+    one = found.best.configuration
+    assert one.steps[-1] < one.recipe.microbatches == 203
+    program = given.programs.of(one.recipe, 203)[1]
+    assert found.best.pipeline_seconds == makespan(program, costs_of(given, one))
+    assert found.best.seconds == min(plan.seconds for plan in found.plans)
 
 
 @pytest.mark.parametrize("mode", MODES)

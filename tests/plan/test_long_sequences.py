@@ -123,15 +123,15 @@ def test_programs_of_slices_are_those_of_the_runtime(small: Problem, schedule: s
 def test_two_short_steps_of_slices_say_how_long_a_long_one_takes(
     small: Problem, schedule: str, mode: str, slices: int
 ) -> None:
-    one = sliced(small, schedule, mode, slices, 40)
-    sizes = short_steps(4, 40, planned=mode != "first-last", slices=slices)
-    assert sizes[1] - sizes[0] == (1 if mode == "first-last" else 2) * 4 // slices
+    one = sliced(small, schedule, mode, slices, 60)
+    sizes = short_steps(4, 60, planned=mode != "first-last", slices=slices)
+    assert sizes[1] - sizes[0] == (3 if mode == "first-last" else 12) * 4 // slices
     costs = costs_of(small, one)
-    programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
+    programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 60)}
     found = extended(
-        [simulate(programs[size], costs).makespan for size in sizes], sizes, 40, max(work_of(programs[40], costs))
+        [simulate(programs[size], costs).makespan for size in sizes], sizes, 60, max(work_of(programs[60], costs))
     )
-    assert found == pytest.approx(simulate(programs[40], costs).makespan, rel=0.005)
+    assert found == pytest.approx(simulate(programs[60], costs).makespan, rel=0.005)
 
 
 def test_slices_are_timed_with_the_cut_points_of_the_runtime(small: Problem) -> None:

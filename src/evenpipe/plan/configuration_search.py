@@ -11,6 +11,9 @@ the result is that of an exhaustive search, except for two rules, the second one
 The search does not assume that the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the
 least): that was found with 1F1B and whole vocabulary layers, and would exclude deep pipelines without their bubbles.
 
+Most steps are extrapolated (`programs`). At the end whole steps of the fastest plans are timed until one of these is
+the fastest, so its time is that of the order that runs.
+
 Evaluations run in processes, a fixed number at a time, so the result does not depend on the number of processes.
 """
 
@@ -21,10 +24,11 @@ import math
 import multiprocessing
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -36,7 +40,7 @@ from evenpipe.recipe.recipe import Recipe
 
 from .bounds import Bound, layout_bound, order_bound, work_bound
 from .configuration import Configuration
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate, timed_whole
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
 from .space import LONG, Space, configurations, layouts
@@ -106,7 +110,7 @@ def search_configurations(
     run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache())
     with _pool(problem, workers) as evaluate_all:
         run.to_the_end(evaluate_all, progress)
-    run.found.plans.sort(key=lambda plan: (plan.seconds, plan.configuration.name))
+    run.settle()
     run.found.failed.sort(key=lambda plan: plan.configuration.name)
     return run.found
 
@@ -154,6 +158,23 @@ class _Search:
                         self.losses[family].append(loss)
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
+
+    def settle(self) -> None:
+        """Sort the plans, and time whole steps of the fastest until one of these is the fastest; with `each_vocabulary`
+        of every mode."""
+        plans, whole = self.found.plans, set[Configuration]()
+        plans.sort(key=_place)
+        while (first := next((n for n in self._leading() if plans[n].configuration not in whole), None)) is not None:
+            whole.add(plans[first].configuration)
+            plans[first] = self.cache.whole(plans[first], partial(timed_whole, self.problem))
+            plans.sort(key=_place)
+
+    def _leading(self) -> Iterable[int]:
+        """Return the places of the fastest plan, or of that of every mode."""
+        leading: dict[str | None, int] = {}
+        for place, plan in enumerate(self.found.plans):
+            leading.setdefault(_mode(plan.configuration) if self.each else None, place)
+        return leading.values()
 
     def _push_layouts(self, sizes: _Sizes) -> None:
         if sizes:
@@ -259,6 +280,10 @@ def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
     layers, head = split_times(problem, replace(layout, checkpointing="none"))
     return head / layers[-1]
+
+
+def _place(plan: Evaluation) -> tuple[float, str]:
+    return plan.seconds, plan.configuration.name
 
 
 def _mode(one: Configuration) -> str | None:

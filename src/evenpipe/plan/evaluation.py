@@ -170,20 +170,27 @@ def _without_recomputation(configuration: Configuration) -> Configuration:
     return configuration.decided(checkpointing="none") if "checkpointing" in configuration.open else configuration
 
 
-def arranging_gain(problem: Problem, plan: Evaluation) -> float:
-    """Return how much longer the step of an evaluated plan would be if its order were arranged by FLOPs, as a share of
-    the step; negative if it would be shorter."""
-    if plan.configuration.recipe.devices == 1:
-        return 0.0
-    return timed(problem, plan.configuration, programs=problem.programs_by_flops).seconds / plan.seconds - 1
+def timed_whole(problem: Problem, plan: Evaluation) -> Evaluation:
+    """Return an evaluated plan with the time of its whole step, which takes longer than to extrapolate it."""
+    sizes = (plan.configuration.recipe.microbatches,)
+    if plan.configuration.steps[-1:] == sizes:
+        return plan
+    whole = timed(problem, plan.configuration, sizes=sizes)
+    return replace(plan, seconds=whole.seconds, pipeline_seconds=whole.pipeline_seconds)
 
 
 def timed(
-    problem: Problem, configuration: Configuration, limit: float = math.inf, *, programs: Programs | None = None
+    problem: Problem,
+    configuration: Configuration,
+    limit: float = math.inf,
+    *,
+    programs: Programs | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Evaluation:
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
-    layer. `limit` as for `evaluate`. programs: None: as the runtime arranges them."""
-    recipe, sizes = configuration.recipe, configuration.steps
+    layer. `limit` as for `evaluate`. programs: None: as the runtime arranges them. sizes: microbatches of the steps
+    that are simulated, as of `short_steps`."""
+    recipe, sizes = configuration.recipe, sizes or configuration.steps
     found = _with_least_work(problem, configuration)
     if found.seconds >= limit:
         return found
@@ -191,18 +198,16 @@ def timed(
     program = programs.of(recipe, sizes[0])[1]
     costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
-    found = replace(found, busy=tuple(busy))
-    least = max(busy) * recipe.microbatches
-    if least + found.end_seconds < limit:
-        times = [makespan(program, costs)]
-        least = max(least, times[0] + max(busy) * (recipe.microbatches - sizes[0]))
-        if least + found.end_seconds < limit:
-            for size in sizes[1:]:
-                program = programs.of(recipe, size)[1]
-                times.append(makespan(program, costs))
-            least = extended(times, sizes, recipe.microbatches, max(busy))
-            found = replace(found, late=False)
-    return replace(found, seconds=least + found.end_seconds, pipeline_seconds=least)
+    least, times = max(busy) * recipe.microbatches, list[float]()
+    for size in sizes:
+        if least + found.end_seconds >= limit:
+            break
+        times.append(makespan(programs.of(recipe, size)[1], costs))
+        least = max(least, times[-1] + max(busy) * (recipe.microbatches - size))
+    else:
+        least = extended(times, sizes, recipe.microbatches, max(busy))
+        found = replace(found, late=False)
+    return replace(found, busy=tuple(busy), seconds=least + found.end_seconds, pipeline_seconds=least)
 
 
 def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluation:

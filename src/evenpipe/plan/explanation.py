@@ -23,10 +23,10 @@ from evenpipe.simulate import simulate
 
 from .configuration import Configuration, costs_of
 from .configuration_search import head_layers, search_configurations
-from .evaluation import Evaluation, arranging_gain, evaluate
+from .evaluation import Evaluation, evaluate
 from .problem import Problem
 from .programs import Shape
-from .ranking import arrangement_in_words
+from .ranking import arrangement_in_words, arranging_gain
 from .space import Space, divisors, layouts
 from .splits import splits
 

@@ -2,8 +2,12 @@
 
 Between its warm-up and its end a pipeline repeats itself, so the time of a step grows by the same amount for every
 `devices` microbatches more. Two short steps are simulated, whose microbatches leave the same remainder when divided by
-the devices (groups of interleaved schedules depend on it), and extrapolated. The memory of a device does not grow any
-more, so the shorter step gives it.
+the devices (groups of interleaved schedules depend on it), and extrapolated; the second is the step itself if that has
+no more microbatches than both. The memory of a device does not grow any more, so the shorter step gives it.
+
+Not every order repeats itself soon. With a remainder, devices of interleaved schedules use up slack for many groups
+before one waits; lists of V-Half and V-Min with shards may have no period at all, and which of the lists that are tried
+is the best depends on the length. So a search times whole steps of the plans that it finds fastest.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ from evenpipe.schedule.transforms.slices import add_slices
 WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
 
-SHORT, LONG = {False: 2, True: 4}, {False: 3, True: 6}
-"""Microbatches per device, besides the remainder, of the two simulated steps, without and with vocabulary passes or
-copies to the host. The lists of the vocabulary transform become periodic from three or four on: with two, steps of
-V-shaped schedules were off by up to 2 %. If F, I and W differ, warm-up and end of V-shaped ones also differ between
-lengths, by up to 0.4 microbatches: so the steps are further apart, and steps of 64 microbatches on 4 devices are
-predicted within 3 %."""
+SHORT = {False: 2, True: 3}
+"""Microbatches per device, besides the remainder, of the shorter simulated step: 3 with vocabulary passes or copies to
+the host, whose lists repeat themselves only from about three on, and with a remainder."""
+
+APART = {False: (1, 12), True: (2, 48)}
+"""Least difference of the two steps, in microbatches per device, and in all. Warm-up and end of an order that repeats
+itself every 2, 3, 4, 6 or 8 microbatches differ by up to half a microbatch between lengths."""
 
 SLICED = 3
 """Microbatches besides these, if sequences are cut: a step repeats itself only after some whole sequences."""
@@ -227,10 +232,15 @@ def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int =
     planned: the order has vocabulary passes or copies to the host. slices: of a microbatch, each as long as one."""
     period = devices // math.gcd(devices, slices)
     rest = microbatches % period
+    lists = planned or rest > 0
     if slices > 1:
         rest += period * math.ceil(SLICED / period)
-    short, long = SHORT[planned] * period + rest, LONG[planned] * period + rest
-    return (short, long) if microbatches > long else (microbatches,)
+    per_device, least = APART[lists]
+    short = SHORT[lists] * period + rest
+    long = short + period * max(per_device, math.ceil(least / (slices * period)))
+    if microbatches <= long:
+        return (microbatches,)
+    return short, long if microbatches > short + long else microbatches
 
 
 def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:

@@ -16,7 +16,7 @@ from evenpipe.schedule.words import count, table
 from .bounds import order_bound
 from .configuration import name_of_axes
 from .configuration_search import Found, Rejected, head_layers
-from .evaluation import Evaluation, arranging_gain
+from .evaluation import Evaluation, timed
 from .problem import Problem
 from .runnable import refusal
 
@@ -73,6 +73,18 @@ def binding(problem: Problem, plan: Evaluation) -> str:
 
 WORTH_SAYING = 0.01
 """Least gain by the arrangement of an order that is said."""
+
+
+def arranging_gain(problem: Problem, plan: Evaluation) -> float:
+    """Return how much longer the step of an evaluated plan would be if its order were arranged by FLOPs, as a share of
+    the step; negative if it would be shorter. Both are extrapolated."""
+    if plan.configuration.recipe.devices == 1:
+        return 0.0
+    by_times, by_flops = (
+        timed(problem, plan.configuration, programs=programs).seconds
+        for programs in (problem.programs, problem.programs_by_flops)
+    )
+    return by_flops / by_times - 1
 
 
 def arrangement_in_words(gain: float) -> str:
