@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs, random_order, words
+from schedule_oracle import by_virtual_times, random_costs, random_order, words
 
 from evenpipe.schedule import (
     EQUAL_COSTS,
@@ -24,9 +24,9 @@ from evenpipe.schedule import (
     generate,
     time_order,
 )
-from evenpipe.schedule.transforms.list_scheduling import Timed, list_schedule
+from evenpipe.schedule.transforms.list_scheduling import Length, list_schedule
 from evenpipe.schedule.transforms.memory_plan import MemoryPlan
-from evenpipe.schedule.transforms.vocabulary import FIXED, LISTS, VirtualTimes, peak_limits
+from evenpipe.schedule.transforms.vocabulary import FIXED, LISTS, peak_limits
 
 
 def test_a_device_runs_what_is_ready() -> None:
@@ -37,7 +37,7 @@ def test_a_device_runs_what_is_ready() -> None:
     assert words(listed, 1) == "1F0 1B0 1F1 1B1"
     assert words(listed, 0) == "0F0 0F1 0B0 0B1"
     # 0F0 ends at 3, 1B0 at 5, 0F1 at 6, 0B0 at 7, 1B1 at 8, 0B1 at 9
-    assert Timed.of(listed, Costs(F=[3, 1], B=[1, 1])) == Timed(listed, span=9, makespan=9)
+    assert Length.of(listed, Costs(F=[3, 1], B=[1, 1])) == Length(span=9, makespan=9)
 
 
 @pytest.mark.parametrize(("limit", "row"), [(1, "0F0 0B0 0F1 0B1"), (2, "0F0 0F1 0B0 0B1")])
@@ -51,7 +51,7 @@ def test_a_forward_runs_early_only_within_the_limit(limit: int, row: str) -> Non
 def test_what_takes_no_time_comes_first() -> None:
     """S0 ends everywhere at the same moment, and C0 takes none: it runs before anything that takes some."""
     base, costs = generate("1f1b", 2, 3), Costs(F=1, B=2, S=1, T=1, E=0, G=0)
-    listed = list_schedule(VirtualTimes.of(base, 1, costs).sort(LISTS[1][0]), base, [3, 2], costs)
+    listed = list_schedule(by_virtual_times(base, 1, costs, LISTS[1][0]), base, [3, 2], costs)
     assert listed is not None
     assert words(listed, 0).startswith("E0 E1 0F0 0F1 S0 E2 C0 ")
     assert words(listed, 1).startswith("E0 E1 E2 1F0 S0 C0 1F1 ")
@@ -84,7 +84,7 @@ def test_backwards_split_for_some_microbatches_only() -> None:
 
 def test_copies_and_recomputation_are_sorted() -> None:
     order = Order.from_csv("0F0,0O0,0F1,0D0,0L0,0B0,0B1")
-    assert add_vocabulary(order, 1) == VirtualTimes.of(order, 1, EQUAL_COSTS).sort(FIXED)
+    assert add_vocabulary(order, 1) == by_virtual_times(order, 1, EQUAL_COSTS)
 
 
 def shuffled(row: tuple[Pass | None, ...], seed: int) -> tuple[Pass, ...]:
@@ -125,7 +125,7 @@ def test_lists_always_come_to_their_end(
     placement = Placement.v_shape(devices) if v_shape else Placement.looped(devices, per_device)
     base = random_order(seed, placement, microbatches, split=split)
     costs = EQUAL_COSTS if equal else random_costs(seed, placement)
-    wishes = VirtualTimes.of(base, barriers, costs).sort((*LISTS[barriers], FIXED)[which])
+    wishes = by_virtual_times(base, barriers, costs, (*LISTS[barriers], FIXED)[which])
     if seed % 3 == 0:
         wishes = Order(placement, microbatches, tuple(shuffled(row, seed) for row in wishes.rows), barriers)
     limits = [held + spare for held in check_order(base).in_flight]
@@ -176,7 +176,7 @@ def test_rows_of_the_embedding_do_not_pile_up() -> None:
     """E needs nothing, but waits until the first stage has come as near as the wishes had it."""
     order = generate("1f1b", 4, 40)
     costs = Costs(F=[4, 1, 1, 1], B=[4, 1, 1, 1], S=0.1, T=0.1, E=0.1, G=0.1)  # device 3 has nothing but time
-    wishes = VirtualTimes.of(order, 1, costs).sort(LISTS[1][0])
+    wishes = by_virtual_times(order, 1, costs, LISTS[1][0])
     listed = list_schedule(wishes, order, peak_limits(order, 1), costs)
     assert listed is not None
     ends = {(event.device, event.item): event.start for row in time_order(listed, costs).events for event in row}

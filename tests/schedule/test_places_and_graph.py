@@ -115,14 +115,15 @@ def test_what_happened_contradicts_no_need(
     order = add_vocabulary(order, barriers, costs) if barriers else order
     graph = Graph.of(order)
     times = run(order, graph, durations(order, graph, costs))
+    sequence = times.sequence()
     assert sorted(times.happened) == list(range(graph.size))
-    assert [times.happened[place] for place in times.sequence] == list(range(graph.size))
+    assert [times.happened[place] for place in sequence] == list(range(graph.size))
     for number, site in enumerate(graph.site):
         for transfer in graph.waits[site]:
-            assert times.sequence[transfer + graph.offset[number]] < times.sequence[number]
+            assert sequence[transfer + graph.offset[number]] < sequence[number]
             assert times.end[transfer + graph.offset[number]] <= times.start[number]
         for transfer in graph.feeds[site]:
-            assert times.sequence[transfer + graph.offset[number]] > times.sequence[number]
+            assert sequence[transfer + graph.offset[number]] > sequence[number]
             assert times.start[transfer + graph.offset[number]] >= times.end[number]
 
 

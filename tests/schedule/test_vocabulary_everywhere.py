@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs
+from schedule_oracle import by_virtual_times, random_costs
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -23,7 +23,7 @@ from evenpipe.schedule import (
     time_order,
     without_offload,
 )
-from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes, peak_limits
+from evenpipe.schedule.transforms.vocabulary import peak_limits
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -47,7 +47,7 @@ def test_every_schedule(name: str, *, devices: int, microbatches: int, seed: int
         return
     lowered = add_vocabulary(order, barriers, costs)
     limits = peak_limits(order, barriers)
-    by_time = VirtualTimes.of(order, barriers, costs).sort(FIXED)
+    by_time = by_virtual_times(order, barriers, costs)
     if all(held <= limit for held, limit in zip(check_order(by_time).in_flight, limits, strict=True)):
         assert time_order(lowered, costs).span <= time_order(by_time, costs).span * (1 + 1e-6)
     report = check_order(lowered)

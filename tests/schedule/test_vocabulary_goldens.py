@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from schedule_oracle import by_virtual_times
 
 from evenpipe.schedule import EQUAL_COSTS, Kind, Order, add_vocabulary, check_order, generate, interlace, time_order
-from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes
 
 RAW = {"squeeze": False}
 FOUR = {"stages_per_device": 4}
@@ -95,7 +95,7 @@ def test_lists_pay_most_with_few_microbatches(
     options = {} if name == "zbv" else RAW
     order = generate(name, devices, microbatches, **options)
     for barriers, percent in ((1, one), (2, two)):
-        by_time = time_order(VirtualTimes.of(order, barriers, EQUAL_COSTS).sort(FIXED), EQUAL_COSTS)
+        by_time = time_order(by_virtual_times(order, barriers, EQUAL_COSTS), EQUAL_COSTS)
         better = time_order(add_vocabulary(order, barriers), EQUAL_COSTS)
         assert 100 * (1 - better.span / by_time.span) == pytest.approx(percent, abs=0.06)
 

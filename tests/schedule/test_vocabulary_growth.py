@@ -13,9 +13,10 @@ import random
 from typing import Any
 
 import pytest
+from schedule_oracle import by_virtual_times
 
 from evenpipe.schedule import Costs, Order, Placement, add_vocabulary, check_order, generate, time_order
-from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes, peak_limits
+from evenpipe.schedule.transforms.vocabulary import peak_limits
 
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("gpipe", {}),
@@ -94,6 +95,6 @@ def test_bubbles(name: str, options: dict[str, Any], base: float, by_time: float
     for seed in range(5):
         order = generate(name, 8, 64, **options)
         costs = per_stage(seed, order.placement)
-        orders = (order, VirtualTimes.of(order, 1, costs).sort(FIXED), add_vocabulary(order, 1, costs))
+        orders = (order, by_virtual_times(order, 1, costs), add_vocabulary(order, 1, costs))
         shares.append([100 * bubble / span for bubble, span in (bubble_and_span(item, costs) for item in orders)])
     assert [sum(column) / 5 for column in zip(*shares, strict=True)] == pytest.approx([base, by_time, result], abs=0.06)

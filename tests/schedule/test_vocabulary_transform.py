@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs, random_order, words
+from schedule_oracle import by_virtual_times, random_costs, random_order, words
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -27,7 +27,7 @@ from evenpipe.schedule import (
     time_order,
 )
 from evenpipe.schedule.passes import VOCABULARY_KINDS
-from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes, peak_limits
+from evenpipe.schedule.transforms.vocabulary import peak_limits
 
 
 def test_one_barrier_on_two_devices() -> None:
@@ -113,7 +113,7 @@ def test_any_number_of_stages_and_split_backwards(order: Order, peaks: tuple[int
         assert check_program(add_communication(lowered)).ok
         assert check_program(add_communication(forward_only(lowered))).ok
         assert max(check_order(lowered).in_flight) <= peak
-        by_time = VirtualTimes.of(order, barriers, EQUAL_COSTS).sort(FIXED) if barriers else order
+        by_time = by_virtual_times(order, barriers, EQUAL_COSTS) if barriers else order
         assert max(check_order(by_time).in_flight) == peak
 
 
@@ -150,7 +150,7 @@ def test_any_sound_order_stays_sound(
         assert report.ok, report.faults[0]
     limits = peak_limits(order, barriers)
     assert all(held <= limit for held, limit in zip(check_order(lowered).in_flight, limits, strict=True))
-    by_time = VirtualTimes.of(order, barriers, costs).sort(FIXED)
+    by_time = by_virtual_times(order, barriers, costs)
     assert check_order(by_time).ok
     sorted_span, span = time_order(by_time, costs).span, time_order(lowered, costs).span
     fits = all(held <= limit for held, limit in zip(check_order(by_time).in_flight, limits, strict=True))

@@ -105,11 +105,18 @@ class Graph:
     feeds: list[tuple[int, ...]] = field(default_factory=list, init=False)
 
     @classmethod
-    def of(cls, order: Order, dependencies: Dependencies | None = None, *, absent_is_done: bool = False) -> Graph:
+    def of(
+        cls,
+        order: Order,
+        dependencies: Dependencies | None = None,
+        *,
+        absent_is_done: bool = False,
+        in_order: bool = True,
+    ) -> Graph:
         """Return the graph of `order`, in time linear in its passes.
 
         With `absent_is_done`, passes that are missing from a row count as done (`producers` does the same for other
-        rows).
+        rows). Without `in_order`, the passes of a row are in no order yet, and `stop` is its end.
         """
         dependencies = dependencies or Dependencies.of(order)
         rows = [[item for item in row if item is not None] for row in order.rows]
@@ -125,7 +132,7 @@ class Graph:
             rule = partial(dependencies.rule, device)
             graph.places.append(places)
             graph.stop.append(first[device + 1])
-            for number, _, there in unmet_in_row(places, row, first[device], rule):
+            for number, _, there in unmet_in_row(places, row, first[device], rule) if in_order else ():
                 if there is not None or not absent_is_done:
                     graph.stop[device] = number
                     break

@@ -21,7 +21,7 @@ from .timeline import peak_activations
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
-from .transforms.list_scheduling import Timed
+from .transforms.list_scheduling import Length
 from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
@@ -174,7 +174,7 @@ def _shorter(order: Order, other: Order, costs: Costs) -> Order:
     if any(map(gt, more, held)):
         return order
     times = complete(costs)
-    return other if Timed.of(other, times).better_than(Timed.of(order, times)) else order
+    return other if Length.of(other, times).better_than(Length.of(order, times)) else order
 
 
 def _scheduled(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .costs import Costs, PassTimes
 from .deadlock import DeadlockError
@@ -27,13 +28,18 @@ class EventTimes:
     start, end: by number. A transfer starts when its data is ready.
     happened: the numbers in an order compatible with all needs, also among simultaneous events; passes when they run,
         transfers when their data is ready.
-    sequence: the place of each number in it.
     """
 
     start: list[float]
     end: list[float]
     happened: list[int]
-    sequence: list[int]
+
+    def sequence(self) -> list[int]:
+        """Return the place of each number in `happened`."""
+        sequence = [0] * len(self.start)
+        for place, number in enumerate(self.happened):
+            sequence[number] = place
+        return sequence
 
 
 def time_order(order: Order, costs: Costs) -> Timeline:
@@ -84,10 +90,18 @@ def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
     return takes
 
 
-def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> EventTimes:
+def run(
+    order: Order,
+    graph: Graph,
+    takes: Sequence[float],
+    rows: Sequence[Sequence[int]] | None = None,
+    *,
+    absent_is_done: bool = False,
+) -> EventTimes:
     """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError.
 
-    With `absent_is_done`, nobody waits for a missing pass.
+    rows: per device, the numbers of its passes as they run, each after those of the row that it needs; None: as in
+    `order`. With `absent_is_done`, nobody waits for a missing pass.
     """
     passes = len(graph.items)
     site, offset, waits, feeds = graph.site, graph.offset, graph.waits, graph.feeds
@@ -95,12 +109,15 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
     happened: list[int] = []
     missing = [0] * passes + graph.producers(absent_is_done=absent_is_done)  # producers that have not run
     standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
-    heads, free = graph.first[:-1], [0.0] * order.devices  # next pass of each device, and when the device is free
+    if rows is None:
+        rows = [range(*ends) for ends in zip(graph.first, graph.stop, strict=False)]
+    heads, free = [0] * order.devices, [0.0] * order.devices  # passes of each device that have run, and when it is free
     waking = list(reversed(range(order.devices)))  # devices whose next pass may be ready
     while waking:
         device = waking.pop()
-        clock, head = free[device], heads[device]
-        for number in range(head, graph.stop[device]):
+        clock, row = free[device], rows[device]
+        for place in range(heads[device], len(row)):
+            number = row[place]
             here, unit = site[number], offset[number]
             begin, awaited = clock, -1
             for transfer in waits[here]:
@@ -111,11 +128,11 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
                 begin = arrival if arrival > begin else begin
             if awaited >= 0:
                 standing.setdefault(awaited, []).append(device)
+                heads[device] = place
                 break
             start[number] = begin
             end[number] = clock = begin + takes[number]
             happened.append(number)
-            head += 1
             for transfer in feeds[here]:
                 fed = transfer + unit
                 start[fed] = clock if clock > start[fed] else start[fed]
@@ -125,10 +142,9 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
                     end[fed] = start[fed] + takes[fed]
                     happened.append(fed)
                     waking += standing.pop(fed, ())
-        heads[device], free[device] = head, clock
-    if heads != graph.first[1:]:
-        raise DeadlockError(order, [head - first for head, first in zip(heads, graph.first[:-1], strict=True)])
-    sequence = [0] * graph.size
-    for place, number in enumerate(happened):
-        sequence[number] = place
-    return EventTimes(start, end, happened, sequence)
+        else:
+            heads[device] = len(row)
+        free[device] = clock
+    if heads != [end - first for first, end in pairwise(graph.first)]:
+        raise DeadlockError(order, heads)
+    return EventTimes(start, end, happened)

@@ -8,7 +8,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, parts_of
 
-from .list_scheduling import Timed, list_schedule
+from .list_scheduling import Length, list_schedule
 from .vocabulary import add_vocabulary
 
 
@@ -28,7 +28,7 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     )
     forwards = replace(order, rows=rows, barriers=0, forward_only=True)
     costs = EQUAL_COSTS if costs is None else costs
-    in_turn, listed = Timed.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
-    if listed and Timed.of(listed, costs).better_than(in_turn):
+    in_turn, listed = Length.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
+    if listed and Length.of(listed, costs).better_than(in_turn):
         forwards = listed
     return add_vocabulary(forwards, 1, costs) if order.barriers else forwards

@@ -27,12 +27,13 @@ from dataclasses import replace
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs
+from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.simpler_costs import simpler
 
-from .list_scheduling import Timed
+from .list_scheduling import Length
 from .vocabulary import INTERVAL, apart_at_the_loss, complete, refuse_unfit, virtual_times
 
 
@@ -56,13 +57,15 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     best = at_instants(apart, costs)
     for other_costs in simpler(costs, order.placement):  # which may be worth more
         other = at_instants(apart, other_costs)
-        best = other if Timed.of(other, costs).better_than(Timed.of(best, costs)) else best
+        best = other if Length.of(other, costs).better_than(Length.of(best, costs)) else best
     return best
 
 
 def at_instants(order: Order, costs: Costs) -> Order:
     """Return the base order with S and T inserted on every device when the last stage's forward ends."""
-    graph, times, unit = virtual_times(order, costs)
+    graph = Graph.of(order)
+    times, unit = virtual_times(order, graph, costs)
+    sequence = times.sequence()
     first, last = order.placement.first_stage, order.placement.last_stage
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.
@@ -70,7 +73,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
     inserted: list[tuple[int, int, float, Pass]] = []
     for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
         start, end = round(times.start[number] * unit), round(times.end[number] * unit)
-        place = times.sequence[number]
+        place = sequence[number]
         for part in parts_of(item):
             base[device].append((start, 1, place, part))
             about = part.microbatch, part.slice

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import pairwise
-from operator import lt, sub
+from itertools import chain, pairwise
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
@@ -29,28 +28,35 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
 from evenpipe.schedule.places import ABSENT, Places, having
-from evenpipe.schedule.timing import durations, timed
+from evenpipe.schedule.timing import EventTimes, durations, run, timed
 
 from .memory_plan import MemoryPlan
 
+Rows = Sequence[Sequence[int]]
+"""Per device, the numbers of its passes as they run."""
+
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """An order, its longest span and its makespan."""
+class Length:
+    """How long an order takes: its longest span and its makespan."""
 
-    order: Order
     span: float
     makespan: float
 
     @classmethod
-    def of(cls, order: Order, costs: Costs) -> Timed:
-        """Return `order`, timed by the event model."""
+    def of(cls, order: Order, costs: Costs) -> Length:
+        """Return the length of `order` in the event model."""
         graph, times = timed(order, costs)
-        rows = [(first, end) for first, end in pairwise(graph.first) if first < end]
-        starts, ends = [times.start[first] for first, _ in rows], [times.end[end - 1] for _, end in rows]
-        return cls(order, max(map(sub, ends, starts), default=0.0), max(ends, default=0.0) - min(starts, default=0.0))
+        return cls.between([range(*ends) for ends in pairwise(graph.first)], times)
 
-    def better_than(self, other: Timed) -> bool:
+    @classmethod
+    def between(cls, rows: Rows, times: EventTimes) -> Length:
+        """Return the length of an order with these rows, timed."""
+        ends = [(times.start[row[0]], times.end[row[-1]]) for row in rows if row]
+        first, last = min((start for start, _ in ends), default=0.0), max((end for _, end in ends), default=0.0)
+        return cls(max((end - start for start, end in ends), default=0.0), last - first)
+
+    def better_than(self, other: Length) -> bool:
         """Return whether the span is shorter, or equal with a shorter makespan."""
         nothing = 1e-9 * self.makespan
         if abs(self.span - other.span) > nothing:
@@ -69,18 +75,69 @@ def list_schedule(
     a device runs at most as many forwards early as there are stages. Returns None if passes are missing, and if
     activations are offloaded or recomputed: then `wishes` decides which passes run early.
     """
-    graph = Graph.of(wishes)
-    links = _Links.of(wishes, graph)
-    if links is None:
-        return None
-    most: Sequence[int | None] = [None] * wishes.devices if limits is None else limits
-    plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(most)]
-    takes = durations(wishes, graph, costs)
-    for route, numbers in graph.transfers.by_route():
-        if reserve and route.kind not in HOP_KINDS:
-            takes[numbers.start : numbers.stop] = [time + reserve for time in takes[numbers.start : numbers.stop]]
-    ran = _run(graph, links, plans, takes, first_stage=wishes.placement.first_stage)
-    return replace(wishes, rows=tuple(tuple(map(graph.items.__getitem__, row)) for row in ran))
+    arranger = Arranger.of(wishes, base, limits)
+    rows = [range(*ends) for ends in pairwise(arranger.graph.first)]
+    listed = arranger.listed(rows, arranger.durations(costs), reserve)
+    return None if listed is None else arranger.order_of(listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranger:
+    """Arranges the passes of an order, which have numbers in its graph: what all its arrangements share.
+
+    order: the passes of each row, in no order. plans: per device, the numbers of passes that store or release, in an
+    order that fits, and what each adds. limits: as for `list_schedule`.
+    """
+
+    order: Order
+    graph: Graph
+    links: _Links | None
+    plans: list[tuple[list[int], list[int]]]
+    limits: Sequence[int] | None
+
+    @classmethod
+    def of(cls, order: Order, base: Order, limits: Sequence[int] | None) -> Arranger:
+        """Arguments as for `list_schedule`."""
+        graph = Graph.of(order, in_order=False)
+        links = _Links.of(order, graph)
+        plans = [] if links is None else [_plan(graph, base, device) for device in range(base.devices)]
+        return cls(order, graph, links, plans, limits)
+
+    def durations(self, costs: Costs) -> list[float]:
+        """Return the duration of everything in the graph, by number."""
+        return durations(self.order, self.graph, costs)
+
+    def order_of(self, rows: Rows) -> Order:
+        """Return the order with these rows."""
+        return replace(self.order, rows=tuple(tuple(map(self.graph.items.__getitem__, row)) for row in rows))
+
+    def length(self, rows: Rows, takes: Sequence[float]) -> Length:
+        """Return the length of the order with these rows, which must be sound."""
+        return Length.between(rows, run(self.order, self.graph, takes, rows))
+
+    def listed(self, wishes: Rows, takes: Sequence[float], reserve: float = 0.0) -> Rows | None:
+        """Return the rows of `list_schedule` for rows of wishes; `takes` has durations by number."""
+        if self.links is None:
+            return None
+        if reserve:
+            takes = list(takes)
+            for route, numbers in self.graph.transfers.by_route():
+                if route.kind not in HOP_KINDS:
+                    takes[numbers.start : numbers.stop] = [
+                        time + reserve for time in takes[numbers.start : numbers.stop]
+                    ]
+        most: Sequence[int | None] = [None] * self.order.devices if self.limits is None else self.limits
+        stages = self.order.placement.stages
+        plans = [MemoryPlan(*plan, limit, stages) for plan, limit in zip(self.plans, most, strict=True)]
+        return _run(self.graph, self.links, wishes, plans, takes)
+
+
+def _plan(graph: Graph, base: Order, device: int) -> tuple[list[int], list[int]]:
+    """Return the plan of one device: its row of `base`."""
+    at = graph.places[device].at
+    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in IN_FLIGHT]
+    numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
+    return numbers, [IN_FLIGHT[part.kind] for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +146,15 @@ class _Links:
 
     needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
     consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the pass that waits in
-    another slice of the sequence; empty if sequences are not cut. embedding: for each unit in the order of the first
-    stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches them.
+    another slice of the sequence; empty if sequences are not cut. entrance: by number of a forward of the first stage,
+    the E passes of its unit on all devices.
     """
 
-    needs: bytearray
+    needs: bytes
     followers: list[list[list[int]]]
     consumers: list[list[list[int]]]
     beside: list[dict[int, int]]
-    embedding: list[list[int]]
-    ahead: int
+    entrance: dict[int, list[int]]
 
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
@@ -130,11 +186,24 @@ class _Links:
                     for unit in having(step, order.slices, order.units):
                         needs[numbers[unit]] += 1
                         beside[graph.site[roles[needed, of_stage][unit + step]]][unit + step] = numbers[unit]
-        embedding, ahead = _embedding(order, graph)
-        for numbers in embedding[ahead:]:
-            for number in numbers:
-                needs[number] += 1
-        return cls(needs, followers, consumers, beside, embedding, ahead)
+        forwards = graph.places[order.placement.first_device].at.get((Kind.F, order.placement.first_stage), [])
+        embedding = [here.at[Kind.E, None] for here in graph.places if (Kind.E, None) in here.at]
+        entrance = {number: [shards[unit] for shards in embedding] for unit, number in enumerate(forwards)}
+        return cls(bytes(needs), followers, consumers, beside, entrance)
+
+    def held_back(self, graph: Graph, wishes: Rows) -> list[list[int]]:
+        """Return the E passes that wait until a forward of the first stage has run: the first ones for its first
+        forward, and so on. The wishes of its device show how far E may be ahead."""
+        waiting, ahead = 0, 1
+        units = []
+        for number in wishes[graph.device_of[next(iter(self.entrance))]] if self.entrance else ():
+            if graph.items[number].kind is Kind.E:
+                waiting += 1
+                ahead = max(ahead, waiting)
+            elif number in self.entrance:
+                waiting -= 1
+                units.append(self.entrance[number])
+        return units[ahead:]
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
@@ -159,87 +228,69 @@ def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
     return roles
 
 
-def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
-    """Return the last two fields of `_Links`."""
-    device = order.placement.first_device
-    embedding = [here.at.get((Kind.E, None)) for here in graph.places]
-    rows, waiting, ahead = [], 0, 1
-    for item in graph.items[graph.first[device] : graph.first[device + 1]]:
-        if item.kind is Kind.E:
-            waiting += 1
-            ahead = max(ahead, waiting)
-        elif item.kind is Kind.F and item.stage == order.placement.first_stage:
-            waiting -= 1
-            unit = unit_of(item, order.slices)
-            rows.append([numbers[unit] for numbers in embedding if numbers])
-    return rows, ahead
-
-
-def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> MemoryPlan:
-    """Return the plan of one device: its row of `base`."""
-    at = graph.places[device].at
-    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in IN_FLIGHT]
-    numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
-    # So the first ready forward also comes first in the plan: no other one needs to be checked.
-    forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
-    assert all(map(lt, forwards, forwards[1:])), "forwards are in another order"
-    return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
-
-
 @dataclass(slots=True)
 class _Queues:
     """What may run next.
 
-    forwards, others: per device, heaps of ready passes. heap_of: by site, the heap for its passes. stored: by site,
-    whether they count in the memory plan. entrance: by site, whether they are the first stage's forwards. free: whether
-    each device is idle. asked: free devices that may have a new pass to start. events: a heap of ends of passes and
-    arrivals of transfers.
+    rank: by number of a pass, its place among all wishes. ranked: numbers by rank. forwards, others: per device, heaps
+    of ranks of ready passes. heap_of: by site, the heap for its passes. stored: by site, whether they count in the
+    memory plan. free: whether each device is idle. asked: free devices that may have a new pass to start. events: a
+    heap of ends of passes, with their ranks, and arrivals of transfers, with their numbers: they are above all ranks.
     """
 
+    rank: list[int]
+    ranked: list[int]
     forwards: list[list[int]]
     others: list[list[int]]
     heap_of: list[list[int]]
     stored: list[bool]
-    entrance: list[bool]
     free: list[bool]
     asked: list[int]
     events: list[tuple[float, int]]
 
     @classmethod
-    def of(cls, graph: Graph, first_stage: int) -> _Queues:
+    def of(cls, graph: Graph, wishes: Rows) -> _Queues:
         """Return empty queues."""
+        ranked = list(chain.from_iterable(wishes))
+        rank = [0] * len(ranked)
+        for place, number in enumerate(ranked):
+            rank[number] = place
         devices, sites = range(len(graph.places)), len(graph.waits)
         forwards: list[list[int]] = [[] for _ in devices]
         others: list[list[int]] = [[] for _ in devices]
         heap_of: list[list[int]] = [[] for _ in range(sites)]
-        stored, entrance = [False] * sites, [False] * sites
+        stored = [False] * sites
         for device, here in enumerate(graph.places):
-            for (kind, stage), numbers in here.at.items():
+            for (kind, _), numbers in here.at.items():
                 at = graph.site[max(numbers)]
                 heap_of[at] = (forwards if kind is Kind.F else others)[device]
                 stored[at] = kind in IN_FLIGHT
-                entrance[at] = kind is Kind.F and stage == first_stage
-        return cls(forwards, others, heap_of, stored, entrance, [True] * len(devices), list(devices), [])
+        return cls(rank, ranked, forwards, others, heap_of, stored, [True] * len(devices), list(devices), [])
 
 
 Met = Callable[[int], None]
 """Takes a pass."""
 Complete = Callable[[int, float], None]
-"""Takes a pass or transfer, and the time."""
+"""Takes a pass and the time."""
+Arrive = Callable[[int], None]
+"""Takes a transfer."""
 
 
-def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[float]) -> tuple[Met, Complete, Met]:
+def _counting(
+    graph: Graph, links: _Links, queues: _Queues, needs: bytearray, takes: Sequence[float]
+) -> tuple[Met, Complete, Arrive]:
     """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
     transfer."""
     passes, units = len(graph.items), graph.transfers.units
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
-    needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
-    heap_of, free, asked, events, beside = queues.heap_of, queues.free, queues.asked, queues.events, links.beside
+    followers, consumers, beside = links.followers, links.consumers, links.beside
+    missing = [0] * passes + graph.producers()
+    rank, heap_of, free, asked, events = queues.rank, queues.heap_of, queues.free, queues.asked, queues.events
 
     def met(number: int) -> None:
-        needs[number] -= 1
-        if needs[number] == 0:
-            heappush(heap_of[site[number]], number)
+        needs[number] = left = needs[number] - 1
+        if not left:
+            heappush(heap_of[site[number]], rank[number])
             if free[device_of[number]]:
                 asked.append(device_of[number])
 
@@ -251,8 +302,8 @@ def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[floa
             met(beside[here][unit])
         for base in feeds[here]:
             transfer = base + unit
-            missing[transfer - passes] -= 1
-            if missing[transfer - passes] == 0:
+            missing[transfer] -= 1
+            if not missing[transfer]:
                 if takes[transfer] > 0:
                     heappush(events, (now + takes[transfer], transfer))
                 else:
@@ -266,40 +317,47 @@ def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[floa
     return met, complete, arrive
 
 
-def _run(
-    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
-) -> list[list[int]]:
+def _run(graph: Graph, links: _Links, wishes: Rows, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> Rows:
     """Return the passes of each device as they ran."""
     passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
-    queues = _Queues.of(graph, first_stage)
-    forwards, others, stored, entrance = queues.forwards, queues.others, queues.stored, queues.entrance
+    queues = _Queues.of(graph, wishes)
+    ranked, forwards, others, stored = queues.ranked, queues.forwards, queues.others, queues.stored
     free, asked, events = queues.free, queues.asked, queues.events
-    met, complete, arrive = _counting(graph, links, queues, takes)
-    held_back = iter(links.embedding[links.ahead :])
+    needs, entrance = bytearray(links.needs), links.entrance
+    embedding = links.held_back(graph, wishes)
+    for number in chain.from_iterable(embedding):
+        needs[number] += 1
+    held_back = iter(embedding)
+    met, complete, arrive = _counting(graph, links, queues, needs, takes)
     rows: list[list[int]] = [[] for _ in range(devices)]
     # Events so close together happen at once: sums of the same times in another order differ by less.
     moment = 1e-9 * sum(takes[:passes]) / (devices * graph.transfers.units)
+    some_take_nothing = min(takes[:passes]) <= 0
 
     def choose(device: int) -> list[int]:
-        """Return the heap with the next pass of `device`; an empty one if it has to wait."""
-        ready, first = others[device], forwards[device]
-        if first and (not ready or first[0] < ready[0]) and plans[device].allows(first[0]):
-            return first
-        return ready
+        """Return the heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
+        has to, so have the others, which come later in the plan, too."""
+        first_other, first_forward = others[device], forwards[device]
+        if (
+            first_forward
+            and (not first_other or first_forward[0] < first_other[0])
+            and plans[device].allows(ranked[first_forward[0]])
+        ):
+            return first_forward
+        return first_other
 
     def start(device: int, number: int) -> None:
         rows[device].append(number)
-        here = site[number]
-        if stored[here]:
+        if stored[site[number]]:
             plans[device].run(number)
-            if entrance[here]:
-                for embedding in next(held_back, ()):
-                    met(embedding)
+            if number in entrance:
+                for waiting in next(held_back, ()):
+                    met(waiting)
 
     now = 0.0
     for number in range(passes):
-        if links.needs[number] == 0:
-            links.needs[number] = 1
+        if not needs[number]:
+            needs[number] = 1
             met(number)
     while True:
         while asked:
@@ -308,9 +366,9 @@ def _run(
             while asked:
                 device = asked.pop()
                 if free[device]:
-                    heap = choose(device)
-                    while heap and takes[heap[0]] <= 0:
-                        number = heappop(heap)
+                    heap = choose(device) if some_take_nothing else ()
+                    while heap and takes[ranked[heap[0]]] <= 0:
+                        number = ranked[heappop(heap)]
                         start(device, number)
                         complete(number, now)
                         heap = choose(device)
@@ -318,22 +376,24 @@ def _run(
             for device in choosing:
                 heap = choose(device)
                 if heap:
-                    number = heappop(heap)
+                    rank = heappop(heap)
+                    number = ranked[rank]
                     start(device, number)
                     free[device] = False
-                    heappush(events, (now + takes[number], number))
+                    heappush(events, (now + takes[number], rank))
         if not events:
             break
         until = events[0][0] + moment
         while events and events[0][0] <= until:
-            now, number = heappop(events)
-            if number < passes:
+            now, rank = heappop(events)
+            if rank < passes:
+                number = ranked[rank]
                 device = device_of[number]
                 free[device] = True
                 asked.append(device)
                 complete(number, now)
             else:
-                arrive(number)
+                arrive(rank)
     assert sum(map(len, rows)) == passes, "list scheduling has completed"
     return rows
 

@@ -51,7 +51,7 @@ def add_slices(order: Order, slices: int) -> Order:
         return order
     _refuse_unfit(order, slices)
     graph, times = timed(order, EQUAL_COSTS)
-    later = _delay(order, graph, times, slices)
+    later, sequence = _delay(order, graph, times, slices), times.sequence()
     rows = []
     for device in range(order.devices):
         placed = []
@@ -61,9 +61,7 @@ def add_slices(order: Order, slices: int) -> Order:
             back = item.kind in _BACK
             unit = _turned(item.microbatch, slices) if back else item.microbatch
             moved = Pass(item.kind, item.stage, *divmod(unit, slices))
-            placed.append(
-                (times.start[number] + (later if back else 0.0), _RANK[item.kind], times.sequence[number], moved)
-            )
+            placed.append((times.start[number] + (later if back else 0.0), _RANK[item.kind], sequence[number], moved))
         rows.append(tuple(moved for *_, moved in sorted(placed, key=lambda place: place[:3])))
     return replace(order, microbatches=order.microbatches // slices, rows=tuple(rows), slices=slices)
 

@@ -29,8 +29,9 @@ Source: arXiv 2411.05288, section 5 (building blocks and their intervals) and ap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from operator import sub
 from typing import Any
@@ -44,9 +45,9 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.simpler_costs import simpler
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import EventTimes, timed
+from evenpipe.schedule.timing import EventTimes, durations, run
 
-from .list_scheduling import Timed, list_schedule
+from .list_scheduling import Arranger, Length, Rows
 
 MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 """Passes that follow from the backward of the last stage, or prepare for such passes."""
@@ -114,20 +115,20 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
         accepted = "1, as for every evaluation" if order.forward_only else "1 (vocab-2) or 2 (vocab-1)"
         raise InputError(f"barriers must be {accepted}, not {barriers}")
     costs = complete(costs)
-    order = apart_at_the_loss(order)
-    times = VirtualTimes.of(order, barriers, costs)
-    best = _placed(order, barriers, costs, times)
+    refuse_unfit(order)
+    passes = Passes.of(apart_at_the_loss(order), barriers)
+    best = passes.placed(costs, costs)
     # Virtual times of equal slices or passes keep the pattern of the order, which may be worth more.
     others = [costs.on_average] if costs.slices else []
     simple = simpler(costs, order.placement)
     for other in (*others, *simple[:1]):
-        even = _placed(order, barriers, costs, VirtualTimes.of(order, barriers, other))
+        even = passes.placed(costs, other)
         best = even if even.better_than(best) else best
     for other in simple[1:]:  # so may an order that is arranged by coarse times throughout
-        found = _placed(order, barriers, other, VirtualTimes.of(order, barriers, other))
-        coarse = Timed.of(found.order, costs)
-        best = coarse if found.span < inf and coarse.better_than(best) else best
-    return best.order
+        found = passes.placed(other, other)
+        coarse = passes.timed(found.rows, passes.arranger.durations(costs))
+        best = coarse if found.length.span < inf and coarse.better_than(best) else best
+    return passes.arranger.order_of(best.rows)
 
 
 def complete(costs: Costs | None) -> Costs:
@@ -135,27 +136,6 @@ def complete(costs: Costs | None) -> Costs:
     costs = EQUAL_COSTS if costs is None else costs
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     return replace(costs, **missing)
-
-
-def _placed(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> Timed:
-    """Return the best order of these virtual times."""
-    best = Timed.of(times.sort(FIXED), costs)
-    limits = None if order.forward_only else peak_limits(order, barriers)
-    if limits and any(peak_activations(best.order.passes(device)) > most for device, most in enumerate(limits)):
-        best = replace(best, span=inf)
-    for wishes in LISTS[0 if order.forward_only else barriers]:
-        listed = list_schedule(times.sort(wishes), order, limits, costs, wishes.reserve * times.stage_work)
-        if listed is not None:
-            timed = Timed.of(listed, costs)
-            best = timed if timed.better_than(best) else best
-        if best.makespan <= _enough(order, barriers, costs, times):
-            break
-    return best
-
-
-def _enough(order: Order, barriers: int, costs: Costs, times: VirtualTimes) -> float:
-    """Return the makespan from which on nothing else is tried."""
-    return (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001
 
 
 def apart_at_the_loss(order: Order) -> Order:
@@ -182,27 +162,100 @@ def peak_limits(order: Order, barriers: int) -> list[int]:
     return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
 
 
-def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
-    """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
-    times = costs.device_times(order.placement)
-    kinds = vocabulary_kinds(barriers, order.forward_only)
-    return order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Rows of numbers, and how long the order with these rows takes."""
+
+    rows: Rows
+    length: Length
+
+    def better_than(self, other: Arrangement) -> bool:
+        """Return whether it is shorter, as `Length.better_than`."""
+        return self.length.better_than(other.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of an order and those of the vocabulary, which all its arrangements share.
+
+    graph: of the order. arranger: of all passes; a row has those of the order as they are there, and then those of the
+    vocabulary, the same on all devices. added: by number in `graph`, passes of the first and the last stage, each with
+    the place, among those of the vocabulary, of the first one whose time follows from it. vocabulary: per device, the
+    number of the first vocabulary pass.
+    """
+
+    order: Order
+    barriers: int
+    graph: Graph
+    arranger: Arranger
+    added: dict[int, list[tuple[Pass, int]]]
+    vocabulary: list[int]
+
+    @classmethod
+    def of(cls, order: Order, barriers: int) -> Passes:
+        """Return the passes of an order in which no joint pass holds F and B of the last stage for one microbatch."""
+        graph = Graph.of(order)
+        ends = (order.placement.first_stage, order.placement.last_stage)
+        added: dict[int, list[tuple[Pass, int]]] = {}
+        vocabulary: list[Pass] = []
+        for number, item in enumerate(graph.items):
+            for part in parts_of(item):
+                if part.stage in ends:
+                    added.setdefault(number, []).append((part, len(vocabulary)))
+                    kinds = (kind for _, kind in _companions(part, 0, 0, order, barriers))
+                    vocabulary += [Pass(kind, None, part.microbatch, part.slice) for kind in kinds]
+        rows = [
+            [part for item in graph.items[first:end] for part in parts_of(item)] for first, end in pairwise(graph.first)
+        ]
+        unordered = replace(order, rows=tuple((*row, *vocabulary) for row in rows), barriers=barriers)
+        limits = None if order.forward_only else peak_limits(order, barriers)
+        arranger = Arranger.of(unordered, order, limits)
+        return cls(order, barriers, graph, arranger, added, [end - len(vocabulary) for end in arranger.graph.first[1:]])
+
+    def timed(self, rows: Rows, takes: Sequence[float]) -> Arrangement:
+        """Return the arrangement with these rows; `takes` has durations by number."""
+        return Arrangement(rows, self.arranger.length(rows, takes))
+
+    def placed(self, costs: Costs, virtual: Costs) -> Arrangement:
+        """Return the best arrangement by virtual times of `virtual`, in a step with `costs`."""
+        times, takes = VirtualTimes.of(self, virtual), self.arranger.durations(costs)
+        best = self.timed(times.sort(FIXED), takes)
+        if self._holds_too_much(best.rows):
+            best = replace(best, length=replace(best.length, span=inf))
+        enough = (times.makespan + self._vocabulary_work(costs)) * 1.001
+        for wishes in LISTS[0 if self.order.forward_only else self.barriers]:
+            listed = self.arranger.listed(times.sort(wishes), takes, wishes.reserve * times.stage_work)
+            if listed is not None:
+                arrangement = self.timed(listed, takes)
+                best = arrangement if arrangement.better_than(best) else best
+            if best.length.makespan <= enough:  # nothing else is tried
+                break
+        return best
+
+    def _holds_too_much(self, rows: Rows) -> bool:
+        limits, items = self.arranger.limits, self.arranger.graph.items
+        return limits is not None and any(
+            peak_activations(items[number] for number in row) > most for row, most in zip(rows, limits, strict=True)
+        )
+
+    def _vocabulary_work(self, costs: Costs) -> float:
+        """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
+        times = costs.device_times(self.order.placement)
+        kinds = vocabulary_kinds(self.barriers, self.order.forward_only)
+        return self.order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimes:
     """Virtual time of every pass.
 
-    passes: every pass once: those of the base order as the event model ran them, then one per kind and unit of the
-    vocabulary passes, which all devices share. A place is one whole number made of time, rank and index in
-    `passes`; sorted places give the order of passes. forwards, backwards, weights: per device, the places of F and O,
-    of passes that follow from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order.
-    stage_work: mean work of a stage per unit.
+    A place is one whole number made of time, rank and the number of the pass; sorted places give the order of passes.
+    forwards, backwards, weights: per device, the places of F and O, of passes that follow from a backward, and of W.
+    vocabulary: (time, kind, place among the vocabulary passes), as the event model ran the passes that these follow
+    from. makespan: of the base order. stage_work: mean work of a stage per unit.
     """
 
-    order: Order
-    barriers: int
-    passes: list[Pass]
+    passes: Passes
     forwards: list[list[int]]
     backwards: list[list[int]]
     weights: list[list[int]]
@@ -211,39 +264,37 @@ class VirtualTimes:
     stage_work: float
 
     @classmethod
-    def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
-        """Return the virtual times of `order` by the rules above."""
-        refuse_unfit(order)
-        graph, times, unit = virtual_times(order, costs)
-        passes: list[Pass] = []
+    def of(cls, passes: Passes, costs: Costs) -> VirtualTimes:
+        """Return the virtual times by the rules above."""
+        order, graph, barriers = passes.order, passes.graph, passes.barriers
+        times, unit = virtual_times(order, graph, costs)
         groups: list[list[list[int]]] = [[[] for _ in order.rows] for _ in range(3)]
         forwards, backwards, weights = groups
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
         delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
-        companions: list[tuple[int, Pass]] = []
-        ends = (order.placement.first_stage, order.placement.last_stage)
+        for device, (first, end) in enumerate(pairwise(graph.first)):
+            place = passes.arranger.graph.first[device]
+            for number in range(first, end):
+                virtual = round(times.start[number] * unit)
+                for part in parts_of(graph.items[number]):
+                    start = virtual + delay_of[part.kind]
+                    group_of[part.kind][device].append((start * _RANKS + 1) << _INDEX_BITS | place)
+                    place += 1
+        vocabulary: list[tuple[int, Kind, int]] = []
         for number in times.happened:
-            if number >= len(graph.items):
-                continue
-            device = graph.device_of[number]
-            for part in parts_of(graph.items[number]):
+            for part, at in passes.added.get(number, ()):
                 start = round(times.start[number] * unit) + delay_of[part.kind]
-                if part.stage in ends:
-                    end = round(times.end[number] * unit)
-                    companions += _companions(part, start, end, order, barriers)
-                group_of[part.kind][device].append((start * _RANKS + 1) << _INDEX_BITS | len(passes))
-                passes.append(part)
-        vocabulary = [(time, item.kind, index) for index, (time, item) in enumerate(companions, len(passes))]
-        passes += [item for _, item in companions]
+                found = _companions(part, start, round(times.end[number] * unit), order, barriers)
+                vocabulary += [(time, kind, at + turn) for turn, (time, kind) in enumerate(found)]
         count = len(graph.items)
         makespan = max(times.end[:count]) - min(times.start[:count])
         stage_work = sum(map(sub, times.end[:count], times.start[:count])) / (order.units * order.placement.stages)
-        return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
+        return cls(passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
 
-    def sort(self, wishes: Wishes) -> Order:
+    def sort(self, wishes: Wishes) -> Rows:
         """Return each device's passes by virtual time, then by rank; ties keep the order of the event model."""
-        order, passes, at = self.order, self.passes, (1 << _INDEX_BITS) - 1
-        rank = wishes.ranks[0 if order.forward_only else self.barriers]
+        order, count, at = self.passes.order, len(self.passes.arranger.graph.items), (1 << _INDEX_BITS) - 1
+        rank = wishes.ranks[0 if order.forward_only else self.passes.barriers]
         later = [
             round(share * INTERVAL) * _RANKS << _INDEX_BITS
             for share in (wishes.backwards, wishes.weights, wishes.outputs)
@@ -251,30 +302,33 @@ class VirtualTimes:
         offset = {kind: rank_of << _INDEX_BITS for kind, rank_of in rank.items()}
         offset[Kind.T] = offset.get(Kind.T, 0) + later[2]
         vocabulary = sorted(
-            (time * _RANKS << _INDEX_BITS | index) + offset[kind] for time, kind, index in self.vocabulary
+            (time * _RANKS << _INDEX_BITS | count + turn) + offset[kind]
+            for turn, (time, kind, _) in enumerate(self.vocabulary)
         )
+        turns = [index for _, _, index in self.vocabulary]
         rows = []
-        for forwards, backwards, weights in zip(self.forwards, self.backwards, self.weights, strict=True):
+        groups = zip(self.forwards, self.backwards, self.weights, self.passes.vocabulary, strict=True)
+        for forwards, backwards, weights, shared in groups:
             places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
-            rows.append(tuple([passes[place & at] for place in sorted(places + vocabulary)]))
-        return replace(order, rows=tuple(rows), barriers=self.barriers)
+            numbers = [place & at for place in sorted(places + vocabulary)]
+            rows.append([number if number < count else shared + turns[number - count] for number in numbers])
+        return rows
 
 
-def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
-    """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
-    unit = part.microbatch, part.slice
+def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Kind]]:
+    """Return time and kind of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     if part.kind is Kind.F and part.stage == order.placement.first_stage:
-        yield start - INTERVAL, Pass(Kind.E, None, *unit)
+        yield start - INTERVAL, Kind.E
     if part.kind is Kind.F and part.stage == order.placement.last_stage:
-        yield end, Pass(Kind.S, None, *unit)
+        yield end, Kind.S
         if order.forward_only:
-            yield end + INTERVAL, Pass(Kind.C, None, *unit)
+            yield end + INTERVAL, Kind.C
             return
-        yield end + INTERVAL, Pass(Kind.T, None, *unit)
+        yield end + INTERVAL, Kind.T
         if barriers == 1:
-            yield end + INTERVAL // 2, Pass(Kind.C, None, *unit)
+            yield end + INTERVAL // 2, Kind.C
     if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
-        yield start + INTERVAL, Pass(Kind.G, None, *unit)
+        yield start + INTERVAL, Kind.G
 
 
 def refuse_unfit(order: Order) -> None:
@@ -285,13 +339,13 @@ def refuse_unfit(order: Order) -> None:
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
 
 
-def virtual_times(order: Order, costs: Costs) -> tuple[Graph, EventTimes, float]:
+def virtual_times(order: Order, graph: Graph, costs: Costs) -> tuple[EventTimes, float]:
     """Return when everything in the base order runs, and the virtual time per unit of time."""
-    graph, times = timed(order, costs)
+    times = run(order, graph, durations(order, graph, costs))
     interval = interval_of(order, graph, times)
     if interval <= 0:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-    return graph, times, INTERVAL / interval
+    return times, INTERVAL / interval
 
 
 def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
