@@ -150,8 +150,9 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
     """Evaluate with a given share of the optimizer."""
     try:
-        # First the time, if possible: of many models the memory takes longer to find out.
-        quickest = None if configuration.moves else timed(problem, _without_recomputation(configuration), limit)
+        # First the time, if it may show that the step is too long: the memory of many models takes longer to find out.
+        known = not configuration.moves and limit < math.inf
+        quickest = timed(problem, _without_recomputation(configuration), limit) if known else None
         if quickest is not None and quickest.late:
             return replace(quickest, configuration=configuration)
         held = _memory(problem, configuration, configuration.steps[0], limit)
