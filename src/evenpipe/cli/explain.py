@@ -51,10 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name} is {value}, expected a whole number of at least 1")
 
-    from evenpipe.costs.hardware import find_hardware
-    from evenpipe.draw import check_file, draw, terminal
-    from evenpipe.plan.explanation import explain
-    from evenpipe.plan.problem import problem_of
+    from evenpipe.schedule.collection import collecting_nothing
+
+    with collecting_nothing():
+        from evenpipe.costs.hardware import find_hardware
+        from evenpipe.draw import check_file, draw, terminal
+        from evenpipe.plan.explanation import explain
+        from evenpipe.plan.problem import problem_of
 
     if arguments.output is not None:
         check_file(arguments.output)

@@ -99,10 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and write."""
-    from evenpipe.plan.configuration_search import search_configurations
-    from evenpipe.plan.evaluation_cache import EvaluationCache
-    from evenpipe.plan.nearest import nearest
-    from evenpipe.plan.ranking import Ranking
+    from evenpipe.schedule.collection import collecting_nothing
+
+    with collecting_nothing():
+        from evenpipe.plan.configuration_search import search_configurations
+        from evenpipe.plan.evaluation_cache import EvaluationCache
+        from evenpipe.plan.nearest import nearest
+        from evenpipe.plan.ranking import Ranking
 
     if arguments.best < 1:
         raise InputError(f"--best is {arguments.best}, expected at least 1")

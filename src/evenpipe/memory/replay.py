@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.memory.bytes import TERMS, DeviceMemory, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.things import NO_STAGE, RECOMPUTED, Thing
+from evenpipe.memory.things import NO_STAGE, RECOMPUTED, Thing, label_of
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
@@ -86,7 +86,7 @@ class Replay:
         held: NDArray[np.int64] = self._counts @ sizes
         whole = held + np.append(sizes, 0)[self._above]
         moment = int(whole.argmax()) if len(whole) else -1
-        event = self._walk.labels[moment] if len(whole) else ""
+        event = label_of(self._walk.items[moment]) if len(whole) else ""
         if len(self._after) and held[self._after[-1]] + state.summing_peak > whole[moment]:
             moment, event = int(self._after[-1]), SUMS
             whole[moment] = held[moment] + state.summing_peak

@@ -145,8 +145,8 @@ class Walk:
 
     things: tuple[Thing, ...]
     moments: tuple[Moment, ...]
-    labels: tuple[str, ...]
-    """First position of each moment in the row."""
+    items: tuple[Item | None, ...]
+    """The item of the row at which each moment comes first; None before the first item."""
     after: tuple[int, ...]
     """For each item of the row, the moment after it."""
     rooms: tuple[int, ...]
@@ -222,7 +222,7 @@ class Moments:
         moments = tuple(((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
         held = zip(self._number, self._counts, strict=True)
         rooms = tuple(count if thing.size in ROOMS else 0 for thing, count in held)
-        return Walk(tuple(self._number), moments, tuple(map(label_of, self._items)), tuple(self._after), rooms)
+        return Walk(tuple(self._number), moments, tuple(self._items), tuple(self._after), rooms)
 
 
 def label_of(item: Item | None) -> str:

@@ -13,7 +13,7 @@ The last transfers, and transfers to a device that never answers, have no such p
 from __future__ import annotations
 
 from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Transfer, TransferKind, parts_of, unit_of
+from .passes import HOP_KINDS, Kind, Transfer, TransferKind, parts_of, unit_of
 from .program import Program
 
 Carried = tuple[int, int]
@@ -28,6 +28,9 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
     """
     dependencies, issued, used = _all_places(program)
     reached = [-1] * program.devices  # position that another device is known to have reached
+    waits: dict[
+        tuple[Kind, int | None], list[tuple[int, set[int]]]
+    ] = {}  # routes, other devices that feed them
     under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position of each use
     found: dict[int, tuple[Transfer, ...]] = {}
     for position, item in enumerate(program.rows[device]):
@@ -38,13 +41,20 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
                 others = {site.device for site in route.consumers if site.device != device}
                 under_way[item] = [(other, used[other][carried]) for other in others]
         elif item is not None:
-            before = list(reached)
+            further = False
             for part in parts_of(item):
-                for route in dependencies.rule(device, part.kind, part.stage).waits:
-                    for other in {site.device for site in route.producers} - {device}:
-                        place = issued[other][route.number, unit_of(part, program.slices)]
-                        reached[other] = max(reached[other], place)
-            if reached == before:
+                what = part.kind, part.stage
+                if what not in waits:
+                    waits[what] = [
+                        (route.number, {site.device for site in route.producers} - {device})
+                        for route in dependencies.rule(device, *what).waits
+                    ]
+                for number, others in waits[what]:
+                    carried = number, unit_of(part, program.slices)
+                    for other in others:
+                        if issued[other][carried] > reached[other]:
+                            reached[other], further = issued[other][carried], True
+            if not further:
                 continue
             arrived = tuple(
                 sent for sent, uses in under_way.items() if all(place < reached[other] for other, place in uses)
