@@ -26,7 +26,6 @@ from evenpipe.recipe.layout import bounds_of
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, Program
-from evenpipe.schedule.collection import collecting_nothing
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
@@ -127,7 +126,6 @@ class Evaluation:
         }
 
 
-@collecting_nothing()
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
     """Evaluate time and memory. A configuration without an order is distinguished from one that does not fit; one
     whose step turns out to take `limit` seconds or more is not evaluated further."""
