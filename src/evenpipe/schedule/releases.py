@@ -28,9 +28,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
     """
     dependencies, issued, used = _all_places(program)
     reached = [-1] * program.devices  # position that another device is known to have reached
-    waits: dict[
-        tuple[Kind, int | None], list[tuple[int, set[int]]]
-    ] = {}  # routes, other devices that feed them
+    waits: dict[tuple[Kind, int | None], list[tuple[int, set[int]]]] = {}  # routes, other devices that feed them
     under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position of each use
     found: dict[int, tuple[Transfer, ...]] = {}
     for position, item in enumerate(program.rows[device]):
