@@ -44,3 +44,10 @@ def test_no_device_waits_in_steady_state(mode: str, name: str, output: float) ->
 def test_passes_run_as_one_are_taken_apart() -> None:
     order = forward_only(Order.from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,0B0,1B1,0B1"))
     assert words(order, 0) == "0F0 1F0 0F1 1F1"
+
+
+def test_forwards_may_be_much_shorter_than_backwards() -> None:
+    """Coarse times, which are tried as well, have none for them."""
+    costs = Costs(F=0.01, B=6, I=3, W=3, S=1, C=0.1, T=1, E=0.1, G=0.1)
+    order = forward_only(plan_order("zb-h1", 2, 4, "vocab-2", costs), costs)
+    assert check_order(order).ok and order.barriers == 1

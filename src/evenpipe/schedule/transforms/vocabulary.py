@@ -125,6 +125,8 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
         even = passes.placed(costs, other)
         best = even if even.better_than(best) else best
     for other in simple[1:]:  # so may an order that is arranged by coarse times throughout
+        if not any(durations(passes.order, passes.graph, other)):  # forwards alone, each less than half a part
+            continue
         found = passes.placed(other, other)
         coarse = passes.timed(found.rows, passes.arranger.durations(costs))
         best = coarse if found.length.span < inf and coarse.better_than(best) else best
