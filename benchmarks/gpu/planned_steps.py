@@ -41,7 +41,7 @@ from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import evaluate
-from evenpipe.plan.problem import problem_of
+from evenpipe.plan.problem import problem_of_run
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 MICROBATCHES = 4
@@ -93,16 +93,9 @@ def config_of(case: Case, hidden_size: int | None) -> PreTrainedConfig:
     return AutoConfig.for_model(**values)
 
 
-def predicted(config: PreTrainedConfig, recipe: Recipe, tokens: int, hardware: str) -> dict[str, Any]:
+def predicted(config: PreTrainedConfig, recipe: Recipe, hardware: str) -> dict[str, Any]:
     """Seconds and bytes that a plan names."""
-    batch = recipe.batch
-    problem = problem_of(
-        describe(config),
-        find_hardware(hardware),
-        gpus=1,
-        sequence=tokens,
-        sequences_per_step=batch.microbatches * batch.microbatch_size,
-    )
+    problem = problem_of_run(describe(config), find_hardware(hardware), recipe)
     found = evaluate(problem, Configuration.of(problem, recipe))
     costs = pass_costs(problem, found.configuration.recipe, found.configuration.placement)
     return {
@@ -181,7 +174,7 @@ def compare(case: Case, given: argparse.Namespace, device: torch.device) -> dict
     )
     return {
         "case": case.name,
-        "predicted": predicted(config, recipe, tokens, given.hardware),
+        "predicted": predicted(config, recipe, given.hardware),
         "measured": measured(config, recipe, tokens, device),
     }
 

@@ -300,8 +300,12 @@ def test_a_plain_receive_does_not_wait_for_the_gpu(monkeypatch) -> None:
     assert reads_only == ([], None)
 
 
+NOT_RUN_YET = {"a run, continued"}
+"""Cases that are newer than the last run of all on a GPU (docs/status.md)."""
+
+
 def test_figures_of_the_last_run_on_a_gpu() -> None:
     file = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_test.json"
     cases = json.loads(file.read_text())["cases"]
-    assert cases.keys() == CASES.keys()
+    assert cases.keys() == CASES.keys() - NOT_RUN_YET
     assert all(figures["passed"] for figures in cases.values())

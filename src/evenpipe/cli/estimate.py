@@ -221,24 +221,14 @@ def _split_of_run(
 ) -> tuple[int, ...] | None:
     """Return the layers of each stage if a run takes others on this GPU than those that its times suggest."""
     from evenpipe.costs.hardware import known_gpu
-    from evenpipe.plan.problem import EVENPIPE, problem_of
+    from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits
 
     ours = arguments.kernels == EVENPIPE and arguments.optimizer == "adamw"
     if known_gpu(hardware.name) is None or not ours or recipe.vocabulary != "redistribute":
         return None
-    sizes, batch = recipe.parallelism, recipe.batch
-    assert batch.sequence_length is not None
-    problem = problem_of(
-        description,
-        hardware,
-        gpus=sizes.gpus,
-        sequence=batch.sequence_length,
-        sequences_per_step=sizes.dp * recipe.microbatches * batch.microbatch_size,
-        memory_bytes=memory(arguments),
-        dtype=dtype,
-        skew=arguments.skew,
-    )
+    others = {"memory_bytes": memory(arguments), "dtype": dtype, "skew": arguments.skew}
+    problem = problem_of_run(description, hardware, recipe, **others)
     return split_that_fits(problem, recipe, arguments.offload_optimizer)
 
 

@@ -17,6 +17,7 @@ from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.layout import ModelCosts
+from evenpipe.recipe.recipe import Recipe
 
 from .programs import Programs
 
@@ -133,4 +134,18 @@ def problem_of(
         dtype=dtype,
         kernels_name=kernels,
         skew=skew,
+    )
+
+
+def problem_of_run(description: Description, hardware: Hardware, recipe: Recipe, **others: Any) -> Problem:
+    """Return the problem that a run with this recipe solves. others: of `problem_of`. Raises InputError as that."""
+    batch, replicas = recipe.batch, recipe.parallelism.dp
+    assert batch.sequence_length is not None
+    return problem_of(
+        description,
+        hardware,
+        gpus=recipe.parallelism.gpus,
+        sequence=batch.sequence_length,
+        sequences_per_step=replicas * recipe.microbatches * batch.microbatch_size,
+        **others,
     )

@@ -75,21 +75,15 @@ def split_of_run(
 ) -> tuple[int, ...] | None:
     """Return the layers of each stage as `split_that_fits` for a run on GPUs with so many bytes; None for an optimizer
     whose memory plans do not know, and for what a pipeline refuses."""
-    from evenpipe.plan.problem import problem_of  # only the first process should import planning
+    from evenpipe.plan.problem import problem_of_run  # only the first process should import planning
     from evenpipe.plan.splits import split_that_fits
 
     if config.optimizer.name != "adamw":
         return None
     try:
-        problem = problem_of(
-            describe(model, trust_remote_code=config.model.trust_remote_code),
-            known,
-            gpus=config.pipeline.processes,
-            sequence=config.data.sequence_length,
-            sequences_per_step=recipe.parallelism.dp * recipe.microbatches * recipe.batch.microbatch_size,
-            memory_bytes=memory,
-            dtype=DTYPES[compute_dtype(config) or torch.bfloat16],
-        )
+        description = describe(model, trust_remote_code=config.model.trust_remote_code)
+        dtype = DTYPES[compute_dtype(config) or torch.bfloat16]
+        problem = problem_of_run(description, known, recipe, memory_bytes=memory, dtype=dtype)
         return split_that_fits(problem, recipe, config.optimizer.host_share)
     except InputError:
         return None
