@@ -229,8 +229,8 @@ class _Speed(NamedTuple):
 # tests/costs/test_analytic.py. Alone, products are faster (0.82 on an H100, 0.45 to 0.65 in SimuMax's table of B200,
 # named above): a step keeps a card at the limit of its power. One H100 that trains alone reaches 0.7
 # (benchmarks/results/gpu_planned_steps_h100.json); with 0.59, 8192 of them train Llama 3 405B with 403 to 419 TFLOP/s
-# each, depending on how attention is counted, and measured were 430 (arXiv 2407.21783, table 4). On both, none waits
-# for waves.
+# each, depending on how attention is counted; 430 were measured (arXiv 2407.21783, table 4). On both, none waits for
+# waves.
 # Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
 # (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
 # request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
