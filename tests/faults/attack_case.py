@@ -45,11 +45,14 @@ class Attack:
     torchrun: bool = False
     reaches: bool = True
     """Whether he can reach a port at all."""
+    answers: int = 1
+    """How many proofs he sends where he is taken for a peer. gloo aborts a process that gets more than one."""
 
 
 ATTACKS = (
     Attack("another user of the machine, while it trains", 0, early=False),
     Attack("another user of the machine, from the start", 0, early=True),
+    Attack("another user of the machine, who answers twice, from the start", 0, early=True, answers=2),
     Attack("another machine, while it trains", 1, early=False, reaches=False),
     Attack("another machine, under torchrun, while it trains", 1, early=False, torchrun=True),
     Attack("another machine, under torchrun, from the start", 1, early=True, torchrun=True),
@@ -85,7 +88,7 @@ def play(attack: Attack, loss: float) -> Result:
         address = "127.0.0.1" if attack.machine == 0 else ADDRESSES[0]
         stranger = None
         begin = [*cable.command(attack.machine), sys.executable, str(HERE / "attacker.py"), address]
-        begin += [str(unrelated.pid), str(marker)]
+        begin += [str(unrelated.pid), str(marker), str(attack.answers)]
         if attack.early:
             stranger = _start_stranger(begin, START_SECONDS, ports)
         run = _start_run(cable, folder, attack.torchrun)

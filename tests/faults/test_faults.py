@@ -46,8 +46,11 @@ def test_a_machine_that_is_cut_off_is_named_by_all() -> None:
 
 
 @pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
-def test_another_user_of_the_machine_cannot_get_in() -> None:
-    attack = next(attack for attack in attack_case.ATTACKS if attack.machine == 0 and attack.early)
+@pytest.mark.parametrize("answers", [1, 2])
+def test_another_user_of_the_machine_cannot_get_in(answers: int) -> None:
+    attack = next(
+        attack for attack in attack_case.ATTACKS if attack.early and (attack.machine, attack.answers) == (0, answers)
+    )
     assert attack_case.play(attack, run_network.loss_in_one_process()).complaints == []
 
 

@@ -45,6 +45,7 @@ from evenpipe.processes.bell import STOPS, signals_handled
 from evenpipe.processes.environment import default_variable
 from evenpipe.processes.names import process
 from evenpipe.processes.owner import EXIT_CODE, Owner
+from evenpipe.processes.proof import ABORTED, AWAITED
 from evenpipe.processes.signs import Board, Cause, cause_of
 from evenpipe.processes.stopping import Wish
 from evenpipe.processes.store import FolderStore
@@ -311,6 +312,8 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
         if other != culprit and (waiting := board.read(other)):
             text += f"; {process(other, place=board.place(other))} was awaiting {waiting}"
             break
+    if first.exit_code == -signal.SIGABRT and any(board.read(rank).startswith(AWAITED) for rank in range(processes)):
+        text += f"; {ABORTED}"
     error = RunError(text)
     if records and records[0]["rank"] == culprit:
         error.add_note(f"in {process(culprit, place=board.place(culprit))}:\n{records[0]['traceback']}")

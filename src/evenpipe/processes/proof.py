@@ -15,6 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+AWAITED = "proofs of"
+"""How a wait for proofs begins."""
+
+ABORTED = (
+    "gloo ends a process that receives more than it asked for, so a program that is not part of this run may have "
+    "connected to it; check who else uses this machine"
+)
+"""What to say of a process that was aborted in such a wait."""
+
 
 def strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secret: bytes) -> list[int]:
     """Return the members whose connection leads to a stranger. Collective over a group that has gloo.

@@ -43,7 +43,7 @@ from evenpipe.processes.bell import STOPS, Bell
 from evenpipe.processes.names import call_by_place, place_of, process, processes
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
-from evenpipe.processes.proof import strangers
+from evenpipe.processes.proof import AWAITED, strangers
 from evenpipe.processes.signs import LAUNCHER, Beat, Board, Cause, Waiting, cause_of, machine, started
 from evenpipe.processes.store import Store, StoreError, StoreSilentError
 
@@ -244,7 +244,7 @@ class Watch:
         secret = None if self._store is None else self._store.secret()
         if secret is None:
             return
-        with self.during(f"proofs of {name}", name, tuple(member for member in members if member != self.rank)):
+        with self.during(f"{AWAITED} {name}", name, tuple(member for member in members if member != self.rank)):
             found = strangers(group, self.rank, members, secret)
         if found:
             raise RunError(
