@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from evenpipe.experts.adopt import Spread, adopt_experts
 from evenpipe.experts.routing import Routing
+from evenpipe.host.offload import Entrance
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
@@ -35,6 +36,8 @@ class Trace:
 
     hidden: int
     """Bytes of the stage's input."""
+    saves_input: bool
+    """Whether the graph keeps it."""
     output: int
     stored: int
     moved: tuple[int, ...]
@@ -78,7 +81,7 @@ class Trace:
         return StageBytes(
             input=self.hidden,
             output=self.output,
-            saves_input=self.hidden == self.output,
+            saves_input=self.saves_input,
             stored=self.stored + more["forward"],
             moved=of_all("moved"),
             queued=self.queued + more["forward"] + more["input"] if split else 0,
@@ -157,6 +160,7 @@ class Bench:
         rows = shape[0], shape[1] // ranks, shape[2]
         self._shape, self._output_shape = shape if stage.is_first else rows, rows
         self._dtype = dtype
+        self._anchor = torch.empty(0, dtype=dtype, requires_grad=True)
         self._tracker = tracker
         self._parameters = dict(StageParameters(stage, dtype))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
@@ -193,12 +197,14 @@ class Bench:
             self._microbatch(first=True, split=parts)
             if not gradients:
                 self._find_moved()
-            hidden, output, stored, queued = self._microbatch(split=parts)
+            hidden, kept, output, stored, queued = self._microbatch(split=parts)
             gradients = gradients or self._gradient_sizes()
         if recompute:
             self._repeat()
         input_gradients = self._input_gradients if split else ()
-        found = Trace(hidden, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients)
+        found = Trace(
+            hidden, kept > 0, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients
+        )
         return found if self._piece is None else self._with_carry(found, self._piece)
 
     def _with_carry(self, found: Trace, bench: PieceBench) -> Trace:
@@ -215,7 +221,8 @@ class Bench:
     # --- one microbatch -----------------------------------------------------------------------------------------
 
     def _microbatch(self, *, first: bool = False, split: bool = False) -> tuple[int, ...]:
-        """Run F, and B or I and W. Return the bytes of the input and the output, and the stored and queued ones."""
+        """Run F, and B or I and W. Return the bytes of the input, those of it that the graph keeps, those of the
+        output, and the stored and queued ones."""
         which, piece = "first " if first else "", self._piece
         if piece is not None:
             piece.begin()
@@ -223,8 +230,10 @@ class Bench:
         hidden = torch.empty(self._shape, dtype=self._dtype)
         size = self._live - before
         self._running.place = KEY
-        edge = self._forward(hidden, "forward", split=split)
+        edge, gradients = self._forward(hidden, "forward", split=split)
         stored = self._live - before - size
+        del hidden
+        kept = self._live - before - stored
         if piece is not None:
             piece.turn()
 
@@ -235,10 +244,9 @@ class Bench:
         with self._passing(which + ("input" if split else "backward"), backwards=True):
             torch.autograd.backward((edge,), (gradient,))
         self._queue.under_way = self._running.place = None
-        input_gradient = hidden.grad
-        hidden.grad = None
-        assert input_gradient is not None
-        del edge, gradient, hidden
+        (input_gradient,) = gradients
+        gradients.clear()
+        del edge, gradient
         queued = self._live - before - size
         if split and first:
             self._input_gradients = self._gradient_sizes()
@@ -247,7 +255,7 @@ class Bench:
                 self._queue.compute(KEY)
         del input_gradient
         assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
-        return size, output_size, stored, queued
+        return size, kept, output_size, stored, queued
 
     def _repeat(self) -> None:
         """Run F without a graph, and R; the backward behind it is like any other."""
@@ -269,18 +277,22 @@ class Bench:
         output: Tensor = self._stage(hidden) if self._piece is None else self._piece.run(self._stage, hidden)
         return output
 
-    def _forward(self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False) -> GradientEdge:
+    def _forward(
+        self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False
+    ) -> tuple[GradientEdge, list[Tensor]]:
+        """Return the edge of the output, and the list that gets the gradient of the input."""
+        gradients: list[Tensor] = []
         self._queue.under_way = KEY if split else None
         self._switch.off = keep_all
         if self._exchange is not None:
             self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
-            output = self._run(hidden.requires_grad_())
+            output = self._run(Entrance.apply(self._anchor, hidden, gradients))
         if self._exchange is not None:
             self._exchange.repeats = False
         self._switch.off = False
         self._queue.under_way = None
-        return get_gradient_edge(output)
+        return get_gradient_edge(output), gradients
 
     def _gradient_sizes(self) -> tuple[int, ...]:
         """Return bytes of existing gradients, per layer and last outside of layers."""

@@ -68,18 +68,20 @@ class StageBytes:
     """Bytes of one stage and one microbatch."""
 
     input: int
-    """The stage's input, received or computed here: live from before F until the end of B (or I)."""
+    """The stage's input, received or computed here: live from before F until the end of B (or I), if `saves_input`."""
     output: int
     """The output of F, until it is sent or used; the gradient for B is as large. As large as the input, except in a
     first stage that gets all tokens and leaves a tensor rank's."""
     stored: int
     """Stored by F for the backward, besides its input and its output."""
+    shared: int = 0
+    """The part of it that all layers need: tables of positions, masks. Not found by tracing."""
     moved: int | None = None
     """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
     queued: int
     """Live between I and W: inputs and output gradients of linear layers."""
     saves_input: bool = True
-    """Whether the graph of F may keep the input. If not, F with copies to the host frees it at its end."""
+    """Whether the graph of F keeps the input. If not, F frees it at its end."""
     peaks: PassPeaks = field(default_factory=PassPeaks)
     recomputed: StageBytes | None = None
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
@@ -104,8 +106,13 @@ class StageBytes:
         return self._of_graph if self.moved is None else self.moved
 
     @property
+    def kept_input(self) -> int:
+        """Bytes of the input that the graph keeps."""
+        return self.input * self.saves_input
+
+    @property
     def _of_graph(self) -> int:
-        return self.input * self.saves_input + self.stored
+        return self.kept_input + self.stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

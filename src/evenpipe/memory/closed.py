@@ -108,7 +108,16 @@ class ClosedForms:
             layers = [self._layer(shape, kernels, portion, choice) for shape, choice in own]
             ends: dict[str, Any] = {"start": self._start, "norm": norm, "is_first": is_first, "is_last": is_last}
             carries = [carried_of(shape, sizes) for shape in shapes[first:last]]
-            return _Stage(layers, moves, sizes, carries, made=sum(made.values()), gathered=gathered, **ends)
+            return _Stage(
+                layers,
+                moves,
+                sizes,
+                carries,
+                made=sum(made.values()),
+                gathered=gathered,
+                keeps_input=portion.keeps_input,
+                **ends,
+            )
 
         plain = ["none"] * (last - first)
         differs = sizes.blocks or sizes.carried
@@ -167,6 +176,7 @@ class _Stage:
         carries: of each layer, if sequences are cut into slices.
         made: bytes of tables, masks and positions that the model's forward computes for all its layers.
         gathered: bytes of the keys and values that one layer gathers.
+        keeps_input: the stage's input stays until the end of the backward.
     """
 
     def __init__(
@@ -179,6 +189,7 @@ class _Stage:
         start: Start,
         made: int,
         gathered: int,
+        keeps_input: bool,
         norm: _Norm,
         is_first: bool,
         is_last: bool,
@@ -214,7 +225,7 @@ class _Stage:
             self._lasting += whole
         if start == "positions":  # learned positions of one sequence
             self._lasting += tokens * sizes.hidden * sizes.element
-        self._gathered, self._indices = gathered, indices
+        self._keeps_input, self._gathered, self._indices = keeps_input, gathered, indices
         """Rows that its look-ups save for the backward."""
         shared = {"indices": indices}
         self._lasts_here: list[dict[str, int]] = []
@@ -236,14 +247,15 @@ class _Stage:
         """recomputed: for microbatches that have R, if that differs."""
         stream = self._stream
         if not self._layers and not self._is_last and not self._begins and not self._takes_rows:
-            return StageBytes(input=stream, output=stream, stored=0, queued=0)
+            return StageBytes(input=stream, output=stream, stored=0, queued=0, saves_input=self._keeps_input)
         count = len(self._layers)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
             input=self._whole if self._takes_rows else stream,
             output=stream,
             stored=forward.kept - stream - sum(self._carried_on(place, forward=True) for place in range(count)),
-            saves_input=not self._takes_rows,
+            shared=self._shared + self._given,
+            saves_input=self._saves_input(),
             moved=self._moved(),
             queued=sum(layer.queued for layer in self._layers),
             carried=sum(keys for keys, _ in self._carries),
@@ -274,6 +286,14 @@ class _Stage:
             moved += self._norm.moved
             sizes.append(self._stream if self._norm.saves_input else 0)
         return moved + sum(size for size in sizes if size >= SMALLEST_MOVED)
+
+    def _saves_input(self) -> bool:
+        """Return whether the stage's input stays for its backward, because its first operation saves it or anyway."""
+        if self._keeps_input:
+            return True
+        if self._takes_rows or self._begins:
+            return False
+        return self._layers[0].saves_input if self._layers else self._norm.saves_input
 
     def _input_goes(self, place: int) -> int:
         """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
@@ -333,7 +353,7 @@ class _Stage:
             given = Stretch(0, -self._goes_with[place])
             if not layer.holds_given:
                 row.append(given)  # recomputed by now
-            holds_input = not place and not self._begins and not self._takes_rows
+            holds_input = self._keeps_input and not place and not self._begins and not self._takes_rows
             tables = self._lasts_here[place]
             holds_tables = not holds_input and tables.keys() != layer.tables.keys()
             row.append(

@@ -25,6 +25,8 @@ class Portion:
     cp: int = 1
     blocks: bool = False
     """With sequence parallelism, blocks gather their input, and not every product: `Framework.gathers`."""
+    keeps_input: bool = False
+    """As `Framework.keeps_inputs`."""
     repeats: bool = False
     """The forward is that of R: blocks keep what they gathered, and a carry is there already."""
     piece: Piece | None = None

@@ -33,6 +33,8 @@ class Framework:
     """If products add to the sum of gradients themselves, autograd gets an empty tensor instead of a gradient: one of
     each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
     `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
+    keeps_inputs: bool = True
+    """A stage's input stays until the end of its backward; otherwise only its graph keeps it, if it needs it."""
     holds_sent_gradient: bool = False
     """The last sent input gradient stays until the next microbatch's replaces it: a variable of the scheduling
     function."""
@@ -58,6 +60,7 @@ EVENPIPE = Framework(
     masters="parameters",
     gathers="blocks",
     follows_program=True,
+    keeps_inputs=False,
     step_counters=True,
     gradients_exist=False,
     stops_early=True,

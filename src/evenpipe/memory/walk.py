@@ -3,7 +3,8 @@
 A row is walked once, as in `runtime/walker.py`; the bytes of each thing come later (`replay`). Rows are repetitive, so
 a walk has few distinct moments, and the bytes of all of them are computed at once.
 
-    receive buffer   from where the transfer is issued; with F it becomes the stage's input, which lives until B or I
+    receive buffer   from where the transfer is issued; with F it becomes the stage's input
+    input            until the end of F, or of R; until B or I if the graph keeps it
     output           for each edge, from F until it has been sent and is known to have arrived, or until F of a local
                      stage takes it
     gradient         likewise from B or I to the B or I of the stage before
@@ -174,7 +175,7 @@ class _Walker:
         self._hold(things.input_of(stage))
         self._peak("peaks.bare_forward" if bare else "peaks.forward", stage)
         self._hold(*[things.output_buffer(stage)] * max(1, len(placement.successors(stage))))
-        if self._moves_graph(item):
+        if not bare:
             self._drop(things.input_of(stage))
         self._keep(item)
         if self._sliced and item.slice == 0:
@@ -202,8 +203,10 @@ class _Walker:
         """Return the name of a size of a stage for the microbatch of `item`."""
         return things.RECOMPUTED + size if self._key(item) in self._recomputed else size
 
-    def _stored(self, item: Pass) -> Thing:
-        return Thing(self._sized("stored", item), _stage(item), things.ACTIVATIONS)
+    def _of_graph(self, item: Pass) -> tuple[Thing, Thing]:
+        """Return what the graph keeps: the stage's input, and all else."""
+        kept, stored = (self._sized(size, item) for size in ("kept_input", "stored"))
+        return Thing(kept, _stage(item), things.ACTIVATIONS), Thing(stored, _stage(item), things.ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
@@ -234,11 +237,9 @@ class _Walker:
         if stage == self._first:
             self._rows_gradient()
         self._drop(gradient)
-        if not self._moves_graph(item):
-            self._drop(things.input_of(stage))
 
     def _rows_gradient(self) -> None:
-        """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
+        """At the first stage: the gradient of the input becomes one of rows; that of the output still exists."""
         self._peak("embedding.picking_peak")
         if not self._spread:
             self._parts.make(things.EMBEDDING_GRADIENTS)
@@ -263,7 +264,8 @@ class _Walker:
 
     def _recompute(self, item: Pass) -> None:
         self._peak("peaks.recompute", _stage(item))
-        self._hold(self._stored(item))
+        self._hold(*self._of_graph(item))
+        self._drop(things.input_of(_stage(item)))
 
     def _moves_graph(self, item: Pass) -> bool:
         """Return whether the stored tensors of F go to the host. With R only the stage's input does."""
@@ -286,7 +288,7 @@ class _Walker:
             return (things.moved_of(stage)[0] if self._moves_graph(item) else things.input_of(stage),)
         if self._moves_graph(item):
             return things.moved_of(stage)
-        return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
+        return () if item.kind is Kind.F and recomputed else self._of_graph(item)  # R will store it
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 

@@ -150,7 +150,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     )
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
-    turning = min(use.turning for use in uses)
+    turning, sharpest = min(use.turning for use in uses), min(use.sharpest for use in uses)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
@@ -161,14 +161,18 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
         always, gradients = state_floor(problem, recipe, parameters[device], on_host)
-        room += tolerance - always - logits[device]
+        room += tolerance - always
         moments, most = flight.moments[device], len(layers) * recipe.microbatches * recipe.slices
         per_layer = gradients / max(1, len(layers))
+        before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
         held = [
             max(
                 # The next backward finds all of this but what is queued.
-                min(waiting + more, most) * use.waiting
-                + max(queued * use.queued, turning if waiting else 0.0)
+                max(
+                    min(waiting + more, most) * use.waiting
+                    + max(queued * use.queued + logits[device], turning if waiting else 0.0),
+                    min(waiting + more - before, most) * use.waiting + sharpest if waiting > before else 0.0,
+                )
                 + begun * per_layer
                 for waiting, queued, begun in moments
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from evenpipe.costs.analytic import Setting
@@ -24,13 +26,15 @@ class LayerUse(NamedTuple):
     """Bytes of one layer and microbatch."""
 
     waiting: float
-    """Between its forward and its backward: a little less than what it adds to a stage."""
+    """Between its forward and its backward: what it adds to a stage, at most without its input."""
     queued: float
     """Between I and W."""
     passing: float
     """The peak within a pass, above."""
     turning: float = 0.0
     """The peak within a pass that begins its backward, above."""
+    sharpest: float = 0.0
+    """The highest of these peaks among the slices of a sequence."""
 
 
 def mean_uses(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
@@ -63,8 +67,8 @@ def least_uses(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -
 
 
 def _uses_of_kinds(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> list[dict[int, LayerUse]]:
-    """Return, for every policy, the memory of each kind of layer, by the id of its work, of the slice that needs the
-    least. Where nothing else tells, it is the least that the gradients of products need."""
+    """Return, for every policy, the memory of each kind of layer, by the id of its work, of a mean or least slice
+    (`_use_of_slices`). Where nothing else tells, it is the least that the gradients of products need."""
     recipe, slices = replace(recipe, layers_per_stage=None), recipe.slices
     sizes = recipe.batch.microbatch_size, slices
     key = (_uses_of_kinds, computing(recipe.parallelism), *sizes, traced and split, traced)
@@ -106,17 +110,31 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: b
         stages = [source.closed_stage((layer, layer + 1), (False, False), settings, piece) for piece in pieces]
     except InputError:
         return None
-    return LayerUse(*map(min, zip(*map(_use_of_stage, stages), strict=True)))
+    return _use_of_slices(stages)
+
+
+def _use_of_slices(slices: Sequence[StageBytes]) -> LayerUse:
+    """Return what each of the slices that a stage holds needs at least.
+
+    Backwards take the slices of a sequence in reverse, so those that wait for theirs are the first ones of each
+    sequence, and need at least as many times the least mean of first ones. Each sequence has its keys and values.
+    """
+    uses = [_use_of_stage(found) for found in slices]
+    waiting = min(total / count for count, total in enumerate(accumulate(use.waiting for use in uses), 1))
+    least = LayerUse(*map(min, zip(*uses, strict=True)))
+    carried = min(found.carried for found in slices) / len(slices)
+    return least._replace(waiting=waiting + carried, sharpest=max(use.sharpest for use in uses))
 
 
 def _use_of_stage(found: StageBytes) -> LayerUse:
-    # Of a stage with one layer `stored` has the tables that layers share, but not its input, which is larger.
     peaks = found.peaks
+    turning = min(peaks.backward, peaks.input)
     return LayerUse(
-        max(found.input, found.stored),
+        max(found.kept_input, found.stored - found.shared),
         found.queued,
         max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight),
-        min(peaks.backward, peaks.input),
+        turning,
+        turning,
     )
 
 

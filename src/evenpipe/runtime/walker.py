@@ -56,12 +56,13 @@ class _Forwarded:
     """The data that F leaves for the backward of the same stage and unit."""
 
     input: Tensor | Packed | None = None
-    """None if only the graph keeps it; then `gradients` gets its gradient."""
+    """What R needs; None if there is none to come."""
     output: GradientEdge | None = None
     """None until R has run."""
     random_state: RandomState | None = None
     """State before F, if R must draw the same numbers again."""
     gradients: list[Tensor] = field(default_factory=list)
+    """Gets the input's gradient in the backward."""
 
 
 class Walker:
@@ -274,22 +275,19 @@ class Walker:
         self._output.combine(statistics.unsqueeze(0), microbatch, unit, gradients=self._gradients)
 
     def _forward_with_graph(self, forwarded: _Forwarded, stage: int, unit: int, hidden: Tensor) -> Tensor:
-        """Run the stage on its input, which was received, placed or detached for this pass alone; keep its graph for
-        the backward. Return the output."""
+        """Run the stage on its input; keep its graph for the backward, which keeps of the input what it needs. Return
+        the output."""
         key = (stage, unit)
         saving: AbstractContextManager[None] = nullcontext()
         if self._row.moves_graph(key):
             assert self._activations is not None
             saving = self._activations.saving(key, self._staying(stage, unit))
-            hidden = Entrance.apply(self._anchor, hidden, forwarded.gradients)
-            forwarded.input = None
-        else:
-            forwarded.input = hidden.requires_grad_()
+        forwarded.input = None
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
         self._running.repeats = key in self._row.recomputed
         with saving:
-            output = self._call(stage, unit, hidden)
+            output = self._call(stage, unit, Entrance.apply(self._anchor, hidden, forwarded.gradients))
         self._checkpointing.off = False
         self._running.repeats = False
         self._weight_gradients.under_way = None
@@ -354,12 +352,7 @@ class Walker:
         self._running.place = (stage, unit)
         torch.autograd.backward((forwarded.output,), (gradient,))
         self._weight_gradients.under_way = None
-        if forwarded.input is None:
-            (input_gradient,) = forwarded.gradients
-        else:
-            assert isinstance(forwarded.input, Tensor) and forwarded.input.grad is not None
-            input_gradient = forwarded.input.grad
-            forwarded.input.grad = None
+        (input_gradient,) = forwarded.gradients
         if stage != self._row.first_stage:
             self._values.put((self._row.before[stage][::-1], unit), input_gradient.contiguous(), *along)
             return
