@@ -160,7 +160,7 @@ def test_a_plan_gets_folders_of_its_own(
 
 
 def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *SMALL[:-2], "--runnable", "--schedule", "1f1b", "-o", "planned.toml")
+    out = printed(capsys, *SMALL[:-2], "--schedule", "1f1b", "-o", "planned.toml")
     assert "wrote planned.toml" in out
     config = load_config("planned.toml")
     assert config.model.architecture == "llama" and config.model.config["vocab_size"] == 128256
@@ -168,11 +168,13 @@ def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixtu
 
 
 def test_estimates_only_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = [*SMALL, "--dp", "2", "--schedule", "1f1b", "--best", "1"]
+    plan = ["--dp", "2", "--schedule", "1f1b", "--best", "1"]
+    assert "estimate only" not in printed(capsys, *SMALL[:-2], *plan)
+    plan = [*SMALL, *plan]
     assert "estimate only" in printed(capsys, *plan)
     assert main(["plan", *plan, "-o", "no.toml", *QUICK]) == 2
     error = capsys.readouterr().err
-    assert "is an estimate only, evenpipe train does not run it; --runnable plans for that: data_parallel" in error
+    assert "is an estimate only, evenpipe train does not run it: data_parallel" in error
 
 
 def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
@@ -184,23 +186,25 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
     )
     model.save_pretrained("three")
     plan = ["--model", "three", "--gpus", "6", "--sequence", "768", "--batch", "12", "--schedule", "1f1b", "--cp", "1"]
-    found = json.loads(printed(capsys, *plan, "--runnable", "--best", "40", "--json"))
+    found = json.loads(printed(capsys, *plan, "--best", "40", "--json"))
     assert {one["tp"] for one in found["plans"]} == {1, 3}
     assert all(one["runnable"] for one in found["plans"])
-    printed(capsys, *plan, "--runnable", "--tp", "3", "--pp", "2", "-o", "planned.toml")
+    printed(capsys, *plan, "--tp", "3", "--pp", "2", "-o", "planned.toml")
     pipeline = load_config("planned.toml").pipeline
     assert (pipeline.processes, pipeline.tensor_parallel, pipeline.devices) == (6, 3, 2)
-    assert main(["plan", *plan, "--tp", "2", "--runnable", *QUICK]) == 2
+    assert main(["plan", *plan, "--tp", "2", *QUICK]) == 2
     assert "self_attn cannot be cut so: 2 ranks cannot share 3 heads of keys and values" in capsys.readouterr().err
 
     def refuse(*_: object) -> None:
         raise InputError("tensor_parallel: it would be trained wrongly")
 
     monkeypatch.setattr(runnable, "cut_of_model", refuse)
+    found = json.loads(printed(capsys, *plan, "--best", "40", "--json"))
+    assert {one["tp"] for one in found["plans"]} == {1}
     three = ["--tp", "3", "--dp", "1", "--pp", "2", "--best", "1"]
-    assert "estimate only" in printed(capsys, *plan, *three)
-    assert main(["plan", *plan, *three, "-o", "no.toml", *QUICK]) == 2
-    assert "--runnable plans for that: tensor_parallel: it would be trained wrongly" in capsys.readouterr().err
+    assert main(["plan", *plan, *three, *QUICK]) == 2
+    assert "tensor_parallel: it would be trained wrongly" in capsys.readouterr().err
+    assert "estimate only" in printed(capsys, *plan, *three, "--kernels", "megatron")
 
 
 def test_the_cache_answers_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ def test_pieces_of_sequences_are_runnable_where_the_model_can_be_cut() -> None:
     assert refusal(bloom, whole) == ""
     for one, option in ((pieces, "context_parallel"), (slices, "slices")):
         assert refusal(bloom, one).startswith(f"BloomForCausalLM cannot be trained with {option}: ")
-    assert {one.parallelism.cp for one in layouts(bloom, RUNNABLE)} == {1}
+    found = search_configurations(bloom, replace(RUNNABLE, schedules=("1f1b",)), workers=1)
+    assert {one.configuration.recipe.parallelism.cp for one in found.plans} == {1}
     with pytest.raises(InputError, match="BloomForCausalLM cannot be trained with context_parallel"):
         layouts(bloom, Space(cp=(2,), only_runnable=True))
 

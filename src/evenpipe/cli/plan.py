@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tp", "tensor parallelism"),
         ("cp", "context parallelism"),
         ("pp", "devices of a pipeline"),
-        ("zero", "shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
+        (
+            "zero",
+            "shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (default: 0 and 3,"
+            " which evenpipe trains with; with --kernels of another framework 1 and 3)",
+        ),
         ("microbatch-size", "sequences per microbatch"),
         ("slices", "slices of every sequence (default: 1, and 4 for long sequences in few microbatches)"),
         ("stages-per-device", "stages per device, for schedules that leave a choice"),
@@ -75,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
-    space.add_argument(
-        "--runnable", action="store_true", help="only configurations that evenpipe train can run, with zero 0 or 3"
-    )
     parser.add_argument("--best", metavar="N", type=int, default=10, help="plans to show (default: %(default)s)")
     parser.add_argument(
         "--explain",
@@ -193,9 +194,8 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
 def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
     from dataclasses import replace
 
-    from evenpipe.plan.space import RUNNABLE, Space
+    from evenpipe.plan.space import usual_space
 
-    only = arguments.runnable or problem.hardware.torch_device == "cpu"
     given: dict[str, Any] = {}
     for name in (*NUMBERS, "schedule", "vocabulary", "checkpointing", "offload"):
         text = getattr(arguments, name)
@@ -207,7 +207,7 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
         from evenpipe.schedule import vocabulary_mode
 
         given["vocabularies"] = tuple(dict.fromkeys(map(vocabulary_mode, given["vocabularies"])))
-    return replace(RUNNABLE if only else Space(), **given)
+    return replace(usual_space(problem), **given)
 
 
 def _share(text: str) -> float | None:

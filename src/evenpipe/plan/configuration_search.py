@@ -43,7 +43,7 @@ from .configuration import Configuration
 from .evaluation import Evaluation, evaluate, timed_whole
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
-from .space import LONG, Space, configurations, layouts
+from .space import LONG, Space, configurations, layouts, refuses, usual_space
 
 TOGETHER = 8
 """Configurations that are evaluated at the same time."""
@@ -105,9 +105,10 @@ def search_configurations(
 ) -> Found:
     """Return the `wanted` fastest plans; with `each_vocabulary` also the fastest pipeline of every vocabulary mode.
 
+    space: None: `usual_space`.
     workers: processes, by default one per core; 1 evaluates in this process. Raises InputError as `layouts`.
     """
-    run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache())
+    run = _Search(problem, space or usual_space(problem), wanted, each_vocabulary, cache or EvaluationCache())
     with _pool(problem, workers) as evaluate_all:
         run.to_the_end(evaluate_all, progress)
     run.settle()
@@ -234,6 +235,8 @@ class _Search:
         enough; the others are opened later, if any of these may fit."""
         limit, may_fit = self._limit(*self.space.vocabularies), False
         (_, layout), *larger = (one for one in sizes if one[0] < limit)
+        if refuses(self.problem, self.space, layout):
+            return
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             self.found.bounded += 1
             if self._skip(one):

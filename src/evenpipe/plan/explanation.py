@@ -234,7 +234,7 @@ class Explanation:
         problem = self.problem
         size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
         plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
-        return (plan, f"{plan.removesuffix(' --explain')} --runnable -o run.toml", "evenpipe train run.toml")
+        return (plan, f"{plan.removesuffix(' --explain')} -o run.toml", "evenpipe train run.toml")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
         pp=deep if pp is None else (pp,),
         tp=None if tp is None else (tp,),
         cp=(1,),
-        zero=(1,),
+        zero=(3,) if problem.is_ours else (1,),
         microbatch_sizes=(1,),
         schedules=("1f1b",),
         vocabularies=("vocab-2",),

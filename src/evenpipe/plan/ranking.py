@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from evenpipe.memory.sizes import gib_text
@@ -97,6 +98,12 @@ def arrangement_in_words(gain: float) -> str:
     )
 
 
+def split_in_words(layers_per_stage: Sequence[int]) -> str:
+    """Return the layers of each stage, with equal ones that follow each other counted."""
+    runs = [(layers, len(list(alike))) for layers, alike in groupby(layers_per_stage)]
+    return ", ".join(f"{layers}" if stages == 1 else f"{layers} in each of {stages} stages" for layers, stages in runs)
+
+
 # --- the table -----------------------------------------------------------------------------------------------
 
 
@@ -174,8 +181,11 @@ class Ranking:
             )
         yield from table(rows, left=(1, 6, 7))
         yield ""
+        namesakes = Counter(plan.configuration.name for plan in self.plans)
         for place, plan in enumerate(self.plans, 1):
-            yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}"
+            one = plan.configuration
+            split = f"; layers: {split_in_words(one.layers_per_stage)}" if namesakes[one.name] > 1 else ""
+            yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
         said = arrangement_in_words(arranging_gain(problem, self.plans[0]))
         if said:
             yield f"plan 1: {said}"

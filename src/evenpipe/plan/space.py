@@ -77,8 +77,7 @@ class Space:
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
     only_runnable: bool = False
-    """Leave out numbers of tensor ranks over which the runtime cannot cut the model, and pieces of sequences if it
-    would compute something else in them."""
+    """Leave out what `refuses`, and slices of sequences if the model would compute something else in them."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -106,15 +105,21 @@ RUNNABLE = Space(zero=(0, 3), only_runnable=True)
 """The choices that `evenpipe train` can run."""
 
 
+def usual_space(problem: Problem) -> Space:
+    """Return the choices if nothing is asked for: those that run, or with another framework's kernels all."""
+    return RUNNABLE if problem.is_ours else Space()
+
+
 def layouts(problem: Problem, space: Space) -> list[Recipe]:
-    """Return all layouts in the space: recipes without a choice of schedule. Raises InputError if there is none, with
-    the reason."""
+    """Return all layouts in the space: recipes without a choice of schedule. Those that the search will refuse are
+    left out only if axes are given, because to know it takes seconds. Raises InputError if there is none, with the
+    reason."""
     found = list(_layouts(problem, space))
-    if not found and space.only_runnable:
-        refused = [refusal_of_cut(problem, ranks) for ranks in space.tp or ()]
-        refused += [refusal_of_pieces(problem, ranks) for ranks in space.cp or ()]
-        if any(refused):
-            raise InputError(next(filter(None, refused)))
+    if space.tp or space.cp:
+        runs = [layout for layout in found if not refuses(problem, space, layout)]
+        if found and not runs:
+            raise InputError(refuses(problem, space, found[0]))
+        found = runs
     if not found:
         refused = [refusal_of_experts(problem, members) for members in space.ep or ()]
         if refused and all(refused):
@@ -129,6 +134,13 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
     return found
 
 
+def refuses(problem: Problem, space: Space, layout: Recipe) -> str:
+    """Return why a layout is not in the space, although its sizes are: with `only_runnable`, that the runtime cannot
+    cut the model over its tensor ranks, or would compute something else in pieces of sequences. Empty if it is."""
+    sizes = layout.parallelism
+    return space.only_runnable and (refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp)) or ""
+
+
 def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
     heads = {work.attention.heads for work in problem.works if work.attention.heads}
     node = problem.hardware.devices_per_node
@@ -141,8 +153,6 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
         if more or pp > problem.layers or problem.sequence % divisor_of(cp, tp) or any(count % tp for count in heads):
             continue
         if tp > node or (tp * cp > node and problem.sequence // cp < TOKENS_ACROSS):
-            continue
-        if space.only_runnable and (refusal_of_cut(problem, tp) or refusal_of_pieces(problem, cp)):
             continue
         zeros = space.zero if dp * cp > 1 else (0,)
         for zero, ep in product(zeros, _members(problem, space, dp)):

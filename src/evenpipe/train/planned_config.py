@@ -52,8 +52,7 @@ def planned_tables(
     reason = refusal(problem, plan.configuration.recipe)
     if reason:
         raise InputError(
-            f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it;"
-            f" --runnable plans for that: {reason}"
+            f"the plan {plan.configuration.name} is an estimate only, evenpipe train does not run it: {reason}"
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
