@@ -368,11 +368,11 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
         return replace(full, kept=none.devices)
     selective = _held(problem, one, ("selective",) * layers, microbatches, quick=True)
     held = layers_of_devices(one)
-    wanted = {
-        device: _Wanted.of(*uses, len(held[device]))
-        for device, uses in enumerate(zip(none.devices, selective.devices, full.devices, strict=True))
-        if not none.devices[device].fits
-    }
+    least = [
+        _Wanted.of(*uses, len(own))
+        for uses, own in zip(zip(none.devices, selective.devices, full.devices, strict=True), held, strict=True)
+    ]
+    wanted = {device: least[device] for device, use in enumerate(none.devices) if not use.fits}
     fewest = _with_least_work(problem, one.decided(checkpointing=_policies(layers, held, wanted)))
     if fewest.seconds >= limit:
         return fewest
@@ -386,7 +386,7 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
             return some
         for device, use in enumerate(some.devices):
             if not use.fits:
-                wanted[device] = wanted[device].more(len(held[device])) if device in wanted else _Wanted("full", 1)
+                wanted[device] = wanted[device].more(len(held[device])) if device in wanted else least[device]
     wanted = {device: _Wanted("selective", len(held[device])) for device in wanted}
     some = found()
     if some.fits:

@@ -138,7 +138,7 @@ def refuses(problem: Problem, space: Space, layout: Recipe) -> str:
     """Return why a layout is not in the space, although its sizes are: with `only_runnable`, that the runtime cannot
     cut the model over its tensor ranks, or would compute something else in pieces of sequences. Empty if it is."""
     sizes = layout.parallelism
-    return space.only_runnable and (refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp)) or ""
+    return (space.only_runnable and (refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp))) or ""
 
 
 def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
