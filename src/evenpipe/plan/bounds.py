@@ -167,10 +167,10 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
         held = [
             max(
-                # The next backward finds all of this but what is queued.
+                # The next backward finds all of this but what is queued, and the output layer's logits are gone then.
                 max(
                     min(waiting + more, most) * use.waiting
-                    + max(queued * use.queued + logits[device], turning if waiting else 0.0),
+                    + max(queued * use.queued, max(logits[device], turning) if waiting else 0.0),
                     min(waiting + more - before, most) * use.waiting + sharpest if waiting > before else 0.0,
                 )
                 + begun * per_layer
