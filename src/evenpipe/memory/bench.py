@@ -87,11 +87,11 @@ class Trace:
             queued=self.queued + more["forward"] + more["input"] if split else 0,
             carried=sum(one.keys for one in carried),
             carried_gradients=sum(one.gradients for one in carried),
-            gathered=self.gathered,
             parameters=PartBytes(
                 gradients=of_all("gradients"), input_gradients=of_all("input_gradients") if split else 0
             ),
             peaks=PassPeaks(
+                gathered=self.gathered,
                 forward=above("forward"),
                 backward=above("backward"),
                 input=above("input"),

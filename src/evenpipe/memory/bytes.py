@@ -61,6 +61,8 @@ class PassPeaks:
     """The same for I."""
     first_weight: int | None = None
     """The same for W."""
+    gathered: int = 0
+    """The part of them that is keys and values which a layer gathers from context ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +94,6 @@ class StageBytes:
     have it in their peaks."""
     carried_gradients: int = 0
     """The gradients of these, from the last slice's B (or I) to the first one's."""
-    gathered: int = 0
-    """Keys and values that a layer gathers from context ranks in its passes; a part of the peaks."""
 
     @property
     def uncopied(self) -> int:

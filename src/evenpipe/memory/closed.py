@@ -260,8 +260,8 @@ class _Stage:
             queued=sum(layer.queued for layer in self._layers),
             carried=sum(keys for keys, _ in self._carries),
             carried_gradients=sum(gradients for _, gradients in self._carries),
-            gathered=self._gathered,
             peaks=PassPeaks(
+                gathered=self._gathered,
                 forward=forward.above,
                 backward=self._backward().above,
                 input=self._backward(split=True).above,

@@ -26,7 +26,7 @@ class Portion:
     blocks: bool = False
     """With sequence parallelism, blocks gather their input, and not every product: `Framework.gathers`."""
     keeps_input: bool = False
-    """As `Framework.keeps_inputs`."""
+    """The stage's input stays until the end of its backward: `Framework.holds_transferred`."""
     repeats: bool = False
     """The forward is that of R: blocks keep what they gathered, and a carry is there already."""
     piece: Piece | None = None

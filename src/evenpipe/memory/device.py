@@ -106,7 +106,7 @@ class DeviceBytes:
     @property
     def gathered(self) -> int:
         """Bytes of the keys and values that a layer gathers from context ranks, at most."""
-        return max(stage.gathered for one in self.slices for stage in one.stages.values())
+        return max(stage.peaks.gathered for one in self.slices for stage in one.stages.values())
 
     def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
         """Return the peak of the device over a step. curve: as for `Replay.memory`."""
@@ -316,6 +316,6 @@ def _fixed(
         total += framework.workspace
     if framework.placeholders:
         total += sum(size for _, size in held.products) * settings.element
-    if framework.holds_sent_gradient and device != placement.first_device:
+    if framework.holds_transferred and device != placement.first_device:
         total += hidden
     return total

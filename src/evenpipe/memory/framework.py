@@ -33,11 +33,9 @@ class Framework:
     """If products add to the sum of gradients themselves, autograd gets an empty tensor instead of a gradient: one of
     each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
     `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
-    keeps_inputs: bool = True
-    """A stage's input stays until the end of its backward; otherwise only its graph keeps it, if it needs it."""
-    holds_sent_gradient: bool = False
-    """The last sent input gradient stays until the next microbatch's replaces it: a variable of the scheduling
-    function."""
+    holds_transferred: bool = False
+    """Variables of the scheduling function hold a stage's input until the end of its backward, and the last sent input
+    gradient until the next microbatch's replaces it. Otherwise only the graph keeps an input, if it needs it."""
     attention_copies: bool = False
     """The result of attention exists twice with several sequences per microbatch, or if heads are exchanged for tokens
     over the context axis: in the layouts of the kernel and of the next product."""
@@ -60,7 +58,6 @@ EVENPIPE = Framework(
     masters="parameters",
     gathers="blocks",
     follows_program=True,
-    keeps_inputs=False,
     step_counters=True,
     gradients_exist=False,
     stops_early=True,
@@ -75,7 +72,7 @@ MEGATRON = Framework(
     masters="optimizer",
     vocabulary_multiple=128,
     placeholders=True,
-    holds_sent_gradient=True,
+    holds_transferred=True,
     attention_copies=True,
     workspace=32 * MIB,
     groups=(("tp",), ("pp",), ("cp",), ("dp", "cp"), ("tp", "pp"), ("dp", "tp", "cp", "pp")),

@@ -118,7 +118,7 @@ class ModelBytes:
             sequence_parallel=parallelism.sequence_parallel,
             cp=parallelism.cp,
             blocks=settings.gathers_blocks,
-            keeps_input=settings.framework.keeps_inputs,
+            keeps_input=settings.framework.holds_transferred,
             piece=piece,
         )
         cut = self.cut(settings)

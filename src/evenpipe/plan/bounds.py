@@ -165,12 +165,17 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         moments, most = flight.moments[device], len(layers) * recipe.microbatches * recipe.slices
         per_layer = gradients / max(1, len(layers))
         before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
+        # A stage that is alone keeps a microbatch's logits until W; others may have none when queues are long.
+        of_queue = logits[device] if len(stages) == 1 else 0.0
         held = [
             max(
-                # The next backward finds all of this but what is queued, and the output layer's logits are gone then.
+                # The next backward finds all of this but what is queued, and without I and W no logits.
                 max(
                     min(waiting + more, most) * use.waiting
-                    + max(queued * use.queued, max(logits[device], turning) if waiting else 0.0),
+                    + max(
+                        queued * use.queued + (of_queue if queued else 0.0),
+                        max(logits[device], turning) if waiting else 0.0,
+                    ),
                     min(waiting + more - before, most) * use.waiting + sharpest if waiting > before else 0.0,
                 )
                 + begun * per_layer
