@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from evenpipe.errors import InputError, RunError
 from evenpipe.host import offload as module
 from evenpipe.host.copies import FileCopies
-from evenpipe.host.offload import Activations, Entrance, activations_engine, keep_on_device
+from evenpipe.host.offload import Activations, activations_engine, keep_on_device
 from evenpipe.host.pool import SLAB, FileSlab, HostPool, Slot, carve, slab_size
+from evenpipe.layers.entrance import Entrance
 from evenpipe.recipe.offload import PAGE, OffloadOptions
 
 CPU = torch.device("cpu")

@@ -253,21 +253,6 @@ class Activations:
         return (*self._stashes, *self._moved)
 
 
-class Entrance(torch.autograd.Function):
-    """A stage's input, whose gradient goes into a list: only the graph keeps the input itself."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, gradients: list[Tensor]) -> Tensor:
-        """anchor: an empty tensor that requires a gradient, so that later operations have a graph."""
-        ctx.gradients = gradients
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.gradients.append(gradient)
-        return None, None, None
-
-
 def keep_on_device(layer: nn.Module, activations: Activations) -> None:
     """Keep the tensors that this layer saves on the device."""
     forward = layer.forward

@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from evenpipe.experts.adopt import Spread, adopt_experts
 from evenpipe.experts.routing import Routing
-from evenpipe.host.offload import Entrance
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
+from evenpipe.layers.entrance import Entrance
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from evenpipe.host.offload import Activations, Entrance, Packed
+from evenpipe.host.offload import Activations, Packed
 from evenpipe.layers.checkpointing import Switch
+from evenpipe.layers.entrance import Entrance
 from evenpipe.layers.random_state import RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.parallel.running import Running
