@@ -17,7 +17,7 @@ from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import Evaluation, least_work, timed, work_of
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import extended, short_steps
-from evenpipe.plan.ranking import utilization
+from evenpipe.plan.ranking import by_lack, utilization
 from evenpipe.plan.runnable import refusal
 from evenpipe.plan.space import RUNNABLE, Space, layouts
 from evenpipe.recipe.layout import Layout
@@ -197,6 +197,10 @@ def test_pieces_of_sequences_are_runnable_where_the_model_can_be_cut() -> None:
         assert refusal(bloom, one).startswith(f"BloomForCausalLM cannot be trained with {option}: ")
     found = search_configurations(bloom, replace(RUNNABLE, schedules=("1f1b",)), workers=1)
     assert {one.configuration.recipe.parallelism.cp for one in found.plans} == {1}
+    without_memory = search_configurations(replace(bloom, memory_bytes=1, known={}), RUNNABLE, workers=1)
+    assert any(one.layout.parallelism.cp > 1 for one in without_memory.rejected)
+    names = [one.name for one in by_lack(without_memory)]
+    assert names and not any("cp" in name for name in names)
     with pytest.raises(InputError, match="BloomForCausalLM cannot be trained with context_parallel"):
         layouts(bloom, Space(cp=(2,), only_runnable=True))
 

@@ -20,6 +20,7 @@ from .configuration_search import Found, Rejected, head_layers
 from .evaluation import Evaluation, timed
 from .problem import Problem
 from .runnable import refusal
+from .space import refuses
 
 REJECTED = 8
 """Number of rejected configurations to explain."""
@@ -306,7 +307,7 @@ def explained(found: Found) -> list[Rejection]:
             seen.add(family)
             rejections.append(_of_plan(found, plan, name, seconds))
     fastest: dict[Any, Rejected] = {}  # by the sizes of the axes
-    for one in sorted((one for one in found.rejected if one.bound.seconds < limit), key=lambda one: one.bound.seconds):
+    for one in sorted(_rejected(found, limit), key=lambda one: one.bound.seconds):
         fastest.setdefault(one.layout.parallelism, one)
     return rejections + [_of_floor(one) for one in fastest.values()][: REJECTED - len(rejections)]
 
@@ -318,7 +319,14 @@ def by_lack(found: Found) -> list[Rejection]:
         for plan in found.failed
         if plan.devices and not plan.fault
     ]
-    return sorted([*lacking, *map(_of_floor, found.rejected)], key=lambda one: (one.lacking, one.name))
+    return sorted([*lacking, *map(_of_floor, _rejected(found))], key=lambda one: (one.lacking, one.name))
+
+
+def _rejected(found: Found, limit: float = math.inf) -> list[Rejected]:
+    """Return what a bound rejected that may be faster than `limit`, without layouts that would be refused anyway: the
+    search has not asked for these."""
+    faster = (one for one in found.rejected if one.bound.seconds < limit)
+    return [one for one in faster if not refuses(found.problem, found.space, one.layout)]
 
 
 def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
