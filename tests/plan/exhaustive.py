@@ -22,7 +22,9 @@ def check_against_all(given: Problem, space: Space) -> None:
                 # Bounds that hold: else the search might pass the best plan over.
                 assert layout_bound(given, layout).seconds <= evaluation.seconds * (1 + 1e-9)
                 bound = work_bound(given, one)
-                assert max(bound.seconds, order_bound(given, one)) <= evaluation.seconds * (1 + 1e-9), one.name
+                assert max(bound.seconds, order_bound(given, one, bound.again)) <= evaluation.seconds * (1 + 1e-9), (
+                    one.name
+                )
                 assert not bound.lacking and not layout_bound(given, layout).lacking, one.name
     found = search_configurations(given, space, wanted=3, workers=1)
     assert found.best is not None and found.best.seconds <= 1.02 * best

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.sizes import GIB
@@ -29,6 +29,15 @@ LLAMA = LlamaConfig(
     vocab_size=128256,
     tie_word_embeddings=False,
 )
+EXPERTS = Qwen3MoeConfig(
+    hidden_size=2048,
+    moe_intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    num_experts=64,
+    num_experts_per_tok=8,
+)
 GEMMA = Gemma2Config(num_hidden_layers=26)
 """Its attention, with soft caps, runs operation by operation: layers share masks of all pairs of tokens."""
 
@@ -41,8 +50,10 @@ GEMMA = Gemma2Config(num_hidden_layers=26)
         (LLAMA, 36, 131072, {"pp": (4,), "slices": (4,), "schedules": ("1f1b", "interleaved")}),
         (GEMMA, 16, 8192, {}),
         (GEMMA, 16, 32768, {"tp": (4, 8)}),
+        (LLAMA, 40, 8192, {"pp": (2, 4, 8), "microbatch_sizes": (8, 16), "schedules": ("zb-h1", "v-half")}),
+        (EXPERTS, 20, 4096, {"pp": (2, 4), "microbatch_sizes": (2, 4), "schedules": ("1f1b", "zb-h1")}),
     ],
-    ids=["tensor ranks", "deep", "slices", "masks", "large masks"],
+    ids=["tensor ranks", "deep", "slices", "masks", "large masks", "queues of one microbatch", "experts"],
 )
 def test_what_is_rejected_lacks_at_least_what_the_bound_says(
     model: PreTrainedConfig, memory: int, sequence: int, space: dict[str, Any]
@@ -72,5 +83,5 @@ def _rejected(problem: Problem, space: Space) -> Iterator[tuple[Configuration, i
     for layout in draw.sample(found, len(found)):
         possible = list(configurations(problem, space, layout, head_layers(problem, layout)))
         for one in draw.sample(possible, min(2, len(possible))):
-            if lacking := work_bound(problem, one).lacking:
+            if lacking := work_bound(problem, one, traced=True).lacking:
                 yield one, lacking

@@ -78,6 +78,26 @@ def test_one_microbatch_at_a_time_meets_its_bound() -> None:
     assert simulation.bounds["makespan"].name == "rounds"
 
 
+def test_a_slow_device_waits_at_the_start_and_at_the_end() -> None:
+    costs = Costs(F=(2, 1, 1, 1), B=(4, 2, 2, 2))
+    order = generate("1f1b", 4, 16)
+    # Its first backward ends after 15, with 4 forwards before it: 4 * 2 + 4. After the last forward it is busy.
+    bound = best_bound(Placement.linear(4), 16, costs, memory_limit=4)
+    assert (bound.value, bound.name) == (16 * 6 + 3, "ramps")
+    assert "waits for its first backward 3 and after its last forward 0" in bound.why
+    assert simulate(order, costs).makespan == bound.value
+
+
+def test_recomputation_is_work_but_part_of_no_chain() -> None:
+    def bound(*again: float) -> float:
+        return best_bound(Placement.linear(2), 4, Costs(F=1, B=2), again=again).value
+
+    assert bound() == bound(0, 0) == 1 + 12 + 2
+    assert bound(1, 0) == 16  # of the first device, more than 15
+    # Of the second, which could compute again before the gradient is there, but not before its first forward ended.
+    assert bound(0, 1) == 1 + 16 + 2
+
+
 def test_transfers_are_part_of_the_ramp() -> None:
     bound = best_bound(Placement.linear(4), 16, Costs(F=1, B=2, p2p=0.25))
     assert (bound.value, bound.name) == (48 + 9 + 6 * 0.25, "one device")

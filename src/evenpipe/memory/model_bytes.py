@@ -163,7 +163,7 @@ class ModelBytes:
 
     def traced_layer(
         self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Return the bytes that one layer adds to a stage, as `StageTracer.layer`. split: whether backwards are."""
         tracer = self._tracer(settings, "split" if split else "whole", recompute=False, piece=piece)
         return tracer.layer(layer, settings.checkpointing[layer])

@@ -125,16 +125,18 @@ class StageTracer:
             found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats)))
         return found
 
-    def layer(self, layer: int, checkpointing: str) -> tuple[int, int]:
+    def layer(self, layer: int, checkpointing: str) -> tuple[int, int, int]:
         """Return the bytes that one layer adds to a stage, without what it shares with others: between its forward and
-        its backward, its output among them; and between I and W.
+        its backward, its output among them; between I and W; and at the peak of a backward that begins with it.
 
         Raises InputError as `stage`.
         """
         trace, _ = self._trace(layer, ((self._kinds[layer], checkpointing, True),), (False, False, False))
         stored = trace.profiles["forward"].layers[0].kept
         split = trace.profiles.get("input")
-        return stored, 0 if split is None else max(0, stored + split.layers[0].kept)
+        queued = 0 if split is None else max(0, stored + split.layers[0].kept)
+        peaks = trace.over((0,)).peaks
+        return stored, queued, peaks.backward if split is None else peaks.input
 
     def _stage(self, first: int, choices: Sequence[str], moves: Sequence[bool], ends: _Ends) -> StageBytes:
         kinds = self._kinds[first : first + len(choices)]

@@ -2,8 +2,8 @@
 
     layout          the work of a device with the mean of all, or with as many layers as the busiest has at least,
                     x microbatches + the end of the step
-    configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`;
-                    + the end of the step
+    configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`
+                    with it; + the end of the step
 
 The necessary recomputation follows from a lower bound on memory: parameters and their states; what the layers in flight
 before vocabulary passes are added keep (`layer_memory`); and for the output layer one exponential per logit of a
@@ -13,6 +13,7 @@ microbatch. If a device exceeds its memory even when every layer keeps only its 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -24,14 +25,14 @@ from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.memory.sizes import GIB
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Placement
+from evenpipe.schedule import Costs, Kind, Placement
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
-from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device
+from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device, vocabulary_shard
 from .layer_memory import LayerUse, least_uses
 from .problem import Problem
 from .programs import InFlight
@@ -40,11 +41,12 @@ from .programs import InFlight
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A lower bound on the step. lacking: bytes that `device` lacks at least, with full recomputation; 0 if it may
-    fit."""
+    fit. again: seconds of recomputation of each device per microbatch at least, as far as known."""
 
     seconds: float
     lacking: int = 0
     device: int = 0
+    again: tuple[float, ...] = ()
 
 
 def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, slices: bool = True) -> Bound:
@@ -82,16 +84,18 @@ def work_bound(problem: Problem, configuration: Configuration, *, traced: bool =
     again, lacking, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
     work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
-    return Bound(work + end_seconds(problem, configuration), lacking, device)
+    return Bound(work + end_seconds(problem, configuration), lacking, device, tuple(again))
 
 
-def order_bound(problem: Problem, configuration: Configuration) -> float:
-    """Return a bound of one configuration without recomputation: no order of its passes that holds as few microbatches
-    is shorter."""
+def order_bound(problem: Problem, configuration: Configuration, again: Sequence[float] = ()) -> float:
+    """Return a bound of one configuration without recomputation but that of `work_bound`: no order of its passes that
+    holds as few microbatches is shorter."""
     shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
     slices = configuration.recipe.slices
-    each = costs_of(problem, configuration).by_slice(slices)
+    each = list(costs_of(problem, configuration).by_slice(slices))
+    if stages == slices == 1:  # else it is not known which pass takes longer
+        each, again = [_longer_backwards(costs, shape.placement, again) for costs in each], ()
     bound = best_bound(
         shape.placement,
         configuration.recipe.microbatches * slices,
@@ -99,9 +103,22 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
         split=shape.split,
         barriers=barriers,
         memory_limit=[held + barriers * stages for held in _in_flight(problem, configuration).stages],
+        again=[seconds / slices for seconds in again],
         proved=True,
     )
     return bound.value + end_seconds(problem, configuration)
+
+
+def _longer_backwards(costs: Costs, placement: Placement, again: Sequence[float]) -> Costs:
+    """Return times of one stage per device, whose backwards compute again first."""
+    times = costs.stage_times(placement)
+    more = again or [0.0] * placement.devices
+    whole, inputs = (
+        tuple(seconds + more[device] for seconds, device in zip(of_kind, placement.stage_device, strict=True))
+        for of_kind in (times[Kind.B], times[Kind.I])
+        if of_kind is not None
+    )
+    return replace(costs, B=whole, I=inputs)
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
@@ -141,6 +158,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     share = configuration.host_share
     on_host = 1.0 if share is None else share
     flight = _in_flight(problem, configuration)
+    of_shards = state_floor(problem, recipe, vocabulary_shard(problem, recipe) if barriers else Parameters(0.0, 0.0))
     logits = logits_bytes(problem, configuration, setting)
     # Any amount may be on the host.
     uses = (
@@ -160,10 +178,10 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
-        always, gradients = state_floor(problem, recipe, parameters[device], on_host)
-        room += tolerance - always
-        moments, most = flight.moments[device], len(layers) * recipe.microbatches * recipe.slices
-        per_layer = gradients / max(1, len(layers))
+        state = state_floor(problem, recipe, parameters[device], on_host)
+        room += tolerance - state.always
+        gradients = (state.gradients - of_shards.gradients) / max(1, len(layers))
+        gathered = (state.gathered - of_shards.gathered) / max(1, len(layers))
         before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
         # A stage that is alone keeps a microbatch's logits until W; others may have none when queues are long.
         of_queue = logits[device] if len(stages) == 1 else 0.0
@@ -171,15 +189,18 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
             max(
                 # The next backward finds all of this but what is queued, and without I and W no logits.
                 max(
-                    min(waiting + more, most) * use.waiting
+                    (waiting + min(more, ahead)) * use.waiting
                     + max(
                         queued * use.queued + (of_queue if queued else 0.0),
                         max(logits[device], turning) if waiting else 0.0,
                     ),
-                    min(waiting + more - before, most) * use.waiting + sharpest if waiting > before else 0.0,
+                    (waiting + min(more, ahead) - before) * use.waiting + sharpest if waiting > before else 0.0,
                 )
-                + begun * per_layer
-                for waiting, queued, begun in moments
+                + begun * gradients
+                + opened * gathered
+                # After the last forward, S and T may be over.
+                + (of_shards.gradients + of_shards.gathered if begun and ahead else 0.0)
+                for waiting, queued, begun, opened, ahead in flight.moments[device]
             )
             for use in uses
         ]

@@ -202,7 +202,7 @@ class _Search:
                 if bound.lacking:
                     self._reject(node, bound)
                 else:
-                    self.sharp[node] = max(bound.seconds, order_bound(self.problem, node))
+                    self.sharp[node] = max(bound.seconds, order_bound(self.problem, node, bound.again))
                     self._push(self._expected(node), node)
             elif (expected := self._expected(node)) > seconds:
                 self._push(expected, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from evenpipe.costs.step import Parameters
 from evenpipe.memory.estimate import Estimate, estimate
@@ -84,22 +85,28 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program)
     )
 
 
-def state_floor(
-    problem: Problem, layout: Recipe, parameters: Parameters, host_share: float = 0.0
-) -> tuple[float, float]:
-    """Return the bytes of a device with these parameters: of them and the optimizer's state, which are always present,
-    and of gradients, which may come with the first backward. host_share: share of that state on the host."""
+class StateFloor(NamedTuple):
+    """The least bytes of parameters."""
+
+    always: float
+    """Of them and the optimizer's state, from the first pass to the last."""
+    gradients: float
+    """That may come with the first backward."""
+    gathered: float
+    """That are gathered for their passes, beyond what is there afterwards."""
+
+
+def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_share: float = 0.0) -> StateFloor:
+    """Return the bytes of a device with these parameters. host_share: share of the optimizer's state on the host."""
     sizes, floors = layout.parallelism, []
     for count in (sizes.replicas, sizes.replicas // sizes.ep):
         key = (_floor_of_each, sizes.zero, sizes.reshard, sizes.prefetch, count, host_share)
         floors.append(problem.once(key, partial(_floor_of_each, problem, layout, count, host_share)))
-    always, gradients = (
-        sum(count * each for count, each in zip(parameters, kind, strict=True)) for kind in zip(*floors, strict=True)
-    )
-    return always, gradients
+    kinds = zip(*floors, strict=True)
+    return StateFloor(*(sum(count * each for count, each in zip(parameters, kind, strict=True)) for kind in kinds))
 
 
-def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> tuple[float, float]:
+def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> StateFloor:
     """Return the same for a parameter that so many replicas have in common."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
@@ -107,9 +114,10 @@ def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: 
     zero = parallelism.zero
     state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
     if framework.gradients_exist:
-        return state.total / many, 0.0
+        return StateFloor(state.total / many, 0.0, 0.0)
     part = part_bytes(held, dtypes, framework, zero=zero, replicas=replicas)
-    always = state.total - state.gradients
+    always, gathered = state.total - state.gradients, 0
     if part.reduced is not None and not parallelism.reshard and parallelism.prefetch is None:
-        always += min(part.gathered, part.reduced - part.gradients)  # gathered, and later summed
-    return always / many, part.gradients / many
+        summed = min(part.gathered, part.reduced - part.gradients)  # gathered, and later summed
+        always, gathered = always + summed, part.gathered - summed
+    return StateFloor(always / many, part.gradients / many, gathered / many)

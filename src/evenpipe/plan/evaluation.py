@@ -292,16 +292,22 @@ def _parameters_per_device(problem: Problem, configuration: Configuration) -> li
     works = [[problem.works[layer] for layer in layers] for layers in layers_of_devices(configuration)]
     held = [float(sum(work.parameters - work.expert_parameters for work in own)) for own in works]
     experts = [sum(work.expert_parameters for work in own) / recipe.parallelism.ep for own in works]
-    matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)
+    ranks = recipe.parallelism.tp
     if BARRIERS[recipe.vocabulary]:
-        matrices = 1 if problem.description.tied else 2
-        held = [count + matrices * matrix / placement.devices for count in held]
+        held = [count + ranks * vocabulary_shard(problem, recipe).others for count in held]
     else:
+        matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)
         held[placement.first_device] += matrix
         if not problem.description.tied or placement.first_device != placement.last_device:
             held[placement.last_device] += matrix
-    ranks = recipe.parallelism.tp
     return [Parameters(count / ranks, more / ranks) for count, more in zip(held, experts, strict=True)]
+
+
+def vocabulary_shard(problem: Problem, recipe: Recipe) -> Parameters:
+    """Return the parameters of vocabulary layers on each device of a pipeline that shards them."""
+    matrices, description = 1 if problem.description.tied else 2, problem.description
+    whole = float(matrices * description.vocabulary_size * description.hidden_size)
+    return Parameters(whole / recipe.devices / recipe.parallelism.tp, 0.0)
 
 
 # --- memory --------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: b
         if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
             if not traced or len(pieces) > 1:
                 return None
-            stored, queued = source.traced_layer(layer, settings, split=split, piece=pieces[0])
-            return LayerUse(stored, queued, 0.0)
+            stored, queued, turning = source.traced_layer(layer, settings, split=split, piece=pieces[0])
+            return LayerUse(stored, queued, turning, turning, turning)
         stages = [source.closed_stage((layer, layer + 1), (False, False), settings, piece) for piece in pieces]
     except InputError:
         return None

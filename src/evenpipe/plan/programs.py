@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.batch_shape import BatchShape
@@ -26,14 +26,17 @@ from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Order, Placement, Program, generate
 from evenpipe.schedule.collection import collecting_nothing
-from evenpipe.schedule.effects import Kept, changes, effect_of
+from evenpipe.schedule.effects import Kept, changes
 from evenpipe.schedule.layers import in_flight_per_layer
 from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import takes_costs
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
 from evenpipe.schedule.transforms.slices import add_slices
 
+WITH_GRADIENTS = {Kind.B, Kind.W}
+"""Passes in which weights get their gradients."""
 WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
 
@@ -74,6 +77,21 @@ class Shape:
     """Microbatches that the last stage holds at most, also for W."""
 
 
+class Moment(NamedTuple):
+    """Layers of a device between two passes, each as often as for it there are microbatches."""
+
+    waiting: int
+    """That wait for B or I."""
+    queued: int
+    """That wait for W."""
+    begun: int
+    """That have had B or W, so that their gradients exist; each once."""
+    open: int
+    """Between the first and the last pass of their stage, for which their parameters are gathered; each once."""
+    ahead: int
+    """Whose F is still to come; no more of them than two barriers let wait besides."""
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Activations in flight of an order without vocabulary passes, each of a microbatch or, if sequences are cut, of a
@@ -81,9 +99,8 @@ class InFlight:
 
     stages: tuple[int, ...]
     """Most stage activations."""
-    moments: tuple[tuple[tuple[int, int, int], ...], ...]
-    """At the same moment: forwarded layers that wait for B or I; layers that wait for W; layers of the device that have
-    had a backward, so that their gradients exist. Moments that another one exceeds in all three are left out."""
+    moments: tuple[tuple[Moment, ...], ...]
+    """Those that no other one exceeds in all of its numbers."""
 
 
 class Programs:
@@ -175,7 +192,7 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
     for device in range(devices):
         held = len(placement.stages_of(device))
         seen = _moments(list(order.passes(device)), (1,) * placement.stages)
-        moments.append(tuple(dict.fromkeys((waiting / held, queued / held) for waiting, queued, _ in seen)))
+        moments.append(tuple(dict.fromkeys((one.waiting / held, one.queued / held) for one in seen)))
     return Shape(
         placement=placement,
         split=any(item.kind is Kind.I for item in order.passes(0)),
@@ -208,23 +225,37 @@ def _equal_order(schedule: str, options: Options, size: tuple[int, int], slices:
     return add_slices(without_offload(generate(schedule, *size, **dict(options))), slices)
 
 
-def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    seen: set[tuple[int, int, int]] = set()
+def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[Moment, ...]:
+    seen: set[Moment] = set()
+    parts = [part for item in row for part in parts_of(item)]
+    last = {part.stage: place for place, part in enumerate(parts)}
+    layers_of = {stage: layers_per_stage[stage] for stage in last if stage is not None}
+    most = max(BARRIERS.values()) * sum(layers_of.values())
+    left = sum(layers_of[part.stage] for part in parts if part.kind is Kind.F and part.stage is not None)
     begun: set[int] = set()
-    waiting = queued = gradients = 0
-    for item in row:
-        for part in parts_of(item):
-            assert part.stage is not None
-            layers = layers_per_stage[part.stage]
-            if Kept.ACTIVATIONS in effect_of(part.kind).frees and part.stage not in begun:
-                begun.add(part.stage)
-                gradients += layers
-            waiting += layers * WAITING.get(part.kind, 0)
-            queued += layers * QUEUED.get(part.kind, 0)
-            seen.add((waiting, queued, gradients))
-    kept: list[tuple[int, int, int]] = []
+    opened: set[int] = set()
+    waiting = queued = gradients = gathered = 0
+    for place, part in enumerate(parts):
+        stage, kind = part.stage, part.kind
+        assert stage is not None
+        layers = layers_of[stage]
+        if stage not in opened:
+            opened.add(stage)
+            gathered += layers
+        if kind is Kind.F:
+            left -= layers
+        elif kind in WITH_GRADIENTS and stage not in begun:
+            begun.add(stage)
+            gradients += layers
+        waiting += layers * WAITING.get(kind, 0)
+        queued += layers * QUEUED.get(kind, 0)
+        if place == last[stage]:
+            gathered -= layers
+        seen.add(Moment(waiting, queued, gradients, gathered, min(left, most)))
+    kept: list[Moment] = []
     for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
-        if not any(other[1] >= one[1] and other[2] >= one[2] for other in kept):
+        _, q, b, o, a = one
+        if not any(other[1] >= q and other[2] >= b and other[3] >= o and other[4] >= a for other in kept):
             kept.append(one)
     return tuple(kept)
 

@@ -14,6 +14,10 @@ rounds      (memory) If a device holds at most k activations of a stage, the (j+
             j-th release. Of the first j microbatches released one started its F as the j-th or later, so the j-th
             release ends a lifespan L after the start of the j-th F, where L is the longest chain from F to release.
             With m = q k + r and 1 <= r <= k: q L, and then the r others, which is "one device" for r microbatches.
+ramps       (memory) A device with one stage runs at most k forwards before its first backward ends, which is a chain c
+            after the start of its first forward; and at most k backwards after the start of its last forward, whose
+            release ends a chain d later. So it idles for what c and d are longer than these passes, in different
+            waits if m > k.
 area        (memory) A device that holds at most k activations in all, each for at least its lifespan, spans at least
             m (sum of the lifespans of its stages) / k.
 V           (memory) Unit times, V placement, split backward, transfers without time, m >= 2 p, at most k stage
@@ -65,23 +69,26 @@ def best_bound(
     barriers: int = 0,
     forward_only: bool = False,
     memory_limit: float | Sequence[float] | None = None,
+    again: Sequence[float] = (),
     proved: bool = False,
 ) -> Bound:
     """Return the largest known lower bound on the span or makespan (`of`) of all such orders.
 
     costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
     whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
-    activations of a device from F to B or W, one number or one per device. proved: exclude the V bound. Raises
-    InputError if a kind has no time, and for a limit below 1.
+    activations of a device from F to B or W, one number or one per device. again: the time of each device per
+    microbatch that is in no pass, but between F and backward of any of its stages: recomputation. proved: exclude the
+    V bound. Raises InputError if a kind has no time, and for a limit below 1.
     """
     if of not in ("span", "makespan"):
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, barriers=barriers, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
-    found = list(_free(microbatches, graph, of))
+    found = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
         found += _rounds(microbatches, graph, limits, of)
+        found += _ramps(microbatches, graph, limits, of)
         found += _area(microbatches, graph, limits)
         if not proved:
             found += _v_shape(microbatches, graph, limits, split)
@@ -123,15 +130,16 @@ def either_backward(costs: Costs, placement: Placement) -> Costs:
     return replace(costs, I=tuple(least), W=tuple(rest))
 
 
-def _free(microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
+def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float]) -> Iterator[Bound]:
     """Return bounds without a memory limit."""
-    placement, work = graph.placement, graph.work
+    placement = graph.placement
+    work = [in_passes + more for in_passes, more in zip(graph.work, again, strict=True)]
     busiest = max(range(placement.devices), key=work.__getitem__)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"device {busiest} has {value:g} of work")
     work_of_all = [microbatches * mean for mean in graph.mean]
     for reference in _references(placement, work, of):
-        before, behind = _ways(graph, reference)
+        ways = _ways(graph, reference)
         whose = "the step" if reference is None else f"device {reference}"
         yield max(
             (
@@ -141,7 +149,8 @@ def _free(microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
                     f"{whose} needs {head:g} before, {time:g} during and {tail:g} after passes of device {device}",
                 )
                 for device in range(placement.devices)
-                for value, head, time, tail in [_one_device(graph, device, work_of_all, before, behind)]
+                for more in [microbatches * again[device]]
+                for value, head, time, tail in [_one_device(graph, device, work_of_all, ways, more)]
             ),
             key=lambda bound: bound.value,
         )
@@ -167,15 +176,20 @@ def _some(placement: Placement) -> range:
 
 
 def _one_device(
-    graph: Microbatch, device: int, work: list[float], before: list[float], behind: list[float]
+    graph: Microbatch, device: int, work: list[float], ways: tuple[list[float], list[float]], again: float = 0.0
 ) -> tuple[float, float, float, float]:
     """Return the largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
-    passes of a node."""
+    passes of a node; ways: as of `_ways`; again: the time of all recomputation, which can be of any stage."""
+    before, behind = ways
     nodes = [
         (before[node], behind[node], work[node])
         for node in graph.nodes_of[device]
         if before[node] > UNREACHED and behind[node] > UNREACHED
     ]
+    if again:
+        stages = graph.placement.stages_of(device)
+        head = min(before[node] + graph.takes[node] for node in (graph.forward[stage] for stage in stages))
+        nodes.append((head, min(behind[graph.backward[stage]] for stage in stages), again))
     best = (0.0, 0.0, 0.0, 0.0)
     nodes.sort(key=lambda node: -node[1])
     for least in {head for head, _, _ in nodes}:
@@ -199,7 +213,7 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         most = math.floor(limits[device])
         rounds, rest = divmod(microbatches - 1, most)
         work = [(rest + 1) * least for least in graph.takes]
-        last = max(_one_device(graph, other, work, before, behind)[0] for other in range(placement.devices))
+        last = max(_one_device(graph, other, work, (before, behind))[0] for other in range(placement.devices))
         # Time before the first of these forwards, and after the last of these releases.
         around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
         yield Bound(
@@ -207,6 +221,44 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
             "rounds",
             f"device {device} holds at most {most} activations of stage {stage}, each for at least {lifespan:g}",
         )
+
+
+def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str) -> Iterator[Bound]:
+    placement, takes = graph.placement, graph.takes
+    if placement.stages > placement.devices or takes != graph.mean:
+        return
+    earliest, latest = _ways(graph, None)
+    work = graph.work
+    busiest = max(range(placement.devices), key=work.__getitem__)
+    for device in {placement.first_device, busiest}:
+        most = math.floor(limits[device])
+        if most >= microbatches:
+            continue
+        (stage,) = placement.stages_of(device)
+        forward, backward, release = graph.forward[stage], graph.backward[stage], graph.release[stage]
+        of_forward, of_backward = graph.before([forward]), graph.before([backward])
+        to_release = graph.behind([release])
+        after = [node for node in graph.nodes_of[device] if of_forward[node] > UNREACHED]
+        # The others may run at any time behind the forward. Without them less is certain to run, but more waits.
+        needed = [node for node in after if to_release[node] > UNREACHED]
+        for nodes in (after, needed):
+            before = takes[backward] + most * sum(takes[node] for node in nodes if of_backward[node] == UNREACHED)
+            behind = takes[forward] + sum(
+                (most if to_release[node] > UNREACHED else microbatches) * takes[node]
+                for node in nodes
+                if node != forward
+            )
+            idle = [
+                max(0.0, of_forward[backward] + takes[backward] - before),
+                max(0.0, of_forward[release] + takes[release] - behind),
+            ]
+            around = earliest[forward] + min(latest[node] for node in nodes) if of == "makespan" else 0.0
+            yield Bound(
+                around + sum(idle) + microbatches * sum(takes[node] for node in nodes),
+                "ramps",
+                f"device {device} waits for its first backward {idle[0]:g} and after its last forward {idle[1]:g}, as "
+                f"it holds at most {most} activations",
+            )
 
 
 def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> Iterator[Bound]:
