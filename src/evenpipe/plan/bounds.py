@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from operator import add
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
 from evenpipe.costs.step import Parameters, step_end_seconds
@@ -112,13 +113,10 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
 def _longer_backwards(costs: Costs, placement: Placement, again: Sequence[float]) -> Costs:
     """Return times of one stage per device, whose backwards compute again first."""
     times = costs.stage_times(placement)
-    more = again or [0.0] * placement.devices
-    whole, inputs = (
-        tuple(seconds + more[device] for seconds, device in zip(of_kind, placement.stage_device, strict=True))
-        for of_kind in (times[Kind.B], times[Kind.I])
-        if of_kind is not None
-    )
-    return replace(costs, B=whole, I=inputs)
+    whole, inputs = times[Kind.B], times[Kind.I]
+    assert whole and inputs
+    more = [again[device] if again else 0.0 for device in placement.stage_device]
+    return replace(costs, B=tuple(map(add, whole, more)), I=tuple(map(add, inputs, more)))
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
