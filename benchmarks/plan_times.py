@@ -35,7 +35,7 @@ PLANNED = (
     ("kimi-k2", 512, 4096, 8192),
 )
 """Model, GPUs, tokens of a sequence, sequences of a step."""
-EXPLAINED = {"qwen3-8b": 8, "llama-3.1-70b": 64}
+EXPLAINED = {"qwen3-8b": 8, "llama-3.1-70b": 64, "mixtral-8x7b": 64, "qwen3-235b-a22b": 256}
 
 
 def commands() -> list[list[str]]:
