@@ -134,7 +134,7 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
     """Return bounds without a memory limit."""
     placement = graph.placement
     work = [in_passes + more for in_passes, more in zip(graph.work, again, strict=True)]
-    busiest = max(range(placement.devices), key=work.__getitem__)
+    busiest = _busiest(work)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"device {busiest} has {value:g} of work")
     work_of_all = [microbatches * mean for mean in graph.mean]
@@ -166,8 +166,11 @@ def _references(placement: Placement, work: list[float], of: str) -> list[int | 
     """Return the devices e for "one device"; None for all."""
     if of == "makespan":
         return [None]
-    busiest = max(range(placement.devices), key=work.__getitem__)
-    return sorted({placement.first_device, placement.last_device, busiest, *_some(placement)})
+    return sorted({placement.first_device, placement.last_device, _busiest(work), *_some(placement)})
+
+
+def _busiest(work: Sequence[float]) -> int:
+    return max(range(len(work)), key=work.__getitem__)
 
 
 def _some(placement: Placement) -> range:
@@ -228,9 +231,7 @@ def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: 
     if placement.stages > placement.devices or takes != graph.mean:
         return
     earliest, latest = _ways(graph, None)
-    work = graph.work
-    busiest = max(range(placement.devices), key=work.__getitem__)
-    for device in {placement.first_device, busiest}:
+    for device in {placement.first_device, _busiest(graph.work)}:
         most = math.floor(limits[device])
         if most >= microbatches:
             continue
