@@ -46,6 +46,10 @@ MOST_DEVICES = 16
 takes a pass over all nodes of a microbatch."""
 
 
+_Ways = tuple[list[float], list[float]]
+"""By node: the longest path to its start, and from its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A lower bound `value`, with the `name` of the argument and `why` in a sentence."""
@@ -87,8 +91,9 @@ def best_bound(
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
     found = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
-        found += _rounds(microbatches, graph, limits, of)
-        found += _ramps(microbatches, graph, limits, of)
+        whole = _ways(graph, None)
+        found += _rounds(microbatches, graph, limits, of, whole)
+        found += _ramps(microbatches, graph, limits, of, whole)
         found += _area(microbatches, graph, limits)
         if not proved:
             found += _v_shape(microbatches, graph, limits, split)
@@ -156,7 +161,7 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
         )
 
 
-def _ways(graph: Microbatch, reference: int | None) -> tuple[list[float], list[float]]:
+def _ways(graph: Microbatch, reference: int | None) -> _Ways:
     """Return the longest path to each node from passes of a device, and from it to their ends; None for all devices."""
     nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
     return graph.before(nodes), graph.behind(nodes)
@@ -179,7 +184,7 @@ def _some(placement: Placement) -> range:
 
 
 def _one_device(
-    graph: Microbatch, device: int, work: list[float], ways: tuple[list[float], list[float]], again: float = 0.0
+    graph: Microbatch, device: int, work: list[float], ways: _Ways, again: float = 0.0
 ) -> tuple[float, float, float, float]:
     """Return the largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
     passes of a node; ways: as of `_ways`; again: the time of all recomputation, which can be of any stage."""
@@ -204,10 +209,10 @@ def _one_device(
     return best
 
 
-def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str) -> Iterator[Bound]:
+def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
+    """Return the bounds "rounds". whole: `_ways` of all devices."""
     placement = graph.placement
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
-    whole = _ways(graph, None)
     for device in _some(placement):
         stage = placement.stages_of(device)[0]  # the first device: its activations live longest
         forward, release = graph.forward[stage], graph.release[stage]
@@ -226,11 +231,12 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         )
 
 
-def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str) -> Iterator[Bound]:
+def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
+    """Return the bounds "ramps". whole: `_ways` of all devices."""
     placement, takes = graph.placement, graph.takes
     if placement.stages > placement.devices or takes != graph.mean:
         return
-    earliest, latest = _ways(graph, None)
+    earliest, latest = whole
     for device in {placement.first_device, _busiest(graph.work)}:
         most = math.floor(limits[device])
         if most >= microbatches:
