@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name} is {value}, expected a whole number of at least 1")
 
-    from evenpipe.schedule.collection import collecting_nothing
+    from evenpipe.schedule.collection import collecting_rarely
 
-    with collecting_nothing():
+    with collecting_rarely():
         from evenpipe.costs.hardware import find_hardware
         from evenpipe.draw import check_file, draw, terminal
         from evenpipe.plan.explanation import explain

@@ -100,9 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and write."""
-    from evenpipe.schedule.collection import collecting_nothing
+    from evenpipe.schedule.collection import collecting_rarely
 
-    with collecting_nothing():
+    with collecting_rarely():
         from evenpipe.plan.configuration_search import search_configurations
         from evenpipe.plan.evaluation_cache import EvaluationCache
         from evenpipe.plan.nearest import nearest

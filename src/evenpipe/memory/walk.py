@@ -28,7 +28,7 @@ from evenpipe.memory.parts import Parts
 from evenpipe.memory.pool import Pool
 from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.collection import collecting_nothing
+from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
 from evenpipe.schedule.passes import (
     FREEING_KINDS,
@@ -46,7 +46,7 @@ SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
 
-@collecting_nothing()
+@collecting_rarely()
 def walk(
     program: Program,
     device: int,

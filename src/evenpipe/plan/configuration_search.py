@@ -37,6 +37,7 @@ import torch
 from evenpipe.costs.timed_model import split_times
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule.collection import collecting_rarely
 
 from .bounds import Bound, layout_bound, order_bound, work_bound
 from .configuration import Configuration
@@ -93,6 +94,7 @@ class Found:
         return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
 
 
+@collecting_rarely()
 def search_configurations(
     problem: Problem,
     space: Space | None = None,

@@ -18,6 +18,7 @@ from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
+from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.words import count, table
 from evenpipe.simulate import simulate
@@ -242,6 +243,7 @@ class Explanation:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
+@collecting_rarely()
 def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | None = None) -> Explanation:
     """Evaluate the usual configuration and the alternatives in one layout.
 

@@ -25,7 +25,6 @@ from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Order, Placement, Program, generate
-from evenpipe.schedule.collection import collecting_nothing
 from evenpipe.schedule.effects import Kept, changes
 from evenpipe.schedule.layers import in_flight_per_layer
 from evenpipe.schedule.passes import Kind, Pass, parts_of
@@ -140,7 +139,6 @@ class Programs:
         assert found is not None, "the space has no schedules without an order"
         return found
 
-    @collecting_nothing()
     def _arranged(self, recipe: Recipe) -> tuple[Order, Program]:
         shape = self._shape_of(recipe)
         assert recipe.costs is not None and isinstance(recipe.schedule, str)

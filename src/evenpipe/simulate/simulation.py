@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
-from evenpipe.schedule.collection import collecting_nothing
+from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.passes import SHARDING_KINDS
 
 from .bounds import Bound, program_bounds
@@ -75,7 +75,7 @@ class Simulation:
         }
 
 
-@collecting_nothing()
+@collecting_rarely()
 def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     """Simulate one step in the full model.
 
@@ -89,7 +89,7 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
 
 
-@collecting_nothing()
+@collecting_rarely()
 def makespan(program: Program, costs: Costs) -> float:
     """Return `simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
     work, loop = _run(program, costs)

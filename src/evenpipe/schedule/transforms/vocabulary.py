@@ -37,7 +37,7 @@ from operator import sub
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.collection import collecting_nothing
+from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.graph import Graph
@@ -102,7 +102,7 @@ plus the vocabulary passes by more than a thousandth; the third keeps more betwe
 no time of its own."""
 
 
-@collecting_nothing()
+@collecting_rarely()
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
     """Return `order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
 
