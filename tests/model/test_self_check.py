@@ -10,6 +10,7 @@ import transformers
 from families import COMMON, EXPERTS, FAMILIES, tiny_config
 from torch import nn
 
+import evenpipe.model.copies as copies_file
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
@@ -121,7 +122,7 @@ def forget_the_mask(monkeypatch) -> None:
 
 def renumber_the_layers(monkeypatch) -> None:
     """Make every stage start with layer 0 of the config."""
-    build = stage_file.build_skeleton
+    build = copies_file.build_skeleton
 
     def renumbered(config, dtype, model_class):
         model = build(config, dtype, model_class)
@@ -129,7 +130,7 @@ def renumber_the_layers(monkeypatch) -> None:
         model.config.layer_types = kinds[1:] + kinds[:1]
         return model
 
-    monkeypatch.setattr(stage_file, "build_skeleton", renumbered)
+    monkeypatch.setattr(copies_file, "build_skeleton", renumbered)
 
 
 def halve_the_gradient(monkeypatch) -> None:

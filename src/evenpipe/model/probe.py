@@ -104,7 +104,7 @@ class _Probe:
             layer_argument=self.arguments[0],
         )
         self.shape = (PROBE_BATCH, PROBE_SEQUENCE, self.embedding.weight.shape[1])
-        hollow(model, self.known, range(0), lambda hidden: hidden)
+        hollow(model, self.known, lambda hidden: hidden)
         self.numbers, self.shown = _numbers_for_parameters(model)
         self.rows = torch.rand(self.shape, dtype=torch.float64, requires_grad=True)
         self.neutral_token = neutral_token(model.config, self.embedding.padding_idx)

@@ -15,18 +15,18 @@ last the operations after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
+from evenpipe.model.copies import copies
 from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage, Part
@@ -35,13 +35,12 @@ from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     Structure,
-    build_skeleton,
     call_embedded,
     embed_rows,
     embedding_of,
-    hollow,
     identity_forward,
     layers_of,
+    open_ends,
     outer_parameters,
     stand_in,
     uncuttable,
@@ -112,8 +111,8 @@ class Stage(nn.Module):
         self.layer_argument = structure.layer_argument
         relay = self._relay = Relay(structure.layer_argument)
         kept = range(part.first, part.last)
-        whole = build_skeleton(description.config, part.dtype, type(description.skeleton))
-        hollow(whole, structure, kept, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
+        whole = copies(description, part.dtype).of(kept)
+        open_ends(whole, structure, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
         _materialise(whole, description, part)
         _place_hooks(layers_of(whole, structure.layers_name), structure, part, relay)
         if description.router_loss is not None:
@@ -313,17 +312,10 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
 def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of a model's buffers in `dtype`: some follow it (decays, masks that multiply scores), others do
     not (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
-    found = _DTYPES_OF_BUFFERS.setdefault(description.skeleton, {})
-    if dtype not in found:
-        model = build_skeleton(description.config, dtype, type(description.skeleton))
-        kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
-        buffers = model.named_buffers()
-        found[dtype] = {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
-    return found[dtype]
-
-
-_DTYPES_OF_BUFFERS: MutableMapping[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]] = WeakKeyDictionary()
-"""By skeleton, and dtype of the model: to look them up, the whole model is made."""
+    model = copies(description, dtype).whole
+    kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
+    buffers = model.named_buffers()
+    return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
 
 
 def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:

@@ -199,28 +199,27 @@ def replace_head(
     setattr(holder, attribute, HeadStub(receive, stand_in(weight.shape, dtype or weight.dtype, torch_device)))
 
 
-def hollow(
+def hollow(model: PreTrainedModel, structure: Structure, receive: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Strip all layers, give buffers their values on the CPU, and open the ends as `open_ends`."""
+    restore_buffers(model, structure.layers_name, range(0))
+    for layer in layers_of(model, structure.layers_name):
+        strip(layer)
+    open_ends(model, structure, receive)
+
+
+def open_ends(
     model: PreTrainedModel,
     structure: Structure,
-    kept: range,
     receive: Callable[[torch.Tensor], torch.Tensor],
     *,
     dtype: torch.dtype | None = None,
     torch_device: str | torch.device = "cpu",
 ) -> None:
-    """Strip the layers outside `kept`, replace the head by a stub and remove the embedding's matrix.
+    """Replace the head by a stub, and remove the embedding's matrix and a second name of the head's bias.
 
-    A second name of the head's bias is removed too.
-
-    `dtype` and `torch_device` apply to the stub's weight.
-
-    Meta parameters remain, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
-    attribute, so that `embed_rows` can set it during a forward.
+    `dtype` and `torch_device` apply to the stub's weight. The embedding's `weight` becomes a plain attribute, so that
+    `embed_rows` can set it during a forward.
     """
-    restore_buffers(model, structure.layers_name, kept)
-    for index, layer in enumerate(layers_of(model, structure.layers_name)):
-        if index not in kept:
-            strip(layer)
     bias: Any = getattr(model.get_submodule(structure.head_module), "bias", None)
     replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
     if bias is not None:

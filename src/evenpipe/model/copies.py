@@ -1,0 +1,65 @@
+"""Copies of a model on the meta device, each with only some of its layers.
+
+A planner makes hundreds of stages of one model, and to build all layers of a deep mixture of experts takes 20 times as
+long as to copy those that a stage has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from evenpipe.model.description import Description
+from evenpipe.model.rules import restore_buffers
+from evenpipe.model.structure import build_skeleton, layers_of, strip
+
+
+class Copies:
+    """Copies of one model in one dtype.
+
+    Attributes:
+        whole: the model, without storage. It must not be changed.
+    """
+
+    def __init__(self, description: Description, dtype: torch.dtype) -> None:
+        self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
+        self._layers_name = description.structure.layers_name
+        self._layers = layers_of(self.whole, self._layers_name)
+        self._stripped: nn.ModuleList = copy.deepcopy(self._layers)
+        for layer in self._stripped:
+            strip(layer)
+
+    def of(self, kept: range) -> PreTrainedModel:
+        """Return a copy with meta parameters, and buffers with their values on the CPU. Its layers outside `kept` are
+        stripped (see `strip`), and share what is inside of them with other copies.
+
+        Raises:
+            InputError: as `restore_buffers`.
+        """
+        others = {index: layer for index, layer in enumerate(self._layers) if index not in kept}
+        # While buffers get their values, the other layers are the original ones: a rule may go through all layers.
+        copied = copy.deepcopy(self.whole, {id(layer): layer for layer in others.values()})
+        restore_buffers(copied, self._layers_name, kept)
+        layers = layers_of(copied, self._layers_name)
+        shared: dict[int, Any] = {id(part): part for layer in self._stripped for part in layer.children()}
+        for index in others:
+            layers[index] = copy.deepcopy(self._stripped[index], shared)
+        return copied
+
+
+def copies(description: Description, dtype: torch.dtype) -> Copies:
+    """Return the copies of a model in a dtype, built once."""
+    found = _COPIES.setdefault(description.skeleton, {})
+    if dtype not in found:
+        found[dtype] = Copies(description, dtype)
+    return found[dtype]
+
+
+_COPIES: MutableMapping[nn.Module, dict[torch.dtype, Copies]] = WeakKeyDictionary()
+"""By skeleton."""
