@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from evenpipe.errors import InputError
 from evenpipe.memory.bench import Bench
 from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.stretches import Profile, Stretch, joined, window
 from evenpipe.memory.traced import StageTracer, kinds_of_layers
 from evenpipe.memory.tracker import Tracker
@@ -299,6 +300,17 @@ def test_experts_are_traced_however_they_are_configured() -> None:
     loops, grouped = described("qwen3_moe"), described_experts("qwen3_moe")
     assert loops.config._experts_implementation == "eager" != grouped.config._experts_implementation
     assert difference(traced(loops, 1, 3), traced(grouped, 1, 3)) == {}
+
+
+def test_experts_that_add_a_bias_to_a_kept_product_are_estimated() -> None:
+    """transformers' own experts of gpt-oss do so in place, which torch's selective checkpointing refuses."""
+    stored = {
+        choice: StageTracer(
+            described_experts("gpt_oss"), microbatch_size=SIZES, sequence=SEQUENCE, kernels=PRESETS["megatron"]
+        ).stage(0, 2, is_first=True, is_last=False, checkpointing=choice)
+        for choice in ("none", "selective", "full")
+    }
+    assert stored["none"].stored > stored["selective"].stored > stored["full"].stored
 
 
 def test_what_asks_for_values_cannot_be_traced() -> None:

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from evenpipe.layers import checkpointing
 from evenpipe.memory.kernels import Kernels
 
 KERNEL = "evenpipe_kernel"
@@ -47,6 +48,9 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
     Enter it before layers are compiled or checkpointed, and before or after the queue of weight gradients is added.
     """
     with ExitStack() as stack:
+        # Some experts add a bias to a kept product in place: their values would be wrong, here they have none.
+        change = partial(checkpointing.create_selective_checkpoint_contexts, allow_cache_entry_mutation=True)
+        stack.enter_context(replaced(checkpointing, "create_selective_checkpoint_contexts", change))
         modules = list(stage.modules())
         attention = {"flash": KERNEL, "eager": "eager"}.get(kernels.attention)
         for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
