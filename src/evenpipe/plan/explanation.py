@@ -252,13 +252,15 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
         pp: devices of the pipeline; None: 4 or more, if there are so many GPUs.
         tp: size of the tensor axis; None: any.
 
-    Raises InputError if there is no such layout, and for one GPU.
+    Raises InputError if there is no such layout, for one GPU, and if nothing can be estimated in the layout.
     """
     if problem.gpus < 2:
         raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp)
     compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
     found = [_evaluated(problem, layout, *one) for one in compared]
+    if all(one.fault for one in found):
+        raise InputError(found[0].fault)
     works = problem.works
     return Explanation(
         problem=problem,

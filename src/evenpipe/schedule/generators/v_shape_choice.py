@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
@@ -18,6 +19,9 @@ FINALISTS = 4
 Base = Callable[[int], Rows]
 """A V-schedule of any number of microbatches."""
 
+
+_Found = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
+"""A candidate, with its span and its makespan."""
 
 LAYOUTS = (
     Rescheduling(0.0, True),
@@ -42,7 +46,7 @@ def shortest(
     """
     few = min(microbatches, 3 * len(limits))
     seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
-    found: list[tuple[tuple[float, float], Base, Rescheduling | None, Rows]] = []
+    found: list[_Found] = []
     for base in bases:
         rows = base(few)
         key = tuple(map(tuple, rows))
@@ -57,8 +61,10 @@ def shortest(
         affordable = EFFORT // (6 * few * len(limits) * len(LAYOUTS))
         for _, base, _, rows in found[: min(LAID_OUT_ANEW, max(FINALISTS, affordable))]:
             for rescheduling in LAYOUTS:
-                anew = rescheduling.rows(rows, limits, times)
-                found.append((_length(anew, times), base, rescheduling, anew))
+                found.sort(key=lambda entry: entry[0])
+                anew = rescheduling.rows(rows, limits, times, _longest_of_finalists(found))
+                if anew is not None:
+                    found.append((_length(anew, times), base, rescheduling, anew))
         found.sort(key=lambda entry: entry[0])
     if few == microbatches:
         return found[0][3]
@@ -66,8 +72,15 @@ def shortest(
     finals = []
     for base, how in [*finalists, (bases[0], None)]:
         rows = base(microbatches)
-        finals.append(rows if how is None else how.rows(rows, limits, times))
+        final = rows if how is None else how.rows(rows, limits, times)
+        assert final is not None, "any span will do"
+        finals.append(final)
     return min(finals, key=lambda rows: _length(rows, times))
+
+
+def _longest_of_finalists(found: Sequence[_Found]) -> float:
+    """Return the longest span of the finalists so far, of the candidates in the order of their lengths."""
+    return (1 + 1e-9) * found[FINALISTS - 1][0][0] if len(found) >= FINALISTS else math.inf
 
 
 def _length(rows: Rows, times: StepTimes) -> tuple[float, float]:

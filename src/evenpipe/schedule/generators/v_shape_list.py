@@ -36,15 +36,19 @@ class Rescheduling:
     share: float | None = None
     rounds: int = 1
 
-    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
-        """Return the moves of `base` in an order for `times`. limits: stage activations per device, at least what
-        `base` needs."""
+    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes, within: float = math.inf) -> Rows | None:
+        """Return the moves of `base` in an order for `times`; None if a span is longer than `within`. limits: stage
+        activations per device, at least what `base` needs."""
         rows, spare = base, [math.inf] * len(base)
-        for _ in range(self.rounds):
+        for number in range(1, self.rounds + 1):
             if self.share is not None:
                 spans, _ = spans_and_makespan(rows, times)
                 spare = [self.share * (max(spans) - span) for span in spans]
-            rows = _Plan(self, rows, limits, times, spare).run()
+            longest = within if number == self.rounds else math.inf
+            found = _Plan(self, rows, limits, times, spare).run(longest)
+            if found is None:
+                return None
+            rows = found
         return rows
 
 
@@ -72,13 +76,20 @@ class _Plan:
         self.rows: Rows = [[] for _ in base]
         self.events = [(0.0, device) for device in range(devices)]
 
-    def run(self) -> Rows:
-        """Return rows with the moves of `base`, in an order for `times`."""
+    def run(self, within: float) -> Rows | None:
+        """Return rows with the moves of `base`, in an order for `times`; None if a span is longer than `within`."""
+        # When each device has to start its next move; as long as it has run none, with its start at 0.
+        latest = [within - sum(self.steps[step] for step, _ in row) for row in self.base]
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
                 move = self.choose(device, now)
                 if move is not None:
+                    if not self.rows[device]:
+                        latest[device] += now
+                    elif now > latest[device]:
+                        return None
+                    latest[device] += self.steps[move[0]]
                     self.start(device, move, now)
         assert all(len(row) == len(old) for row, old in zip(self.rows, self.base, strict=True)), (
             "base does not complete"
