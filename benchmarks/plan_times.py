@@ -9,6 +9,7 @@ Nothing is taken from earlier runs, and one process evaluates: several would tra
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+import evenpipe
 from evenpipe.runtime.trace import machine
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="commands that contain this")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="cases of other commands in it stay")
     given = parser.parse_args()
+    compileall.compile_dir(Path(evenpipe.__file__).parent, quiet=1)  # as when a package is installed
     results: dict[str, Any] = {**machine(torch.device("cpu")), "cores": os.cpu_count()}
     cases = {}
     if given.output is not None and given.output.exists():

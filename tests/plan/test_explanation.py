@@ -157,3 +157,9 @@ def test_the_commands_to_go_on_with_are_commands() -> None:
 def test_what_cannot_be_is_one_sentence(gpus: int, options: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         explain(problem(LLAMA_3_8B, gpus), "llama", **options)
+
+
+def test_layers_that_other_frameworks_do_not_cut_in_a_known_way_are_refused() -> None:
+    asked = problem(MODELS / "gpt-oss-120b.json", 64, kernels="megatron")
+    with pytest.raises(InputError, match="model_type: 'gpt_oss' has layers that are not known in closed form"):
+        explain(asked, "gpt-oss", pp=8, tp=8)
