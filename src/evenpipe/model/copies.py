@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,16 +25,28 @@ class Copies:
     """Copies of one model in one dtype.
 
     Attributes:
-        whole: the model, without storage. It must not be changed.
+        whole: the model, without storage; not to be changed.
     """
 
     def __init__(self, description: Description, dtype: torch.dtype) -> None:
         self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
         self._layers_name = description.structure.layers_name
         self._layers = layers_of(self.whole, self._layers_name)
-        self._stripped: nn.ModuleList = copy.deepcopy(self._layers)
-        for layer in self._stripped:
+
+    @cached_property
+    def buffer_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of buffers: some follow that of the model (decays, masks that multiply scores), others do not
+        (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
+        kept = tuple(f".{part}." for part in self.whole._keep_in_fp32_modules_strict or ())
+        buffers = self.whole.named_buffers()
+        return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
+
+    @cached_property
+    def _stripped(self) -> nn.ModuleList:
+        layers: nn.ModuleList = copy.deepcopy(self._layers)
+        for layer in layers:
             strip(layer)
+        return layers
 
     def of(self, kept: range) -> PreTrainedModel:
         """Return a copy with meta parameters, and buffers with their values on the CPU. Its layers outside `kept` are

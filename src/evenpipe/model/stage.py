@@ -301,21 +301,12 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
         else:
             del owner._parameters[attribute]
             setattr(owner, attribute, stand_in(meta.shape, part.compute_dtype, part.torch_device))
-    dtypes = _buffer_dtypes(description, part.compute_dtype) if part.compute_dtype != part.dtype else {}
+    dtypes = copies(description, part.compute_dtype).buffer_dtypes if part.compute_dtype != part.dtype else {}
     for prefix, module in whole.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 module._buffers[key] = buffer.to(part.torch_device, dtypes.get(name, buffer.dtype))
-
-
-def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of a model's buffers in `dtype`: some follow it (decays, masks that multiply scores), others do
-    not (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
-    model = copies(description, dtype).whole
-    kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
-    buffers = model.named_buffers()
-    return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
 
 
 def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:
