@@ -185,7 +185,7 @@ def test_matrices_belong_to_stages_or_are_parts_of_their_own(mode: str, name: st
 def test_walks_have_few_moments() -> None:
     """A step repeats itself: time for one set of sizes does not grow with the microbatches."""
     short, long = (plan_program("1f1b", 4, m, "vocab-2")[1] for m in (16, 64))
-    moments = [len(walk(program, 1, gradients_exist=True, buffers_exist=True).moments) for program in (short, long)]
+    moments = [len(walk(program, 1, gradients_exist=True, buffers_exist=True).above) for program in (short, long)]
     assert moments[0] == moments[1] < 200
 
 

@@ -51,8 +51,8 @@ class Replay:
             slice_tokens=slice_tokens,
         )
         self._gradients_exist = gradients_exist
-        self._counts = np.array([counts for counts, _ in walked.moments], dtype=np.int64)
-        self._above = np.array([above for _, above in walked.moments], dtype=np.int64)
+        self._counts = walked.counts.astype(np.int64)
+        self._above = np.array(walked.above, dtype=np.int64)
         self._after = np.array(walked.after, dtype=np.int64)
         self._rooms = np.array(walked.rooms, dtype=np.int64)
         self._sizes = [(_size_of(thing), thing.slice or 0) for thing in walked.things]

@@ -5,10 +5,14 @@ Each thing has its bytes in `StageBytes` or `VocabularyBytes` (`replay`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenpipe.schedule import Item
 
@@ -135,16 +139,18 @@ ROOMS = ("handed_on", "room")
 
 # --- moments ---------------------------------------------------------------------------------------------------------
 
-Moment = tuple[tuple[int, ...], int]
-"""Counts of held things, and the number of an additional thing during a pass, or -1."""
+COUNT = np.dtype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Walk:
     """The distinct moments of a device's step."""
 
     things: tuple[Thing, ...]
-    moments: tuple[Moment, ...]
+    counts: NDArray[np.int32]
+    """By moment: how many of each thing are held."""
+    above: tuple[int, ...]
+    """By moment: the number of an additional thing during a pass, or -1."""
     items: tuple[Item | None, ...]
     """The item of the row at which each moment comes first; None before the first item."""
     after: tuple[int, ...]
@@ -167,8 +173,9 @@ class Moments:
         self._number: dict[Thing, int] = {}
         self._seen: dict[tuple[Thing, int], int] = {}
         """The same by the thing as it is named and the slice of the pass, which is quicker."""
-        self._counts: list[int] = []
-        self._found: dict[Moment, int] = {}
+        self._counts = array(COUNT.char)
+        self._found: dict[tuple[bytes, int], int] = {}
+        """Numbers of moments, by the bytes of their counts, which are quicker than tuples, and what is on top."""
         self._items: list[Item | None] = []
         self._after: list[int] = []
 
@@ -201,7 +208,7 @@ class Moments:
     def moment(self, above: Thing | None = None) -> int:
         """Record a moment of the current pass, with a thing on top. Return its number."""
         number = -1 if above is None else self._of(above)
-        key = (tuple(self._counts), number)
+        key = self._counts.tobytes(), number
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = len(self._items)
@@ -218,11 +225,17 @@ class Moments:
 
     def walk(self) -> Walk:
         """Return the result. Things that appeared late count 0 in earlier moments."""
-        width = len(self._counts)
-        moments = tuple(((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
+        width = COUNT.itemsize * len(self._counts)
+        counts = b"".join(found.ljust(width, b"\0") for found, _ in self._found)
         held = zip(self._number, self._counts, strict=True)
-        rooms = tuple(count if thing.size in ROOMS else 0 for thing, count in held)
-        return Walk(tuple(self._number), moments, tuple(self._items), tuple(self._after), rooms)
+        return Walk(
+            things=tuple(self._number),
+            counts=np.frombuffer(counts, dtype=COUNT).reshape(len(self._found), len(self._counts)),
+            above=tuple(above for _, above in self._found),
+            items=tuple(self._items),
+            after=tuple(self._after),
+            rooms=tuple(count if thing.size in ROOMS else 0 for thing, count in held),
+        )
 
 
 def label_of(item: Item | None) -> str:

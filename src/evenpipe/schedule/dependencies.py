@@ -150,7 +150,11 @@ class Dependencies:
 
     def route_of(self, transfer: Transfer, device: int) -> Route | None:
         """Return the route of a transfer that `device` issues, by its end there, or None."""
-        return self._route_of.get((transfer.kind, transfer.stage, transfer.peer, device))
+        return self.route_at((transfer.kind, transfer.stage, transfer.peer), device)
+
+    def route_at(self, end: End, device: int) -> Route | None:
+        """Return the route that has this end on `device`, or None."""
+        return self._route_of.get((*end, device))
 
 
 def dependencies_of(

@@ -12,12 +12,15 @@ The last transfers, and transfers to a device that never answers, have no such p
 
 from __future__ import annotations
 
-from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Kind, Transfer, TransferKind, parts_of, unit_of
+from heapq import heappop, heappush
+
+from .dependencies import Dependencies, End, Route, What
+from .passes import HOP_KINDS, Transfer, TransferKind, parts_of
+from .places import Numbers, Places
 from .program import Program
 
-Carried = tuple[int, int]
-"""Number of a route and a unit."""
+Elsewhere = list[tuple[int, Numbers]]
+"""Other devices, each with the positions of some of its items, by unit."""
 
 
 def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
@@ -26,70 +29,90 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
 
     Sent transfers are hops, and contributions to collectives whose result this device does not wait for itself.
     """
-    dependencies, issued, used = _all_places(program)
+    positions, slices = _positions(program), program.slices
     reached = [-1] * program.devices  # position that another device is known to have reached
-    waits: dict[tuple[Kind, int | None], list[tuple[int, set[int]]]] = {}  # routes, other devices that feed them
-    under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position of each use
+    waits: dict[What, Elsewhere] = {}  # where others issue what a pass waits for
+    uses: dict[End, Elsewhere] = {}  # where others use what a transfer carries; nowhere if it is not sent
+    sent: list[Transfer] = []
+    unused: list[int] = []  # by number in `sent`: others that are not known to have used it
+    under_way: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and numbers
     found: dict[int, tuple[Transfer, ...]] = {}
     for position, item in enumerate(program.rows[device]):
         if isinstance(item, Transfer):
-            route = dependencies.route_of(item, device)
-            if route is not None and _sends(route, device):
-                carried = (route.number, unit_of(item, program.slices))
-                others = {site.device for site in route.consumers if site.device != device}
-                under_way[item] = [(other, used[other][carried]) for other in others]
+            end = item.kind, item.stage, item.peer
+            if end not in uses:
+                uses[end] = positions.uses(item, device)
+            if uses[end]:
+                unit = item.microbatch * slices + item.slice
+                for other, numbers in uses[end]:
+                    heappush(under_way[other], (numbers[unit], len(sent)))
+                sent.append(item)
+                unused.append(len(uses[end]))
         elif item is not None:
-            further = False
+            arrived: list[int] = []
             for part in parts_of(item):
                 what = part.kind, part.stage
                 if what not in waits:
-                    waits[what] = [
-                        (route.number, {site.device for site in route.producers} - {device})
-                        for route in dependencies.rule(device, *what).waits
-                    ]
-                for number, others in waits[what]:
-                    carried = number, unit_of(part, program.slices)
-                    for other in others:
-                        if issued[other][carried] > reached[other]:
-                            reached[other], further = issued[other][carried], True
-            if not further:
-                continue
-            arrived = tuple(
-                sent for sent, uses in under_way.items() if all(place < reached[other] for other, place in uses)
-            )
-            for sent in arrived:
-                del under_way[sent]
+                    waits[what] = positions.sources(what, device)
+                for other, numbers in waits[what]:
+                    assert part.microbatch is not None
+                    reached[other] = max(reached[other], numbers[part.microbatch * slices + part.slice])
+                    while under_way[other] and under_way[other][0][0] < reached[other]:
+                        _, number = heappop(under_way[other])
+                        unused[number] -= 1
+                        if not unused[number]:
+                            arrived.append(number)
             if arrived:
-                found[position] = arrived
+                found[position] = tuple(sent[number] for number in sorted(arrived))
     return found
 
 
-Places = tuple[Dependencies, list[dict[Carried, int]], list[dict[Carried, int]]]
-"""For one program: its dependencies, and where each device issues each transfer, and has the pass that waits for it."""
+class _Positions:
+    """Where each device of a program issues each transfer, and has the pass that waits for it."""
 
-_last: tuple[Program, Places] | None = None
+    def __init__(self, program: Program) -> None:
+        self._dependencies = dependencies = Dependencies.of(program, program.sharing)
+        self._issued: list[dict[int, Numbers]] = []
+        """By device: for each route, positions by unit."""
+        self._used: list[dict[int, Numbers]] = []
+        for device, row in enumerate(program.rows):
+            places = Places.of(row, program.units, slices=program.slices)
+            routes = ((dependencies.route_at(end, device), numbers) for end, numbers in places.transfers.items())
+            self._issued.append({route.number: numbers for route, numbers in routes if route is not None})
+            used: dict[int, Numbers] = {}
+            for what, numbers in places.at.items():
+                for route in dependencies.rule(device, *what).waits:
+                    others = used.get(route.number)  # some backwards of a stage may be whole, and others split
+                    used[route.number] = numbers if others is None else list(map(max, numbers, others))
+            self._used.append(used)
+
+    def sources(self, what: What, device: int) -> Elsewhere:
+        """Return the others that feed such a pass, and where they issue it."""
+        return [
+            (site.device, self._issued[site.device][route.number])
+            for route in self._dependencies.rule(device, *what).waits
+            for site in dict.fromkeys(route.producers)
+            if site.device != device
+        ]
+
+    def uses(self, item: Transfer, device: int) -> Elsewhere:
+        """Return the others that use what such a transfer carries, and where; none if `device` does not send it."""
+        route = self._dependencies.route_of(item, device)
+        if route is None or not _sends(route, device):
+            return []
+        others = {site.device for site in route.consumers if site.device != device}
+        return [(other, self._used[other][route.number]) for other in others]
+
+
+_last: tuple[Program, _Positions] | None = None
 """Callers ask for the devices of one program one after the other."""
 
 
-def _all_places(program: Program) -> Places:
+def _positions(program: Program) -> _Positions:
     global _last  # noqa: PLW0603
-    if _last is not None and _last[0] is program:
-        return _last[1]
-    places: Places = (Dependencies.of(program, program.sharing), [], [])
-    dependencies, issued, used = places
-    for device, row in enumerate(program.rows):
-        issued.append({})
-        used.append({})
-        for position, item in enumerate(row):
-            if isinstance(item, Transfer):
-                if route := dependencies.route_of(item, device):
-                    issued[device][route.number, unit_of(item, program.slices)] = position
-                continue
-            for part in parts_of(item) if item is not None else ():
-                for route in dependencies.rule(device, part.kind, part.stage).waits:
-                    used[device][route.number, unit_of(part, program.slices)] = position
-    _last = program, places
-    return places
+    if _last is None or _last[0] is not program:
+        _last = program, _Positions(program)
+    return _last[1]
 
 
 def _sends(route: Route, device: int) -> bool:
