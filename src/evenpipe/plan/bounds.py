@@ -34,9 +34,9 @@ from evenpipe.simulate.bounds import either_backward
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
 from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device, vocabulary_shard
+from .in_flight import InFlight
 from .layer_memory import LayerUse, least_uses
 from .problem import Problem
-from .programs import InFlight
 
 
 @dataclass(frozen=True, slots=True)

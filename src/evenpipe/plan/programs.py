@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.batch_shape import BatchShape
@@ -25,19 +25,14 @@ from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Order, Placement, Program, generate
-from evenpipe.schedule.effects import Kept, changes
 from evenpipe.schedule.layers import in_flight_per_layer
-from evenpipe.schedule.passes import Kind, Pass, parts_of
-from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.registry import takes_costs
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
 from evenpipe.schedule.transforms.slices import add_slices
 
-WITH_GRADIENTS = {Kind.B, Kind.W}
-"""Passes in which weights get their gradients."""
-WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
-"""Forwarded stages that wait for B or I, and stages that wait for W."""
+from .in_flight import HeldByStage, InFlight
 
 SHORT = {False: 2, True: 3}
 """Microbatches per device, besides the remainder, of the shorter simulated step: 3 with vocabulary passes or copies to
@@ -76,32 +71,6 @@ class Shape:
     """Microbatches that the last stage holds at most, also for W."""
 
 
-class Moment(NamedTuple):
-    """Layers of a device between two passes, each as often as for it there are microbatches."""
-
-    waiting: int
-    """That wait for B or I."""
-    queued: int
-    """That wait for W."""
-    begun: int
-    """That have had B or W, so that their gradients exist; each once."""
-    open: int
-    """Between the first and the last pass of their stage, for which their parameters are gathered; each once."""
-    ahead: int
-    """Whose F is still to come; no more of them than two barriers let wait besides."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """Activations in flight of an order without vocabulary passes, each of a microbatch or, if sequences are cut, of a
-    slice. Lists are per device."""
-
-    stages: tuple[int, ...]
-    """Most stage activations."""
-    moments: tuple[tuple[Moment, ...], ...]
-    """Those that no other one exceeds in all of its numbers."""
-
-
 class Programs:
     """The orders and programs of one model, for the time of a search: equal ones are arranged once."""
 
@@ -111,7 +80,7 @@ class Programs:
         self.in_flight = lru_cache(maxsize=512)(self._in_flight)
         self._program = lru_cache(maxsize=64)(self._arranged)
         self._generated = lru_cache(maxsize=64)(_generated)
-        self._equal_order = lru_cache(maxsize=64)(_equal_order)
+        self._by_stage = lru_cache(maxsize=512)(_held_by_stage)
 
     def of(self, recipe: Recipe, microbatches: int) -> tuple[Order, Program]:
         """Return the order and the checked program of a recipe with the name of a schedule, for a step of
@@ -171,12 +140,7 @@ class Programs:
     ) -> InFlight:
         """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With
         the costs of a model some generators hold as much, arranged otherwise. size: as for `_generated`."""
-        order = self._equal_order(schedule, options, size, slices)
-        rows = [list(order.passes(device)) for device in range(order.devices)]
-        return InFlight(
-            tuple(int(peak_activations(row)) for row in rows),
-            tuple(_moments(row, layers_per_stage) for row in rows),
-        )
+        return self._by_stage(schedule, options, size, slices).of(layers_per_stage)
 
 
 def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
@@ -187,9 +151,8 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
         return None
     placement = order.placement
     moments = []
-    for device in range(devices):
+    for device, seen in enumerate(HeldByStage(order).of((1,) * placement.stages).moments):
         held = len(placement.stages_of(device))
-        seen = _moments(list(order.passes(device)), (1,) * placement.stages)
         moments.append(tuple(dict.fromkeys((one.waiting / held, one.queued / held) for one in seen)))
     return Shape(
         placement=placement,
@@ -219,43 +182,8 @@ def _generated(schedule: str, options: Options, size: tuple[int, int], costs: Co
     return generate(schedule, *size, costs=costs, **dict(options))
 
 
-def _equal_order(schedule: str, options: Options, size: tuple[int, int], slices: int) -> Order:
-    return add_slices(without_offload(generate(schedule, *size, **dict(options))), slices)
-
-
-def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[Moment, ...]:
-    seen: set[Moment] = set()
-    parts = [part for item in row for part in parts_of(item)]
-    last = {part.stage: place for place, part in enumerate(parts)}
-    layers_of = {stage: layers_per_stage[stage] for stage in last if stage is not None}
-    most = max(BARRIERS.values()) * sum(layers_of.values())
-    left = sum(layers_of[part.stage] for part in parts if part.kind is Kind.F and part.stage is not None)
-    begun: set[int] = set()
-    opened: set[int] = set()
-    waiting = queued = gradients = gathered = 0
-    for place, part in enumerate(parts):
-        stage, kind = part.stage, part.kind
-        assert stage is not None
-        layers = layers_of[stage]
-        if stage not in opened:
-            opened.add(stage)
-            gathered += layers
-        if kind is Kind.F:
-            left -= layers
-        elif kind in WITH_GRADIENTS and stage not in begun:
-            begun.add(stage)
-            gradients += layers
-        waiting += layers * WAITING.get(kind, 0)
-        queued += layers * QUEUED.get(kind, 0)
-        if place == last[stage]:
-            gathered -= layers
-        seen.add(Moment(waiting, queued, gradients, gathered, min(left, most)))
-    kept: list[Moment] = []
-    for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
-        _, q, b, o, a = one
-        if not any(other[1] >= q and other[2] >= b and other[3] >= o and other[4] >= a for other in kept):
-            kept.append(one)
-    return tuple(kept)
+def _held_by_stage(schedule: str, options: Options, size: tuple[int, int], slices: int) -> HeldByStage:
+    return HeldByStage(add_slices(without_offload(generate(schedule, *size, **dict(options))), slices))
 
 
 def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int = 1) -> tuple[int, ...]:
