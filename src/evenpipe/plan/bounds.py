@@ -208,11 +208,20 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
             return again, math.ceil(least - room), device
         if only == LEAST and none > room:
             cheap, dear = (sum(times[layer] for layer in layers) for times in extra)
+            # Of several stages, those with more microbatches in flight free more.
+            whole = len(layers) if len(stages) == 1 else 0
             if selective <= room:
-                again[device] = cheap * (none - room) / max(1.0, none - selective)
+                again[device] = cheap * _share(none - room, none - selective, whole)
             else:
-                again[device] = cheap + (dear - cheap) * (selective - room) / max(1.0, selective - full)
+                again[device] = cheap + (dear - cheap) * _share(selective - room, selective - full, whole)
     return again, 0, 0
+
+
+def _share(lacking: float, freed: float, layers: int) -> float:
+    """Return the share of a device's layers that compute again, if all of them free so many bytes; of a number of
+    `layers`, if it is known."""
+    share = lacking / max(1.0, freed)
+    return math.ceil(layers * share) / layers if layers else share
 
 
 def logits_bytes(problem: Problem, configuration: Configuration, setting: Setting) -> list[float]:
