@@ -23,7 +23,7 @@ from transformers import masking_utils
 
 from evenpipe.experts import products
 from evenpipe.memory.emulation import replaced
-from evenpipe.memory.tracker import Tracker, UncompiledMode
+from evenpipe.memory.tracker import Tracker
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 
@@ -36,8 +36,7 @@ def without_memory() -> Iterator[Tracker]:
         replaced(products, "spans_of", _no_spans),
         replaced(functional, "scaled_dot_product_attention", _attention),
         _seeming_on_cpu(),
-        _OnMeta(),
-        Tracker() as tracker,
+        _OnMeta() as tracker,
     ):
         yield tracker
 
@@ -85,8 +84,8 @@ def _one_row(tensor: Tensor) -> Tensor:
         return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step])
 
 
-class _OnMeta(UncompiledMode):
-    """Tensors without memory wherever the code inside asks for some on the CPU.
+class _OnMeta(Tracker):
+    """Counts tensors, which have no memory wherever the code inside asks for some on the CPU.
 
     `FakeTensorMode` infers results as a CPU computes them, which would take most of the time of a trace: here it is
     asked once for arguments of the same sizes.
@@ -94,10 +93,10 @@ class _OnMeta(UncompiledMode):
 
     _known: ClassVar[dict[Any, _Results | None]] = {}
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         _inside.append(operation)
         try:
-            return self._result(operation, args, kwargs or {})
+            return self._result(operation, args, kwargs)
         finally:
             _inside.pop()
 

@@ -54,21 +54,17 @@ class Span:
         return self.after - self.before
 
 
-class UncompiledMode(TorchDispatchMode):
-    """A mode inside which nothing is compiled: to say so anew for each operation takes long."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Tracker(UncompiledMode):
+class Tracker(TorchDispatchMode):
     """Counts while it is entered; tensors made outside are counted from `add` on.
 
     Attributes:
         live: bytes that live now.
         peak: the most live bytes since the tracker was made, or the innermost span began.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside: to say so anew for each operation takes long
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,11 +97,15 @@ class Tracker(UncompiledMode):
         if within is not None:
             with self:
                 return within(*args)
-        result = operation(*args, **(kwargs or {}))
+        result = self.run(operation, args, kwargs or {})
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
         return result
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation, which is then counted."""
+        return operation(*args, **kwargs)
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
