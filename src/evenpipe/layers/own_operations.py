@@ -15,8 +15,8 @@ from evenpipe.layers.checkpointing import PRODUCTS
 
 _library = torch.library.Library("evenpipe", "DEF")
 
-WITHIN: dict[Any, Callable[..., Any]] = {}
-"""What each operation runs, for those who count what is allocated inside of it."""
+WITHIN: dict[str, Callable[..., Any]] = {}
+"""What each operation runs, by its full name, for those who count what is allocated inside of it."""
 
 
 def own_operation(signature: str, computed: Callable[..., Any], *, is_product: bool = True) -> Any:
@@ -31,7 +31,7 @@ def own_operation(signature: str, computed: Callable[..., Any], *, is_product: b
     _library.define(signature)
     _library.impl(name, computed, "CompositeExplicitAutograd")
     operation = getattr(torch.ops.evenpipe, name).default
-    WITHIN[operation] = computed
+    WITHIN[operation.name()] = computed
     if is_product:
         PRODUCTS.append(operation)
     return operation

@@ -101,7 +101,7 @@ class _OnMeta(Tracker):
             _inside.pop()
 
     def _result(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        key = operation, _sizes(args), _sizes(kwargs)
+        key = operation.name(), _sizes(args), _sizes(kwargs)
         if key not in self._known:
             self._known[key] = _Results.of(operation, args, kwargs)
         known = self._known[key]

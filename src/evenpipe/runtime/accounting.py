@@ -124,7 +124,7 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
-        within = WITHIN.get(operation)
+        within = WITHIN.get(operation.name())
         if within is not None:
             super().__enter__()  # see what is allocated inside, too
             try:
