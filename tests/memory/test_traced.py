@@ -179,20 +179,23 @@ def test_layers_that_are_alike_are_traced_once(layers: int, choices: str) -> Non
 MIXED = [("full", "none"), ("full", "selective"), ("selective", "none", "none"), ("full", "full", "selective", "none")]
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("choices", MIXED)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral", "phi"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_equal_layers_of_several_choices_follow_from_those_of_one(
-    family: str, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, choices: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In bf16, many layers keep an fp32 copy of their input instead of it."""
+    how = {"compute_dtype": DTYPES[dtype]}
     description, runs, run = describe(tiny_config(family)), [], StageTracer._run
     assert len(set(kinds_of_layers(description))) == 1
     monkeypatch.setattr(StageTracer, "_run", lambda self, *given: runs.append(given) or run(self, *given))
     for first, last in ((0, len(choices)), (4 - len(choices), 4)):
         runs.clear()
-        found = traced(description, first, last, choices)
+        found = traced(description, first, last, choices, **how)
         assert len({checkpointing for _, layers, _ in runs for _, checkpointing, _ in layers}) == len(runs)
-        assert difference(found, counted(description, first, last, choices)) == {}
+        assert difference(found, counted(description, first, last, choices, **how)) == {}
 
 
 def test_a_device_without_B_runs_none() -> None:

@@ -61,9 +61,14 @@ class Trace:
         """Return the measurements for a stage whose i-th layer is like the one at `places[i]` of the i-th trace, by
         default this one, which has its ends."""
         like = list(zip(traces or [self] * len(places), places, strict=True))
+        profiles = dict(self.profiles)
+        if traces and self.saves_input and not traces[-1].saves_input:
+            # The last layer's input, which here lives longer, is freed right behind it.
+            end = Stretch(traces[-1].profiles["forward"].end.above, profiles["forward"].end.kept - self.hidden)
+            profiles["forward"] = replace(profiles["forward"], end=end)
         total = {
             name: profile.over([one.profiles[name].layers[place] for one, place in like])
-            for name, profile in self.profiles.items()
+            for name, profile in profiles.items()
         }
         more = {name: total[name].kept - profile.over(profile.layers).kept for name, profile in self.profiles.items()}
 
