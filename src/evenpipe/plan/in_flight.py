@@ -98,15 +98,16 @@ def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
 
 def _not_exceeded(counts: NDArray[np.int64], some: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return those of some rows of a matrix that no other row exceeds."""
-    reaching = (counts >= some[:, None]).all(axis=2).sum(axis=1)
-    return some[reaching == 1]
+    reaching = (counts >= some[:, None]).all(axis=2).sum(axis=1)  # itself, at least
+    alone: NDArray[np.int64] = some[reaching == 1]
+    return alone
 
 
 def _of_layers(stages: list[int], counts: NDArray[np.int64], layers_per_stage: Sequence[int]) -> tuple[Moment, ...]:
     layers = [layers_per_stage[stage] for stage in stages]
     most = max(BARRIERS.values()) * sum(layers)
-    found = counts @ np.array(layers, dtype=np.int64)
-    seen = {Moment(*others, min(ahead, most)) for *others, ahead in found.tolist()}
+    found = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
+    seen = {one._replace(ahead=min(one.ahead, most)) for one in found}
     kept: list[Moment] = []
     for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
         if not any(all(map(ge, other, one)) for other in kept):
