@@ -24,6 +24,7 @@ from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, parameters_per_device
 from evenpipe.plan.layer_memory import saved_floor
 from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space, configurations, layouts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.config_file import config_from_dict
@@ -171,3 +172,22 @@ def test_floors_hold_for_eager_attention() -> None:
         none, selective, full = saved_floor(work, setting)
         assert full <= selective <= none <= stage.input + stage.stored
         assert none > saved_floor(work, replace(setting, attention="flash"))[0]
+
+
+def test_layouts_that_cannot_be_estimated_are_left_out_once_and_for_all() -> None:
+    """Other frameworks cut layers over tensor and context ranks in ways that are known of some models only."""
+    given = problem_of(
+        describe(tiny_config("gpt_oss")),
+        KNOWN["A100-80G"],
+        gpus=4,
+        sequence=512,
+        sequences_per_step=8,
+        kernels="megatron",
+    )
+    found = search_configurations(given, Space(schedules=("1f1b",)), workers=1)
+    sizes = [one.configuration.recipe.parallelism for one in (*found.plans, *found.failed)]
+    assert sizes and all(one.tp == one.cp == 1 for one in sizes)
+    ((reason, number),) = found.refused.items()
+    assert "'gpt_oss' has layers that are not known in closed form" in reason
+    text = Ranking(replace(found, plans=[]), 1).text()
+    assert f"no plan fits\nleft out: {number} layouts: {reason}" in text

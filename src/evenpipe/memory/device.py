@@ -150,7 +150,7 @@ def _stage(
     """own: its parameters."""
     bounds, kinds, parallelism = plan.bounds[stage], plan.kinds[device], settings.parallelism
     ends = (stage == 0, stage == plan.program.placement.last_stage)
-    runs = (parallelism.cp == 1 or piece is not None) and (parallelism.tp == 1 or settings.gathers_blocks)
+    runs = _runs(settings, piece)
     if settings.traced and parallelism.cp > 1 and piece is None:
         raise InputError(f"traced: with cp = {parallelism.cp} and kernels of Megatron-LM, expected 1")
     if settings.traced and not runs:
@@ -176,6 +176,19 @@ def _stage(
         peaks = replace(found.peaks, forward=found.peaks.forward + copies)
         found = replace(found, stored=found.stored + copies, peaks=peaks)
     return found
+
+
+def _runs(settings: Settings, piece: Piece | None) -> bool:
+    """Return whether stages can be traced: our runtime would run them."""
+    sizes = settings.parallelism
+    return (sizes.cp == 1 or piece is not None) and (sizes.tp == 1 or settings.gathers_blocks)
+
+
+def check_known(source: ModelBytes, settings: Settings) -> None:
+    """Raise InputError if stages in such a layout can neither be traced nor have a closed form, whatever the
+    schedule."""
+    if not all(_runs(settings, piece) for piece in settings.pieces(source.description, source.row_work)):
+        source.closed_forms()
 
 
 def _held(source: ModelBytes, plan: Planned, settings: Settings, stage: int) -> StageHeld:

@@ -95,6 +95,12 @@ class ModelBytes:
                 del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
 
+    def closed_forms(self) -> ClosedForms:
+        """Return its closed forms. Raises InputError if it has none, with the reason."""
+        if self.closed is None:
+            raise InputError(self._why_not)
+        return self.closed
+
     def closed_stage(
         self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, piece: Piece | None = None
     ) -> StageBytes:
@@ -103,10 +109,9 @@ class ModelBytes:
         bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. piece:
         of `settings.pieces`. Raises InputError if there is no closed form.
         """
-        if self.closed is None:
-            raise InputError(self._why_not)
         first, last = bounds
-        shapes: Any = self.closed.shapes[first:last]
+        closed = self.closed_forms()
+        shapes: Any = closed.shapes[first:last]
         if len(set(shapes)) == 1:  # quicker to compare
             shapes = len(shapes), shapes[0]
         parallelism = settings.parallelism
@@ -128,7 +133,7 @@ class ModelBytes:
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
-            self._stages[key] = self.closed.stage(
+            self._stages[key] = closed.stage(
                 first,
                 last,
                 portion,

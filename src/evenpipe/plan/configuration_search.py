@@ -23,7 +23,7 @@ import heapq
 import math
 import multiprocessing
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -84,6 +84,8 @@ class Found:
     bounded: int = 0
     """Number of configurations excluded by a bound alone."""
     layouts: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Number of layouts that would be fast enough, but are not in the space, by the reason that `refuses` gives."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -237,7 +239,8 @@ class _Search:
         enough; the others are opened later, if any of these may fit."""
         limit, may_fit = self._limit(*self.space.vocabularies), False
         (_, layout), *larger = (one for one in sizes if one[0] < limit)
-        if refuses(self.problem, self.space, layout):
+        if reason := refuses(self.problem, self.space, layout):
+            self.found.refused[reason] += 1 + len(larger)
             return
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             self.found.bounded += 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.memory.estimate import Estimate, estimate
+from evenpipe.errors import InputError
+from evenpipe.memory.device import check_known
+from evenpipe.memory.estimate import Estimate, estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
@@ -76,13 +78,34 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program)
             schedule=program,
             schedule_options=(),
         ),
-        kernels=problem.kernels_name,
-        dtypes=dtypes_of(problem),
-        hardware=problem.hardware,
         memory=problem.memory_bytes,
         offloaded=configuration.host_share or 0.0,
-        skew=problem.skew,
+        **_how(problem),
     )
+
+
+def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
+    """Return why the memory of a layout cannot be estimated, whatever the schedule; empty if it can."""
+
+    def sentence() -> str:
+        try:
+            check_known(problem.bytes, settings_of(problem.description, layout, **_how(problem)))
+        except InputError as error:
+            return str(error)
+        return ""
+
+    sizes = layout.parallelism
+    return problem.once((refusal_of_estimate, sizes.tp > 1, sizes.cp > 1), sentence)
+
+
+def _how(problem: Problem) -> dict[str, Any]:
+    """Return the arguments that estimates of all configurations share."""
+    return {
+        "kernels": problem.kernels_name,
+        "dtypes": dtypes_of(problem),
+        "hardware": problem.hardware,
+        "skew": problem.skew,
+    }
 
 
 class StateFloor(NamedTuple):

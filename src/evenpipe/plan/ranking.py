@@ -162,6 +162,8 @@ class Ranking:
         yield from _about_measured(problem)
         if not self.plans:
             yield "no plan fits"
+            for reason, number in found.refused.items():
+                yield f"left out: {count(number, 'layout')}: {reason}"
             return
         yield ""
         rows = [("", "plan", "step", "tokens/s", "MFU", "most memory", "recomputed", "")]

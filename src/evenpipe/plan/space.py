@@ -27,6 +27,7 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
 from .configuration import LEAST, POLICIES, Configuration
+from .device_memory import refusal_of_estimate
 from .problem import Problem
 from .programs import Options
 from .runnable import refusal_of_cut, refusal_of_experts, refusal_of_pieces, refusal_of_slices
@@ -77,7 +78,7 @@ class Space:
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
     only_runnable: bool = False
-    """Leave out what `refuses`, and slices of sequences if the model would compute something else in them."""
+    """Leave out what the runtime refuses, and slices of sequences if the model would compute something else in them."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -135,10 +136,13 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
 
 
 def refuses(problem: Problem, space: Space, layout: Recipe) -> str:
-    """Return why a layout is not in the space, although its sizes are: with `only_runnable`, that the runtime cannot
-    cut the model over its tensor ranks, or would compute something else in pieces of sequences. Empty if it is."""
+    """Return why a layout is not in the space, although its sizes are: its memory cannot be estimated, or with
+    `only_runnable`, the runtime cannot cut the model over its tensor ranks, or would compute something else in pieces
+    of sequences. Empty if it is."""
     sizes = layout.parallelism
-    return (space.only_runnable and (refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp))) or ""
+    if space.only_runnable and (reason := refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp)):
+        return reason
+    return refusal_of_estimate(problem, layout)
 
 
 def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
