@@ -95,7 +95,7 @@ def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
         return ""
 
     sizes = layout.parallelism
-    return problem.once((refusal_of_estimate, sizes.tp > 1, sizes.cp > 1), sentence)
+    return problem.once((refusal_of_estimate, sizes.tp, sizes.cp), sentence)
 
 
 def _how(problem: Problem) -> dict[str, Any]:
