@@ -189,8 +189,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += operation is torch.ops.aten._grouped_mm.default
-        with self if operation in WITHIN else nullcontext():
-            return WITHIN.get(operation, operation)(*args, **(kwargs or {}))
+        with self if operation.name() in WITHIN else nullcontext():
+            return WITHIN.get(operation.name(), operation)(*args, **(kwargs or {}))
 
 
 def test_what_is_kept_until_the_backward() -> None:
