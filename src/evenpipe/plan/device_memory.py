@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.errors import InputError
 from evenpipe.memory.device import check_known
 from evenpipe.memory.estimate import Estimate, estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
@@ -84,18 +83,9 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program)
     )
 
 
-def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
-    """Return why the memory of a layout cannot be estimated, whatever the schedule; empty if it can."""
-
-    def sentence() -> str:
-        try:
-            check_known(problem.bytes, settings_of(problem.description, layout, **_how(problem)))
-        except InputError as error:
-            return str(error)
-        return ""
-
-    sizes = layout.parallelism
-    return problem.once((refusal_of_estimate, sizes.tp, sizes.cp), sentence)
+def check_estimate(problem: Problem, layout: Recipe) -> None:
+    """Raise InputError if the memory of a layout cannot be estimated, whatever the schedule."""
+    check_known(problem.bytes, settings_of(problem.description, layout, **_how(problem)))
 
 
 def _how(problem: Problem) -> dict[str, Any]:

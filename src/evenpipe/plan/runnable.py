@@ -11,6 +11,7 @@ from evenpipe.experts.refusals import check_experts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 
+from .device_memory import check_estimate
 from .problem import Problem
 
 
@@ -51,6 +52,12 @@ def refusal_of_pieces(problem: Problem, ranks: int) -> str:
 def refusal_of_slices(problem: Problem) -> str:
     """Return why sequences cannot be cut into slices."""
     return _refusal(problem, "slices", slices=True)
+
+
+def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
+    """Return why the memory of a layout cannot be estimated."""
+    sizes = layout.parallelism
+    return _once(problem, check_estimate, partial(check_estimate, problem, layout), (sizes.tp, sizes.cp))
 
 
 def _refusal(problem: Problem, option: str, *, slices: bool) -> str:

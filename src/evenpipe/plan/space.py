@@ -27,10 +27,9 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
 from .configuration import LEAST, POLICIES, Configuration
-from .device_memory import refusal_of_estimate
 from .problem import Problem
 from .programs import Options
-from .runnable import refusal_of_cut, refusal_of_experts, refusal_of_pieces, refusal_of_slices
+from .runnable import refusal_of_cut, refusal_of_estimate, refusal_of_experts, refusal_of_pieces, refusal_of_slices
 from .splits import splits
 
 TOKENS_ACROSS = 8192

@@ -15,7 +15,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from .dependencies import Dependencies, End, Route, What
-from .passes import HOP_KINDS, Transfer, TransferKind, parts_of
+from .passes import HOP_KINDS, Transfer, TransferKind, parts_of, unit_of
 from .places import Numbers, Places
 from .program import Program
 
@@ -43,7 +43,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
             if end not in uses:
                 uses[end] = positions.uses(item, device)
             if uses[end]:
-                unit = item.microbatch * slices + item.slice
+                unit = unit_of(item, slices)
                 for other, numbers in uses[end]:
                     heappush(under_way[other], (numbers[unit], len(sent)))
                 sent.append(item)
@@ -55,8 +55,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
                 if what not in waits:
                     waits[what] = positions.sources(what, device)
                 for other, numbers in waits[what]:
-                    assert part.microbatch is not None
-                    reached[other] = max(reached[other], numbers[part.microbatch * slices + part.slice])
+                    reached[other] = max(reached[other], numbers[unit_of(part, slices)])
                     while under_way[other] and under_way[other][0][0] < reached[other]:
                         _, number = heappop(under_way[other])
                         unused[number] -= 1
