@@ -148,6 +148,9 @@ def as_torchrun(how: str) -> None:
         pipeline.step(ids)
     except RunError as error:
         print("alive:", error, flush=True)
+    # If the peer dies just as the interpreter ends, a thread of gloo that gives its tensors back asks for the
+    # interpreter's lock in vain, and torch aborts. So this process ends well after the peer.
+    time.sleep(2 * SILENCE_SECONDS)
 
 
 if __name__ == "__main__":
