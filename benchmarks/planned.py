@@ -50,7 +50,7 @@ from evenpipe.train.hardware_profile import (
 )
 from evenpipe.train.input_sections import ModelConfig
 from evenpipe.train.planned_config import configured_model
-from evenpipe.train.profile import measure_pipeline, profile_of
+from evenpipe.train.profile import measure_pipeline
 
 
 def choice(
@@ -222,7 +222,7 @@ def measure(
                 stepped = max(one for one, _ in of_processes)
                 of_plan.append((stepped, max(map(sum, of_processes)) - stepped))
     passes = [
-        passes_from({name: profile_of(profiles) for name, (_, profiles) in of_key.items()}, of_key["sharded"][0], "cpu")
+        passes_from({name: profiles for name, (_, profiles) in of_key.items()}, of_key["sharded"][0], "cpu")
         for of_key in found.values()
     ]
     return passes, steps
@@ -236,7 +236,6 @@ def main() -> None:
     settings, processes = common.settings_of(given, Settings), PROCESSES[given.plans]
     base = base_of(settings, given.plans)
     hardware = profile_hardware(processes)
-    results = common.Results(settings, given.output, plans=given.plans, hardware=hardware.to_dict())
     problem = problem_of(
         describe(configured_model(base)),
         hardware,
@@ -252,6 +251,7 @@ def main() -> None:
         plans[name] = found.best.configuration
     passes, steps = measure(settings, base, plans, processes)
     problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})
+    results = common.Results(settings, given.output, plans=given.plans, hardware=problem.hardware.to_dict())
     print(f"{'plan':<20}{'configuration':<40}{'predicted':>11}{'measured':>11}{'error':>9}{'passes':>9}{'rest':>9}")
     for name, plan in plans.items():
         taken = [(*step, sum(step)) for step in steps[name]]

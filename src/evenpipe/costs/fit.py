@@ -74,11 +74,18 @@ class Samples:
     bounds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = (), tokens: Sequence[int] = ()) -> Costs:
+def costs_of(
+    traces: Sequence[Trace],
+    others: Sequence[Trace] = (),
+    tokens: Sequence[int] = (),
+    *,
+    contention: float | None = None,
+) -> Costs:
     """Return the seconds per pass and transfer from all `traces`, which have one placement.
 
-    others: further traces of the same model, only for contention. tokens: of each slice of a sequence, if known. Raises
-    InputError if there are no traces, if placements differ, and if a stage has no forward.
+    others: further traces of the same model, only for contention. tokens: of each slice of a sequence, if known.
+    contention: None: found in the traces. Raises InputError if there are no traces, if placements differ, and if a
+    stage has no forward.
     """
     if not traces:
         raise InputError("there is no trace; give at least one")
@@ -90,7 +97,8 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = (), tokens: Sequ
                 f" {list(trace.program.placement.stage_device)}, but need the same one"
             )
     steps = [_samples(trace) for trace in traces]
-    contention = contention_of(*steps, *map(_samples, others))
+    if contention is None:
+        contention = contention_of(*steps, *map(_samples, others))
     times: dict[str, Any] = {}
     for kind in (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS:
         places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)

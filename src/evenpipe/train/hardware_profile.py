@@ -39,7 +39,7 @@ from evenpipe.schedule import even_split
 from evenpipe.train.config import Config
 from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.planned_config import NOT_PLANNED, configured_model
-from evenpipe.train.profile import RECOMPUTED, VARIANTS, Profile, check_profile, profile
+from evenpipe.train.profile import RECOMPUTED, VARIANTS, check_profile, measured_pipeline, profile_of
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the square matrices that are multiplied."""
@@ -56,6 +56,8 @@ ROUNDS = 5
 """Rounds per measurement. The fastest counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
 """Bytes of the messages."""
+WARM_UP = 2
+"""Steps of a pipeline that do not count."""
 
 
 def profile_hardware(
@@ -83,7 +85,7 @@ def profile_hardware(
     device = found["device"]
     passes = tuple(
         passes_from(
-            {name: profile(one, steps=steps, variants=MEASURED_AS[name]) for name, one in of_size.items()},
+            {name: [measured_pipeline(one, steps, WARM_UP, MEASURED_AS[name])] for name, one in of_size.items()},
             of_size["sharded"],
             device,
         )
@@ -144,13 +146,22 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
     return {name: replace(config, pipeline=pipeline) for name, pipeline in pipelines.items()}
 
 
-def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> MeasuredPasses:
-    """Return the measured passes of `pipelines_to_measure` for a hardware file; `config` is one of them."""
+def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, device: str) -> MeasuredPasses:
+    """Return the measured passes of `pipelines_to_measure` for a hardware file.
+
+    found: of each, one or several results of `measure_pipeline`, as for `profile_of`. config: one of them.
+    """
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.devices
-    shards, whole, looped = found["sharded"], found["whole"], found.get("looped")
-    beside = {} if looped is None else stage_passes(shards.costs, looped.costs)
+    shards = profile_of(found["sharded"])
+    # Where devices are never alone (more processes than cores), a profile without microbatches one by one shows no
+    # contention, and its passes would seem longer than these.
+    contention = shards.costs.contention
+    whole = profile_of(found["whole"], contention)
+    beside = {}
+    if "looped" in found:
+        beside = stage_passes(shards.costs, profile_of(found["looped"], contention).costs)
     sharded = passes_of(shards.costs, shards.bare, beside) | beside
     split = even_split(model.layers, devices)
     return MeasuredPasses(
@@ -159,7 +170,7 @@ def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> Me
         sequence=config.data.sequence_length,
         microbatch_size=config.pipeline.microbatch_size,
         devices=devices,
-        contention=shards.costs.contention,
+        contention=contention,
         seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
         tensor_parallel=config.pipeline.tensor_parallel,
         context_parallel=config.pipeline.context_parallel,
@@ -175,8 +186,7 @@ def measure() -> dict[str, Any]:
     _all(worker)
     dtype = next(iter(DTYPES[kind].values()))
     large = SIZES[kind][-2]
-    shared = _seconds_at_length(_product(large, dtype, device), device)
-    _all(worker)
+    shared = _of_all(worker, _seconds_at_length(_product(large, dtype, device), device))
     hop = _hop(worker)
     if worker.rank:
         return {}
@@ -187,6 +197,15 @@ def measure() -> dict[str, Any]:
 def _all(worker: Worker) -> None:
     if worker.world_size > 1:
         dist.barrier()
+
+
+def _of_all(worker: Worker, seconds: float) -> float:
+    """Return the seconds of one call at the mean rate of all processes: those that share cores do not get equal
+    shares."""
+    rate = torch.tensor(1 / seconds, dtype=torch.float64)
+    if worker.world_size > 1:
+        dist.all_reduce(rate)
+    return worker.world_size / rate.item()
 
 
 def _alone(device: torch.device) -> dict[str, Any]:

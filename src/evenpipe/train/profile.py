@@ -68,7 +68,12 @@ def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[
     Raises InputError for a configuration that does not fit together, RunError if a process fails.
     """
     check_profile(config, steps)
-    found = launch(
+    return profile_of([measured_pipeline(config, steps, warm_up, variants)])
+
+
+def measured_pipeline(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
+    """Run the same, and return what `measure_pipeline` gives the first process."""
+    found: dict[str, Any] = launch(
         measure,
         config,
         steps,
@@ -77,7 +82,7 @@ def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[
         processes=config.pipeline.processes,
         timeout_seconds=config.pipeline.timeout_seconds,
     )[0]
-    return profile_of([found])
+    return found
 
 
 def check_profile(config: Config, steps: int) -> None:
@@ -87,10 +92,12 @@ def check_profile(config: Config, steps: int) -> None:
     check_pipeline(config)
 
 
-def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
+def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None) -> Profile:
     """Return the profile from one or several results of `measure_pipeline` on the first process.
 
     F, S, C, T, E, G and transfers come from the unchanged schedule; other kinds come from the variants.
+
+    contention: None: found in the traces, if one microbatch after the other was measured, too.
     """
     traces: dict[str, list[Trace]] = {}
     for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
@@ -100,8 +107,12 @@ def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
     # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     tokens = found[0].get("tokens_of_slices", ())
-    costs = costs_of(traces[AS_IT_IS], everything, tokens)
-    variants = {name: costs_of(traces[name], everything, tokens) for name in BACKWARDS if name in traces}
+
+    def fitted(name: str) -> Costs:
+        return costs_of(traces[name], everything, tokens, contention=contention)
+
+    costs = fitted(AS_IT_IS)
+    variants = {name: fitted(name) for name in BACKWARDS if name in traces}
     for variant in variants.values():
         costs = completed(costs, variant)
     bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
