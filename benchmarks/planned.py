@@ -8,10 +8,10 @@
     axes        a Llama on two devices of two processes: replicas, tensor ranks, context ranks, slices
     experts     a mixture of experts on two devices of two replicas, which share their experts or not
 
-Then passes of two devices with as many ranks are measured in turns, as `evenpipe profile CONFIG.toml --hardware` does,
-and some steps of each plan run, with sums over replicas and the optimizer: a machine that others share changes its
-speed from one minute to the next. Printed are medians and the planner's times, and the pairs of plans whose predicted
-times differ by more than 5 % and that are measured the other way round.
+Then passes are measured in turns on all processes, with one or two of them to a device, as `evenpipe profile
+CONFIG.toml --hardware` does, and some steps of each plan run, with sums over replicas and the optimizer: a machine that
+others share changes its speed from one minute to the next. Printed are medians and the planner's times, and the pairs
+of plans whose predicted times differ by more than 5 % and that are measured the other way round.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ CHOICES = {
     },
 }
 """Set -> name -> what the search may choose: one plan each."""
-DEVICES = 2
 PROCESSES = {"devices": 2, "axes": 4, "experts": 4}
 """What the plans of a set are for."""
 APART = 0.05
@@ -157,10 +156,11 @@ Profiles = dict[tuple[Ranks, int], dict[str, tuple[Config, list[dict[str, Any]]]
 
 def measure_passes(settings: Settings, base: Config, ranks: Ranks, sizes: list[int]) -> Profiles:
     """On all processes of a pipeline: its passes."""
-    device = initialise_worker().torch_device
+    worker = initialise_worker()
+    device = worker.torch_device
     cut = replace(
         base.pipeline,
-        processes=DEVICES * ranks.processes,
+        processes=worker.world_size,
         tensor_parallel=ranks.tensor,
         context_parallel=ranks.context,
     )
@@ -211,8 +211,7 @@ def measure(
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
     for _ in range(settings.turns):
         for one in ranks:
-            there = DEVICES * one.processes
-            profiled = launch(measure_passes, settings, base, one, sizes, processes=there, torch_device="cpu")[0]
+            profiled = launch(measure_passes, settings, base, one, sizes, processes=processes, torch_device="cpu")[0]
             for key, of_key in profiled.items():
                 for name, (config, profiles) in of_key.items():
                     found.setdefault(key, {}).setdefault(name, (config, []))[1].extend(profiles)
