@@ -39,7 +39,7 @@ from evenpipe.schedule import even_split
 from evenpipe.train.config import Config
 from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.planned_config import NOT_PLANNED, configured_model
-from evenpipe.train.profile import RECOMPUTED, VARIANTS, check_profile, measured_pipeline, profile_of
+from evenpipe.train.profile import RECOMPUTED, VARIANTS, WARM_UP, check_profile, measure_in_processes, profile_of
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the square matrices that are multiplied."""
@@ -56,8 +56,6 @@ ROUNDS = 5
 """Rounds per measurement. The fastest counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
 """Bytes of the messages."""
-WARM_UP = 2
-"""Steps of a pipeline that do not count."""
 
 
 def profile_hardware(
@@ -85,7 +83,7 @@ def profile_hardware(
     device = found["device"]
     passes = tuple(
         passes_from(
-            {name: [measured_pipeline(one, steps, WARM_UP, MEASURED_AS[name])] for name, one in of_size.items()},
+            {name: [measure_in_processes(one, steps, WARM_UP, MEASURED_AS[name])] for name, one in of_size.items()},
             of_size["sharded"],
             device,
         )

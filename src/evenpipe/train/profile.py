@@ -37,6 +37,9 @@ from evenpipe.train.config import Config
 from evenpipe.train.data import open_data
 from evenpipe.train.model_source import check_pipeline
 
+WARM_UP = 2
+"""Steps that do not count, by default."""
+
 SHORTER = 8
 """Sequences for latency are shorter by this factor."""
 
@@ -62,17 +65,17 @@ class Profile:
         return dict(next(iter(self.traces.values()))[0].about)
 
 
-def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[str] = VARIANTS) -> Profile:
+def profile(config: Config, *, steps: int, warm_up: int = WARM_UP, variants: Sequence[str] = VARIANTS) -> Profile:
     """Run the configured pipeline in local processes; measure `steps` steps of the schedule and of each of `variants`.
 
     Raises InputError for a configuration that does not fit together, RunError if a process fails.
     """
     check_profile(config, steps)
-    return profile_of([measured_pipeline(config, steps, warm_up, variants)])
+    return profile_of([measure_in_processes(config, steps, warm_up, variants)])
 
 
-def measured_pipeline(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
-    """Run the same, and return what `measure_pipeline` gives the first process."""
+def measure_in_processes(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
+    """Run the configured pipeline in local processes; return what `measure` gives the first one."""
     found: dict[str, Any] = launch(
         measure,
         config,
@@ -107,12 +110,9 @@ def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None)
     # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     tokens = found[0].get("tokens_of_slices", ())
-
-    def fitted(name: str) -> Costs:
-        return costs_of(traces[name], everything, tokens, contention=contention)
-
-    costs = fitted(AS_IT_IS)
-    variants = {name: fitted(name) for name in BACKWARDS if name in traces}
+    costs = costs_of(traces[AS_IT_IS], everything, tokens, contention=contention)
+    known = costs.contention
+    variants = {name: costs_of(traces[name], (), tokens, contention=known) for name in BACKWARDS if name in traces}
     for variant in variants.values():
         costs = completed(costs, variant)
     bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
