@@ -33,24 +33,22 @@ import torch.distributed as dist
 from common import configuration, option, token_ids
 
 from evenpipe import Pipeline, initialise_worker, launch
-from evenpipe.costs.measured_passes import MeasuredPasses, Ranks
+from evenpipe.costs.measured_passes import MeasuredPasses
 from evenpipe.model import describe
 from evenpipe.plan.configuration import LEAST, Configuration
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import timed
 from evenpipe.plan.problem import problem_of
 from evenpipe.plan.space import Space
-from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.hardware_profile import (
-    MEASURED_AS,
+    measure_passes,
     passes_from,
     pipelines_to_measure,
     profile_hardware,
 )
 from evenpipe.train.input_sections import ModelConfig
 from evenpipe.train.planned_config import configured_model
-from evenpipe.train.profile import measure_pipeline
 
 
 def choice(
@@ -150,31 +148,6 @@ def base_of(settings: Settings, plans: str) -> Config:
     return replace(base, model=ModelConfig(architecture="qwen3_moe", config=mixture, self_check=False))
 
 
-Profiles = dict[tuple[Ranks, int], dict[str, tuple[Config, list[dict[str, Any]]]]]
-"""By ranks of a device, microbatch size, and name of `pipelines_to_measure`."""
-
-
-def measure_passes(settings: Settings, base: Config, ranks: Ranks, sizes: list[int]) -> Profiles:
-    """On all processes of a pipeline: its passes."""
-    worker = initialise_worker()
-    device = worker.torch_device
-    cut = replace(
-        base.pipeline,
-        processes=worker.world_size,
-        tensor_parallel=ranks.tensor,
-        context_parallel=ranks.context,
-    )
-    found: Profiles = {}
-    for size in sizes:
-        for name, one in pipelines_to_measure(replace(base, pipeline=cut), cut.processes, size).items():
-            pipeline = build_pipeline(one, settings.vocabulary, 0, device, self_check=False)
-            steps = settings.profiled_steps, settings.profiled_warm_up
-            profiles = [measure_pipeline(pipeline, one, *steps, MEASURED_AS[name])]
-            found.setdefault((ranks, size), {})[name] = one, profiles
-            pipeline.close()
-    return found
-
-
 def measure_steps(
     settings: Settings, base: Config, plans: dict[str, Configuration]
 ) -> dict[str, list[tuple[float, float]]]:
@@ -206,24 +179,26 @@ def measure(
 ) -> tuple[list[MeasuredPasses], dict[str, list[tuple[float, float]]]]:
     """Return passes, and by plan the seconds of each step: until its slowest process has run its passes, and after."""
     sizes = sorted({plan.recipe.batch.microbatch_size for plan in plans.values()})
-    ranks = sorted({Ranks(plan.recipe.parallelism.tp, plan.recipe.parallelism.cp) for plan in plans.values()})
-    found: Profiles = {}
+    parallelisms = [plan.recipe.parallelism for plan in plans.values()]
+    pipelines = []
+    for tensor, context, exchange in sorted({(one.tp, one.cp, one.context_exchange) for one in parallelisms}):
+        ranks = {"tensor_parallel": tensor, "context_parallel": context, "context_exchange": exchange}
+        cut = replace(base.pipeline, processes=processes, **ranks)
+        pipelines += pipelines_to_measure(replace(base, pipeline=cut), processes, sizes)
+    found: list[dict[str, list[dict[str, Any]]]] = [{name: [] for name in one} for one in pipelines]
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
     for _ in range(settings.turns):
-        for one in ranks:
-            profiled = launch(measure_passes, settings, base, one, sizes, processes=processes, torch_device="cpu")[0]
-            for key, of_key in profiled.items():
-                for name, (config, profiles) in of_key.items():
-                    found.setdefault(key, {}).setdefault(name, (config, []))[1].extend(profiles)
+        measured = settings.profiled_steps, settings.profiled_warm_up
+        profiled = launch(measure_passes, pipelines, *measured, processes=processes, torch_device="cpu")[0]
+        for results, of_turn in zip(found, profiled, strict=True):
+            for name, result in of_turn.items():
+                results[name].append(result)
         taken = launch(measure_steps, settings, base, plans, processes=processes, torch_device="cpu")
         for name, of_plan in steps.items():
             for of_processes in zip(*(one[name] for one in taken), strict=True):
                 stepped = max(one for one, _ in of_processes)
                 of_plan.append((stepped, max(map(sum, of_processes)) - stepped))
-    passes = [
-        passes_from({name: profiles for name, (_, profiles) in of_key.items()}, of_key["sharded"][0], "cpu")
-        for of_key in found.values()
-    ]
+    passes = [passes_from(of, one["sharded"], "cpu") for one, of in zip(pipelines, found, strict=True)]
     return passes, steps
 
 

@@ -52,8 +52,7 @@ from evenpipe.schedule import Costs, even_split
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import DataConfig, ModelConfig, TokenizerConfig
 from evenpipe.train.pipeline_sections import PipelineConfig
-from evenpipe.train.profile import measure as measure_passes
-from evenpipe.train.profile import profile_of
+from evenpipe.train.profile import measure_config, profile_of
 from evenpipe.vocabulary import LossOptions
 
 ROWS = 1024
@@ -74,7 +73,7 @@ def layer_seconds(model: Model, tokens: int, given: argparse.Namespace) -> dict[
     )
     steps = max(1, given.repetitions // MICROBATCHES)
     clean_up()  # another process needs the memory
-    found = launch(measure_passes, config, steps, given.warm_up, ("split",), processes=1, torch_device=given.device)[0]
+    found = launch(measure_config, config, steps, given.warm_up, ("split",), processes=1, torch_device=given.device)[0]
     costs = profile_of([found]).costs
     seconds = {}
     for kind in STAGE_PASSES:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,5 +229,5 @@ def test_a_configuration_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_passes_are_measured_with_them() -> None:
     config = configured(nccl_high_priority=False, nccl_channels=4)
     config = replace(config, model=replace(config.model, config={"num_hidden_layers": 4, "vocab_size": 32}))
-    for measured in pipelines_to_measure(config, 2, 1).values():
+    for measured in chain.from_iterable(one.values() for one in pipelines_to_measure(config, 2, [1])):
         assert (measured.pipeline.nccl_high_priority, measured.pipeline.nccl_channels) == (False, 4)

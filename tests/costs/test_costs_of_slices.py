@@ -9,7 +9,7 @@ import pytest
 from test_analytic import llama_8b, setting
 
 from evenpipe.costs import completed
-from evenpipe.costs.analytic import Setting, layer_time
+from evenpipe.costs.analytic import layer_time
 from evenpipe.costs.slice_fit import slice_factors
 from evenpipe.costs.step import Cut, costs_of_cut, costs_of_slices
 from evenpipe.costs.work import layers_of
@@ -26,12 +26,13 @@ def test_slices_take_the_time_of_the_whole_sequence_and_a_little_more(mode: str)
     works, given = layers_of(description), setting(sequence=LENGTH)
     cut = Cut(placement=Placement.linear(8), layers_per_stage=(4,) * 8, checkpointing=("none",) * 32, vocabulary=mode)
 
-    def costs(one: Setting) -> Costs:
+    def costs(span: tuple[int, int] | None = None) -> Costs:
+        one = given.on(span)
         return costs_of_cut(cut, [layer_time(work, one) for work in works], one, rows=128256, hidden_size=4096)
 
-    whole = costs(given)
+    whole = costs()
     ends = slice_ends(RowWork.of(description), LENGTH, 4, 1)
-    sliced = costs_of_slices(given, ends, costs)
+    sliced = costs_of_slices(ends, costs)
     tokens = [4 * (end - start) / LENGTH for start, end in zip((0, *ends), ends, strict=False)]
     assert sliced.token_factors == pytest.approx(tokens)
     for name in ("F", "B", "I", "W", "p2p", *(("S", "T") if mode == "vocab-2" else ())):

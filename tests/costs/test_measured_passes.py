@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from evenpipe.costs.measured_passes import (
     stage_passes,
     whole_passes,
 )
-from evenpipe.costs.timed_model import layer_times, pass_costs
+from evenpipe.costs.timed_model import ends_of, layer_times, pass_costs
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -33,6 +34,7 @@ from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
+from evenpipe.schedule.slice_costs import each_slice
 
 CONFIG = LlamaConfig(
     vocab_size=32000,
@@ -123,7 +125,7 @@ def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
     """With their exchange. Without passes of these ranks, only what they compute is corrected."""
 
     def with_context(given: Problem) -> Costs:
-        own = Recipe.of(pp=4, cp=2, microbatches=8, layers_per_stage=(2, 2, 2, 2))
+        own = Recipe.of(pp=4, cp=2, context_exchange="keys", microbatches=8, layers_per_stage=(2, 2, 2, 2))
         return pass_costs(given, own, Placement.linear(4))
 
     plain = with_context(problem())
@@ -253,8 +255,9 @@ def test_stages_of_two_sizes_that_contradict_each_other_say_nothing(many: tuple[
     assert passes_of(few, beside=found) == {"F": 22, "C": 0}
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])
-def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> None:
+@pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 5 / 3), (4, 2.0), (8, 2.0)])
+def test_between_two_sizes_times_grow_evenly(size: int, scale: float) -> None:
+    """If four sequences take eight times as long as one, two take 10/3 times as long."""
     given = problem(measured(1), measured(4, scale=2.0))
     for name in ("F", "S"):
         plain, corrected = getattr(costs(problem(), size), name), getattr(costs(given, size), name)
@@ -263,6 +266,36 @@ def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> 
             if name == "S"
             else tuple(scale * (FACTORS[name] * time + BESIDE[name]) for time in plain)
         )
+
+
+def scaled(sequence: int, scale: float, **changes: Any) -> MeasuredPasses:
+    """Passes of sequences of another length that take `scale` times what is said of them."""
+    said = costs(problem(sequence=sequence), 1)
+    seconds = {name: scale * time for name, time in passes_of(said, bare=said.F).items()}
+    return measured(1, sequence=sequence, seconds=seconds, **changes)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 16])
+@pytest.mark.parametrize(("whole", "short"), [(1.0, 2.0), (2.0, 1.0)])
+def test_slices_take_longer_than_their_share_as_short_sequences_do(slices: int, whole: float, short: float) -> None:
+    """An eighth of the tokens takes a quarter of the time: a seventh of it is there whatever the tokens are. Bounds
+    assume that slices are never faster than whole sequences."""
+    own = Recipe.of(pp=4, microbatches=8, slices=slices, layers_per_stage=(2, 2, 2, 2))
+    corrected = problem(scaled(1024, whole), scaled(128, short))
+    before, after = (each_slice(pass_costs(given, own, Placement.linear(4))) for given in (problem(), corrected))
+    for (start, end), plain, found in zip(pairwise((0, *ends_of(corrected, own))), before, after, strict=True):
+        longer = 1 + (1024 / max(128, end - start) - 1) / 7 if short > whole else whole
+        for name in "FBIW":
+            assert getattr(found, name) == pytest.approx([longer * time for time in getattr(plain, name)])
+
+
+def test_passes_of_context_ranks_hold_for_their_exchange() -> None:
+    given = problem(*(measured(1, context_parallel=2, context_exchange=way, devices=2) for way in ("keys", "heads")))
+    for way, other in (("keys", "heads"), ("heads", "keys")):
+        own = Recipe.of(pp=2, cp=2, context_exchange=way, microbatches=8)
+        assert given.correction(own).ranks == (1, 2, way)
+        alone = problem(measured(1, context_parallel=2, context_exchange=other, devices=2), measured(1))
+        assert alone.correction(own).ranks == (1, 2, other)
 
 
 def test_contention_is_that_of_the_passes() -> None:
@@ -289,6 +322,7 @@ def test_replicas_on_one_machine_wait_for_its_cores() -> None:
     ("passes", "changes"),
     [
         ({"sequence": 512}, {}),
+        ({"sequence": 2048}, {}),
         ({"dtype": "fp32"}, {}),
         ({"model": "another"}, {}),
         ({}, {"kernels": "fused"}),
@@ -322,6 +356,7 @@ def test_files_hold_them(tmp_path: Path) -> None:
     [
         ({"sequence": 0}, "passes.sequence is 0, expected a whole number of at least 1"),
         ({"context_parallel": 0}, "passes.context_parallel is 0, expected a whole number of at least 1"),
+        ({"context_exchange": "auto"}, "passes.context_exchange is 'auto', expected keys or heads"),
         ({"contention": 0.9}, "passes.contention is 0.9, expected a number of at least 1"),
         ({"seconds": {"F": -1}}, r"passes.seconds.F is -1, expected seconds of F, B, I, W"),
         ({"seconds": {"Q": 1}}, r"passes.seconds.Q is 1, expected seconds of F, B, I, W"),

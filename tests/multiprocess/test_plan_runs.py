@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,22 +114,22 @@ def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.Cap
     config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tensor_parallel={ranks}"]
     assert main(["profile", *config, "--hardware", *sizes, "-o", "host.toml"]) == 0
     hardware = find_hardware("host.toml")
-    (found,) = hardware.passes
-    assert (found.microbatch_size, found.devices, found.sequence, found.tensor_parallel) == (2, 2, 256, ranks)
+    measured = [(one.microbatch_size, one.devices, one.sequence, one.tensor_parallel) for one in hardware.passes]
+    assert measured == [(2, 2, 256, ranks), (2, 2, 32, ranks)]
     capsys.readouterr()
     axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks)]
     plan = ["plan", "--model", "train.toml", *axes, "--hardware", "host.toml", "--no-cache"]
     assert main([*plan, "--schedule", "1f1b", "--microbatch-size", "1", "--workers", "1"]) == 0
     assert "pass times corrected by measurements of this model with microbatches of 2" in capsys.readouterr().out
-    given = problem_of(
-        describe(configured_model(load_config("train.toml"))),
-        hardware,
-        gpus=2 * ranks,
-        sequence=256,
-        sequences_per_step=8,
-        dtype="fp32",
-    )
     for measured in hardware.passes:
+        given = problem_of(
+            describe(configured_model(load_config("train.toml"))),
+            replace(hardware, passes=(measured,)),
+            gpus=2 * ranks,
+            sequence=measured.sequence,
+            sequences_per_step=8,
+            dtype="fp32",
+        )
         size = measured.microbatch_size
         recipe = Recipe.of(pp=2, tp=ranks, microbatch_size=size, microbatches=4, layers_per_stage=(4, 4))
         costs = pass_costs(given, recipe, Placement.linear(2))

@@ -5,9 +5,11 @@ are at a given size. So `evenpipe profile --hardware CONFIG.toml` runs a pipelin
 measured to `analytic` times correct the times of all other pipelines of that model: other schedules, modes, splits and
 numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last), because the work of a
 shard per token besides its products does not grow with its rows, and collectives of the shards slow down passes beside
-them. Stages are measured in two sizes, because a pass takes some time independent of its layers. Between two microbatch
-sizes the factors are interpolated over the logarithm of the size; outside the measured range the nearest one is used.
-With tensor or context parallelism, pipelines with as many ranks of a device count; if there are none, others.
+them. Stages are measured in two sizes, because a pass takes some time independent of its layers, and shorter sequences,
+too, because layers take some time independent of their tokens: slices of a sequence take it each. Between two numbers
+of tokens the time is assumed to grow evenly; outside the measured range the factor of the nearest one is used. With
+tensor or context parallelism, pipelines with as many ranks of a device and the same exchange count; if there are none,
+others.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Ranks(NamedTuple):
 
     tensor: int = 1
     context: int = 1
+    exchange: str = "keys"
+    """Of context ranks: "keys" or "heads"."""
 
     @property
     def processes(self) -> int:
@@ -81,11 +85,18 @@ class MeasuredPasses:
     """Tensor ranks of each device."""
     context_parallel: int = 1
     """Context ranks of each device."""
+    context_exchange: str = "keys"
+    """Of context ranks: "keys" or "heads"."""
 
     @property
     def ranks(self) -> Ranks:
         """Tensor and context ranks of a device."""
-        return Ranks(self.tensor_parallel, self.context_parallel)
+        return Ranks(self.tensor_parallel, self.context_parallel, self.context_exchange)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per microbatch, on all context ranks."""
+        return self.microbatch_size * self.sequence
 
     def __post_init__(self) -> None:
         for name in ("sequence", "microbatch_size", "devices", "tensor_parallel", "context_parallel"):
@@ -95,6 +106,10 @@ class MeasuredPasses:
         for name in ("model", "dtype"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"hardware: passes.{name} is {shown(getattr(self, name))}, expected a text")
+        if self.context_exchange not in ("keys", "heads"):
+            raise InputError(
+                f"hardware: passes.context_exchange is {shown(self.context_exchange)}, expected keys or heads"
+            )
         if not is_number(self.contention) or self.contention < 1:
             raise InputError(
                 f"hardware: passes.contention is {shown(self.contention)}, expected a number of at least 1"
@@ -225,6 +240,14 @@ class Correction:
         plain = {name: self.factors[other] for name, other in PLAIN.items() if other in self.factors}
         return replace(self, factors={**self.factors, **plain})
 
+    def at_least(self, other: Correction) -> Correction:
+        """Return the correction with no factor and no time below that of another one."""
+        factors, stage = (
+            {name: max(time, of_other.get(name, time)) for name, time in own.items()}
+            for own, of_other in ((self.factors, other.factors), (self.stage, other.stage))
+        )
+        return replace(self, factors=factors, stage=stage)
+
 
 NO_CORRECTION = Correction()
 
@@ -241,18 +264,18 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
     return Correction(factors, stage, measured.contention, ranks, measured.devices * ranks.processes)
 
 
-def between(corrections: Mapping[int, Correction], size: int) -> Correction:
-    """Return the correction for microbatches of `size` sequences from those of measured sizes."""
-    sizes = sorted(corrections)
-    low = max((one for one in sizes if one <= size), default=sizes[0])
-    high = min((one for one in sizes if one >= size), default=sizes[-1])
-    if low == high:
-        return corrections[low]
-    share = math.log(size / low) / math.log(high / low)
-    one, other = corrections[low], corrections[high]
+def between(corrections: Mapping[int, Correction], tokens: int) -> Correction:
+    """Return the correction for microbatches of this many tokens from those of measured numbers of tokens."""
+    measured = sorted(corrections)
+    few = max((one for one in measured if one <= tokens), default=measured[0])
+    many = min((one for one in measured if one >= tokens), default=measured[-1])
+    if few == many:
+        return corrections[few]
+    share = (1 / few - 1 / tokens) / (1 / few - 1 / many)  # a time that grows evenly, over one without its constant
+    one, other = corrections[few], corrections[many]
 
-    def mean(low: float, high: float) -> float:
-        return low + share * (high - low)
+    def mean(few: float, many: float) -> float:
+        return few + share * (many - few)
 
     factors = {name: mean(one[name], other[name]) for name in one.factors.keys() & other.factors.keys()}
     stage = {name: mean(one.stage[name], other.stage[name]) for name in one.stage.keys() & other.stage.keys()}

@@ -135,14 +135,13 @@ def _work(stages: Mapping[str, Sequence[float]]) -> float:
     return sum(stages["F"]) + min(sum(stages["B"]), sum(stages["I"]) + sum(stages["W"]))
 
 
-def costs_of_slices(setting: Setting, ends: Sequence[int], costs: Callable[[Setting], Costs]) -> Costs:
+def costs_of_slices(ends: Sequence[int], costs: Callable[[tuple[int, int]], Costs]) -> Costs:
     """Return the costs of slices of a sequence: mean times, and the factors of each slice.
 
-    ends: tokens up to the end of each slice. costs: of a setting, with the times of its layers (`costs_of_cut`).
+    ends: tokens up to the end of each slice. costs: of a slice from its first token to the one behind its last.
     """
     spans = list(pairwise((0, *ends)))
-    each = [costs(setting.on(span)) for span in spans]
-    return of_slices(each, [float(end - start) for start, end in spans])
+    return of_slices(list(map(costs, spans)), [float(end - start) for start, end in spans])
 
 
 def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from evenpipe.model.context_exchange import choose
@@ -98,19 +99,19 @@ class TimedModel:
         """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
-    def setting(self, recipe: Recipe, *, together: bool = False) -> Setting:
-        """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
-        all devices of all of them compute."""
-        parallelism, size, kernels = recipe.parallelism, recipe.batch.microbatch_size, self.implementation
+    def setting(self, recipe: Recipe, span: Span | None = None, *, together: bool = False) -> Setting:
+        """Return how a device computes whole sequences, or the slice that is `span`, under a recipe, beside the
+        replicas that share its machine; `together`: while all devices of all of them compute."""
+        parallelism, kernels = recipe.parallelism, self.implementation
         computing = parallelism.gpus if together else _side_by_side(parallelism)
-        correction = self.correction(size, parallelism)
+        correction = self.correction(recipe, span)
         hardware = self.hardware.with_flash_attention() if kernels.flash_attention else self.hardware
         return Setting(
             hardware=hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=self._axes(recipe),
+            axes=self._axes(recipe, span),
             dtype=self.dtype,
-            microbatch_size=size,
+            microbatch_size=recipe.batch.microbatch_size,
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
             fused=kernels.fused,
@@ -120,12 +121,13 @@ class TimedModel:
             stops_early=kernels.stops_early,
         )
 
-    def _axes(self, recipe: Recipe) -> Axes:
+    def _axes(self, recipe: Recipe, span: Span | None) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
         exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
             exchange="ring" if exchange == "keys" and not self.implementation.ours else exchange,
+            span=span,
             attends_again=(sizes.cp > 1 or recipe.slices > 1)
             and self.implementation.ours
             and self.hardware.torch_device != "cpu",
@@ -150,7 +152,7 @@ class TimedModel:
         parallelism = recipe.parallelism
         if parallelism.pp == 1:
             return 1.0
-        correction = self.correction(recipe.batch.microbatch_size, parallelism)
+        correction = self.correction(recipe, (0, max(1, self.sequence // recipe.slices)))
         return self._slower(parallelism.gpus, correction) / self._slower(_side_by_side(parallelism), correction)
 
     def _slower(self, computing: int, correction: Correction) -> float:
@@ -171,7 +173,8 @@ class TimedModel:
 
     @property
     def measured(self) -> tuple[MeasuredPasses, ...]:
-        """Return the passes of this model, with this sequence length and these kernels, on this hardware."""
+        """Return the passes of this model, with this sequence length or a shorter one and these kernels, on this
+        hardware."""
         if self.implementation != OURS:
             return ()
         description = self.description
@@ -179,28 +182,42 @@ class TimedModel:
         return tuple(
             one
             for one in self.hardware.passes
-            if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
+            if (one.model, one.dtype) == (own, self.dtype) and one.sequence <= self.sequence
         )
 
-    def correction(self, microbatch_size: int, sizes: Parallelism) -> Correction:
-        """Return the correction of analytic times by measurements, if there are any: with as many tensor and context
-        ranks if possible, else with as many tensor ranks alone, else with one of both, else with any."""
+    def correction(self, recipe: Recipe, span: Span | None = None) -> Correction:
+        """Return the correction of analytic times by measurements of this sequence length, if there are any: with as
+        many tensor and context ranks if possible, and with the same exchange if that was measured, else with as many
+        tensor ranks alone, else with one of both, else with any.
+
+        span: a slice, whose time per token is assumed not to be below that of the whole sequence, as bounds do.
+        """
         if not self.hardware.passes:
             return NO_CORRECTION
-        wanted = Ranks(sizes.tp, sizes.cp), Ranks(sizes.tp), Ranks()
+        sizes = recipe.parallelism
+        ways = (self.exchange_of(sizes, recipe.slices), "keys", "heads")
+        wanted = *(Ranks(sizes.tp, sizes.cp, way) for way in ways), Ranks(sizes.tp), Ranks()
         for ranks in dict.fromkeys((*wanted, *sorted(one.ranks for one in self.hardware.passes))):
             found = self.once((Correction, ranks), partial(self._corrections, ranks))
             if found:
-                return between(found, microbatch_size)
+                first, end = span or (0, self.sequence)
+                whole, own = (
+                    between(found, recipe.batch.microbatch_size * one) for one in (self.sequence, end - first)
+                )
+                return own.at_least(whole)
         return NO_CORRECTION
 
     def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
-        return {one.microbatch_size: self._correction(one) for one in self.measured if one.ranks == ranks}
+        """Return the corrections by tokens of a microbatch; none without measurements of this sequence length."""
+        found = sorted((one for one in self.measured if one.ranks == ranks), key=attrgetter("sequence"))
+        if not found or found[-1].sequence < self.sequence:
+            return {}
+        return {one.tokens: self._correction(one) for one in found}
 
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
         alone = replace(self.hardware, passes=(), contention=1.0, cores=0)  # as the measured devices were
-        uncorrected = replace(self, hardware=alone, known={})
+        uncorrected = replace(self, hardware=alone, sequence=measured.sequence, known={})
         split = even_split(self.layers, devices)
 
         def costs(vocabulary: str) -> Costs:
@@ -208,6 +225,7 @@ class TimedModel:
                 pp=devices,
                 tp=measured.tensor_parallel,
                 cp=measured.context_parallel,
+                context_exchange=measured.context_exchange,
                 microbatch_size=measured.microbatch_size,
                 vocabulary=vocabulary,
                 layers_per_stage=split,
@@ -230,7 +248,7 @@ def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> 
     whole = recipe.vocabulary in WHOLE and bool(model.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
-        setting = model.setting(recipe).on(span)
+        setting = model.setting(recipe, span)
         if whole:
             setting = replace(setting, correction=setting.correction.beside_whole)
         found = {id(work): layer_time(work, setting) for work in model.kinds}
@@ -275,18 +293,17 @@ def pass_costs(model: TimedModel, recipe: Recipe, placement: Placement) -> Costs
         vocabulary=recipe.vocabulary,
     )
 
-    def costs(setting: Setting) -> Costs:
+    def costs(span: Span | None = None) -> Costs:
         return costs_of_cut(
             cut,
-            layer_times(model, recipe, setting.axes.pieces.span),
-            setting,
+            layer_times(model, recipe, span),
+            model.setting(recipe, span),
             rows=model.description.vocabulary_size,
             hidden_size=model.description.hidden_size,
             contention=model.contention(recipe),
         )
 
-    setting = model.setting(recipe)
-    return costs(setting) if recipe.slices == 1 else costs_of_slices(setting, ends_of(model, recipe), costs)
+    return costs() if recipe.slices == 1 else costs_of_slices(ends_of(model, recipe), costs)
 
 
 def ends_of(model: TimedModel, recipe: Recipe) -> tuple[int, ...]:

@@ -57,6 +57,12 @@ def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool
     return not heads or of_keys % ranks == 0 or ranks % of_keys == 0
 
 
+def heads_can_be_shared(description: Description, *, ranks: int, tensor_ranks: int) -> bool:
+    """Return whether the processes can share the heads of every layer."""
+    layers = (attention_of(description, index) for index in range(description.layers))
+    return all(heads_divide(one, ranks=ranks, tensor_ranks=tensor_ranks) for one in layers)
+
+
 class Choice(NamedTuple):
     """ "keys" or "heads", and why, for a status line."""
 
@@ -70,10 +76,10 @@ def choose(
     """Return how context ranks exchange: as `wanted`, or with "auto" the way in which less travels."""
     if wanted != "auto":
         return Choice(wanted, "as given")
-    layers = [attention_of(description, index) for index in range(description.layers)]
     sizes = {"ranks": ranks, "tensor_ranks": tensor_ranks}
-    if not all(heads_divide(one, **sizes) for one in layers):
+    if not heads_can_be_shared(description, **sizes):
         return Choice("keys", f"{ranks} context ranks cannot share the heads")
+    layers = [attention_of(description, index) for index in range(description.layers)]
     keys, heads = (
         sum(received(one, way, **sizes, kept=slices > 1) for one in layers if one.heads) for way in ("keys", "heads")
     )

@@ -407,7 +407,7 @@ def _about_measured(problem: Problem) -> Iterator[str]:
     """If the hardware file has measured passes, return whether they are used for this model."""
     if not problem.hardware.passes:
         return
-    sizes = sorted({one.microbatch_size for one in problem.measured})
+    sizes = sorted({one.microbatch_size for one in problem.measured if one.sequence == problem.sequence})
     if sizes:
         yield f"pass times corrected by measurements of this model with microbatches of {', '.join(map(str, sizes))}"
     else:

@@ -6,7 +6,8 @@
     contention   the products of one process alone, and of all processes at once
     wires        small and large messages between processes 0 and 1, through the communicators of the runtime
     passes       with a configuration: passes of its model in pipelines over all processes, with sharded vocabulary
-                 layers, with whole ones, and with two stages per device, for several sizes of a microbatch
+                 layers, with whole ones, and with two stages per device, for several sizes of a microbatch, and on
+                 shorter sequences
 
 On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
 """
@@ -18,7 +19,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -32,14 +33,24 @@ from evenpipe.costs.measured_passes import MeasuredPasses, Ranks, fingerprint, p
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
+from evenpipe.model.context_exchange import heads_can_be_shared
 from evenpipe.plan.configuration_search import cores
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import Worker, initialise_worker
+from evenpipe.recipe.parallelism import ContextExchange, divisor_of
 from evenpipe.schedule import even_split
 from evenpipe.train.config import Config
 from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.planned_config import NOT_PLANNED, configured_model
-from evenpipe.train.profile import RECOMPUTED, VARIANTS, WARM_UP, check_profile, measure_in_processes, profile_of
+from evenpipe.train.profile import (
+    RECOMPUTED,
+    VARIANTS,
+    WARM_UP,
+    check_profile,
+    measure_config,
+    profile_of,
+    shorter_length,
+)
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the square matrices that are multiplied."""
@@ -76,19 +87,19 @@ def profile_hardware(
         raise InputError(f"processes is {processes}, expected at least 1")
     if not sizes or min(sizes) < 1:
         raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
-    pipelines = [] if config is None else [pipelines_to_measure(config, processes, size) for size in sizes]
+    pipelines = [] if config is None else pipelines_to_measure(config, processes, sizes)
     for pipeline in chain.from_iterable(one.values() for one in pipelines):
         check_profile(pipeline, steps)
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
-    passes = tuple(
-        passes_from(
-            {name: [measure_in_processes(one, steps, WARM_UP, MEASURED_AS[name])] for name, one in of_size.items()},
-            of_size["sharded"],
-            device,
+    passes: tuple[MeasuredPasses, ...] = ()
+    if config is not None:
+        timeout = config.pipeline.timeout_seconds
+        measured = launch(measure_passes, pipelines, steps, WARM_UP, processes=processes, timeout_seconds=timeout)[0]
+        passes = tuple(
+            passes_from({name: [result] for name, result in results.items()}, of["sharded"], device)
+            for of, results in zip(pipelines, measured, strict=True)
         )
-        for of_size in pipelines
-    )
     wire = Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1])
     products = found["products"].items()
     peaks = {dtype: max(2.0 * size**3 / seconds for size, seconds in took.items()) for dtype, took in products}
@@ -122,16 +133,32 @@ MEASURED_AS: dict[str, tuple[str, ...]] = {
 """Variants to measure for each of `pipelines_to_measure`, in addition to the unchanged order."""
 
 
-def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> dict[str, Config]:
-    """Return configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if the
-    model has enough layers, with sharded ones and two stages per device."""
+def pipelines_to_measure(config: Config, processes: int, sizes: Sequence[int]) -> list[dict[str, Config]]:
+    """Return what is measured: for every number of sequences per microbatch in `sizes`, and the least one with shorter
+    sequences, configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if
+    the model has enough layers, with sharded ones and two stages per device. Of context ranks that may exchange keys
+    or heads, with both."""
+    sequence, pipeline = config.data.sequence_length, config.pipeline
+    ranks = {"ranks": pipeline.context_parallel, "tensor_ranks": pipeline.tensor_parallel}
+    short = shorter_length(sequence, divisor_of(pipeline.context_parallel, pipeline.tensor_parallel))
+    shapes = [(sequence, size) for size in sizes] + ([(short, min(sizes))] if short < sequence else [])
+    either = pipeline.context_parallel > 1 and pipeline.context_exchange == "auto"
+    both = either and heads_can_be_shared(describe(configured_model(config)), **ranks)
+    ways: tuple[ContextExchange, ...] = ("keys", "heads") if both else (pipeline.context_exchange,)
+    return [
+        _pipelines(replace(config, data=replace(config.data, sequence_length=tokens)), processes, size, way)
+        for way, (tokens, size) in product(ways, shapes)
+    ]
+
+
+def _pipelines(config: Config, processes: int, microbatch_size: int, exchange: ContextExchange) -> dict[str, Config]:
     ranks = Ranks(config.pipeline.tensor_parallel, config.pipeline.context_parallel)
     devices = processes // ranks.processes
     plain = PipelineConfig(
         processes=processes,
         tensor_parallel=ranks.tensor,
         context_parallel=ranks.context,
-        context_exchange=config.pipeline.context_exchange,
+        context_exchange=exchange,
         schedule="1f1b",
         vocabulary="vocab-2",
         microbatches=max(1, 2 * devices),
@@ -142,6 +169,17 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
     if describe(configured_model(config)).layers >= 2 * devices:
         pipelines["looped"] = replace(plain, schedule="interleaved", stages_per_device=2)
     return {name: replace(config, pipeline=pipeline) for name, pipeline in pipelines.items()}
+
+
+def measure_passes(
+    pipelines: Sequence[Mapping[str, Config]], steps: int, warm_up: int
+) -> list[dict[str, dict[str, Any]]]:
+    """Measure pipelines one after the other, on every process; the first one returns results of `measure_pipeline` by
+    their names."""
+    return [
+        {name: measure_config(config, steps, warm_up, MEASURED_AS[name]) for name, config in one.items()}
+        for one in pipelines
+    ]
 
 
 def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, device: str) -> MeasuredPasses:
@@ -162,6 +200,7 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
         beside = stage_passes(shards.costs, profile_of(found["looped"], contention).costs)
     sharded = passes_of(shards.costs, shards.bare, beside) | beside
     split = even_split(model.layers, devices)
+    heads = config.pipeline.context_parallel > 1 and config.pipeline.context_exchange == "heads"
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         dtype=dtypes[config.model.compute_dtype],
@@ -172,6 +211,7 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
         seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
         tensor_parallel=config.pipeline.tensor_parallel,
         context_parallel=config.pipeline.context_parallel,
+        context_exchange="heads" if heads else "keys",
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ WARM_UP = 2
 """Steps that do not count, by default."""
 
 SHORTER = 8
-"""Sequences for latency are shorter by this factor."""
+"""Shorter sequences are measured for what does not depend on tokens: shorter by this factor."""
 
 AS_IT_IS, ALONE, RECOMPUTED, SHORT = "as it is", "one by one", "recomputed", "short"
 
@@ -71,21 +71,9 @@ def profile(config: Config, *, steps: int, warm_up: int = WARM_UP, variants: Seq
     Raises InputError for a configuration that does not fit together, RunError if a process fails.
     """
     check_profile(config, steps)
-    return profile_of([measure_in_processes(config, steps, warm_up, variants)])
-
-
-def measure_in_processes(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
-    """Run the configured pipeline in local processes; return what `measure` gives the first one."""
-    found: dict[str, Any] = launch(
-        measure,
-        config,
-        steps,
-        warm_up,
-        variants,
-        processes=config.pipeline.processes,
-        timeout_seconds=config.pipeline.timeout_seconds,
-    )[0]
-    return found
+    pipeline, given = config.pipeline, (config, steps, warm_up, variants)
+    found = launch(measure_config, *given, processes=pipeline.processes, timeout_seconds=pipeline.timeout_seconds)
+    return profile_of(found[:1])
 
 
 def check_profile(config: Config, steps: int) -> None:
@@ -119,14 +107,15 @@ def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None)
     return Profile(with_links(costs, costs_of(shorter), sizes) if shorter else costs, bare, traces)
 
 
-def measure(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
+def measure_config(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
     """Run and trace on every process. The first one returns traces as JSON, and sizes of transfers."""
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     size, end = _tokenizer(config)
-    pipeline = build_pipeline(config, size, end, worker.torch_device, self_check=False)
-    gc.collect()
-    gc.freeze()
-    return measure_pipeline(pipeline, config, steps, warm_up, variants)
+    with closing(build_pipeline(config, size, end, worker.torch_device, self_check=False)) as pipeline:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        return measure_pipeline(pipeline, config, steps, warm_up, variants)
 
 
 def measure_pipeline(
@@ -147,7 +136,7 @@ def measure_pipeline(
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
     ranks, slices = pipeline.tensor_ranks, pipeline.layout.program.slices
     divisor = divisor_of(pipeline.context_ranks, ranks)
-    short = max(2, max(tokens // SHORTER // divisor, slices) * divisor)
+    short = shorter_length(tokens, divisor, slices)
     shorter = _run(pipeline, config, short, steps, warm_up) if SHORT in variants else []
     if not pipeline.feeds:
         return {}
@@ -164,6 +153,12 @@ def measure_pipeline(
         "sizes": {name: (size * tokens // parts, size * short // parts) for name, size in per_token.items()},
         "tokens_of_slices": pipeline.slice_lengths(tokens),
     }
+
+
+def shorter_length(tokens: int, divisor: int, slices: int = 1) -> int:
+    """Return the tokens of the shorter sequences that are measured beside sequences of `tokens`: multiples of
+    `divisor`, with one of them in each of so many slices."""
+    return max(2, max(tokens // SHORTER // divisor, slices) * divisor)
 
 
 def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: int) -> list[Trace]:
