@@ -125,7 +125,7 @@ class Settings(common.Settings):
     profiled_steps: int = option(2, "that passes are taken from, for every form of backward, in each turn")
     profiled_warm_up: int = option(2, "steps of every form that do not count")
     repetitions: int = option(3, "measured steps of a plan in each turn")
-    warm_up: int = option(1, "steps of a turn that do not count: memory that another plan gave back is new to them")
+    warm_up: int = option(3, "steps of a turn that do not count: memory that another plan gave back is new to them")
 
 
 def base_of(settings: Settings, plans: str) -> Config:

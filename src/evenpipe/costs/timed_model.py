@@ -200,11 +200,9 @@ class TimedModel:
         for ranks in dict.fromkeys((*wanted, *sorted(one.ranks for one in self.hardware.passes))):
             found = self.once((Correction, ranks), partial(self._corrections, ranks))
             if found:
-                first, end = span or (0, self.sequence)
-                whole, own = (
-                    between(found, recipe.batch.microbatch_size * one) for one in (self.sequence, end - first)
-                )
-                return own.at_least(whole)
+                size = recipe.batch.microbatch_size
+                whole, tokens = between(found, size * self.sequence), span[1] - span[0] if span else self.sequence
+                return whole if tokens == self.sequence else between(found, size * tokens).at_least(whole)
         return NO_CORRECTION
 
     def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
