@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from evenpipe.schedule import (
     Costs,
     Kind,
     Link,
+    Pass,
+    Transfer,
     add_communication,
     check_order,
     parts_of,
@@ -28,7 +30,7 @@ from evenpipe.schedule import (
     plan_program,
 )
 from evenpipe.schedule.files import read_costs
-from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace, WaitTime
 
 COSTS = Costs(
     F=(3.0, 4.0),
@@ -103,15 +105,44 @@ def test_time_between_passes_that_is_no_wait_belongs_to_the_pass_before() -> Non
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.25, 2.0])
-def test_contention_is_told_from_what_passes_take_alone(factor: float) -> None:
-    costs = replace(COSTS, contention=factor, p2p=0.0, collectives={})
-    order = plan_order("1f1b", 2, 8, "first-last", costs)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_contention_is_told_from_what_passes_take_alone(factor: float, devices: int) -> None:
+    forwards, backwards = (3.0, 4.0, 3.5, 4.5)[:devices], (6.0, 7.0, 6.5, 8.0)[:devices]
+    costs = Costs(F=forwards, B=backwards, contention=factor)
+    order = plan_order("1f1b", devices, 8, "first-last", costs)
     alone = measured(add_communication(one_by_one(order), costs), costs)
     busy = measured(add_communication(order, costs), costs)
     found = costs_of([busy], [alone])
     assert found.contention == pytest.approx(factor)
     assert (pytest.approx(costs.F), pytest.approx(costs.B)) == (found.F, found.B)
     assert compare(busy, found).simulation.makespan == pytest.approx(busy.timeline().makespan)
+
+
+def test_devices_with_cores_of_their_own_do_not_slow_each_other_down() -> None:
+    """Four devices on two cores: a forward of 1 and a backward of 3 seconds take no longer beside one other device, 1.5
+    times as long beside two, and twice as long beside all."""
+    program = add_communication(plan_order("gpipe", 4, 2, "first-last"))
+    all_four, three, two = 2.0, 1.5, 1.0
+    starts = {  # by kind and microbatch, of every device, and how many times as long it takes there
+        (Kind.F, 0): [(0.0, all_four)] * 4,
+        (Kind.F, 1): [(3.0, two)] * 2 + [(5.0, two)] * 2,
+        (Kind.B, 0): [(10.0, three)] * 3 + [(20.0, 1.0)],
+        (Kind.B, 1): [(30.0, all_four)] * 4,
+    }
+    devices = []
+    for device, row in enumerate(program.rows):
+        times = []
+        for item in row:
+            if isinstance(item, Pass):
+                start, factor = starts[item.kind, item.microbatch][device]
+                times.append(PassTime(item, start, start + factor * {Kind.F: 1.0, Kind.B: 3.0}[item.kind], 0.0))
+        times.sort(key=lambda one: one.start)
+        moved = next(item for item in row if isinstance(item, Transfer))
+        waits = tuple(WaitTime(moved, None, one.end, other.start) for one, other in pairwise(times))
+        devices.append(DeviceTrace(0.0, 40.0, tuple(times), waits, ()))
+    found = costs_of([Trace(program, tuple(devices))], free=2)
+    assert found.contention == 2
+    assert (pytest.approx((1.0,) * 4), pytest.approx((3.0,) * 4)) == (found.F, found.B)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

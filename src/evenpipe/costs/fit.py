@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS, unit_of
-from evenpipe.schedule.trace import PassTime, Trace
+from evenpipe.schedule.trace import Trace
 
 from .slice_fit import slice_factors
 
@@ -47,16 +50,20 @@ BETTER = 0.02
 """Share by which the deviations must shrink for a factor to be accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Duration of a pass, and the share of that time (0 to 1) in which other devices computed: 1 if all did."""
+class Sample(NamedTuple):
+    """What a pass took."""
 
-    seconds: float
-    beside: float
+    seconds: tuple[float, ...]
+    """By the number of devices that computed, too: so few that none is slowed down, one more, and so on, up to all."""
+
+    def times(self, factor: float) -> Sample:
+        return Sample(tuple(factor * seconds for seconds in self.seconds))
 
     def alone(self, contention: float) -> float:
-        """Return the duration alone: time beside others counts 1 / `contention`."""
-        return self.seconds * (1 - self.beside + self.beside / contention)
+        """Return the duration alone. Passes are slowed down by `contention` beside all devices, and beside some in
+        proportion, as the simulator does."""
+        more = (contention - 1) / max(1, len(self.seconds) - 1)
+        return sum(seconds / (1 + more * number) for number, seconds in enumerate(self.seconds))
 
 
 Site = tuple[Kind, int]
@@ -80,12 +87,14 @@ def costs_of(
     tokens: Sequence[int] = (),
     *,
     contention: float | None = None,
+    free: int = 1,
 ) -> Costs:
     """Return the seconds per pass and transfer from all `traces`, which have one placement.
 
     others: further traces of the same model, only for contention. tokens: of each slice of a sequence, if known.
-    contention: None: found in the traces. Raises InputError if there are no traces, if placements differ, and if a
-    stage has no forward.
+    contention: None: found in the traces. free: devices that compute at once without slowing each other down, since
+    they have cores of their own; the simulator assumes 1. Raises InputError if there are no traces, if placements
+    differ, and if a stage has no forward.
     """
     if not traces:
         raise InputError("there is no trace; give at least one")
@@ -96,9 +105,9 @@ def costs_of(
                 f"the traces have different placements, {list(placement.stage_device)} and"
                 f" {list(trace.program.placement.stage_device)}, but need the same one"
             )
-    steps = [_samples(trace) for trace in traces]
+    steps = [_samples(trace, free) for trace in traces]
     if contention is None:
-        contention = contention_of(*steps, *map(_samples, others))
+        contention = contention_of(*steps, *(_samples(trace, free) for trace in others))
     times: dict[str, Any] = {}
     for kind in (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS:
         places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
@@ -118,13 +127,14 @@ def costs_of(
     return Costs(**times, p2p=seconds["p2p"] or 0.0, collectives=collectives, contention=contention, slices=slices)
 
 
-def _samples(trace: Trace) -> Samples:
+def _samples(trace: Trace, free: int) -> Samples:
     samples = Samples()
-    for device, row in enumerate(trace.devices):
+    for device, (row, passes) in enumerate(zip(trace.devices, _passes(trace, free), strict=True)):
         behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
-        beside = _beside(trace, device)
-        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
-            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
+        for entry, issuing, sample in zip(row.passes, behind, passes, strict=True):
+            took = entry.end - entry.start
+            with_issuing = sample.times(1 + issuing / took) if took else Sample((issuing, *sample.seconds[1:]))
+            _add(samples, entry.item, device, with_issuing)
     _transfers(trace, samples)
     return samples
 
@@ -162,41 +172,38 @@ def contention_of(*measured: Samples) -> float:
     sites: dict[Site, list[Sample]] = defaultdict(list)
     for site, found in chain.from_iterable(samples.passes.items() for samples in measured):
         sites[site] += found
-
-    def deviation(contention: float) -> float:
-        off = whole = 0.0
-        for found in sites.values():
-            times = [one.alone(contention) for one in found]
-            median = statistics.median(times)
-            off += sum(abs(time - median) for time in times)
-            whole += median * len(times)
-        return off / whole if whole else 0.0
-
-    best = min(FACTORS, key=deviation)
-    return best if deviation(best) < (1 - BETTER) * deviation(1.0) else 1.0
-
-
-def _beside(trace: Trace, device: int) -> list[float]:
-    """Return, per pass of a device, the share of its time in which the others computed, on average over them."""
-    shares = [0.0] * len(trace.devices[device].passes)
-    others = [row.passes for number, row in enumerate(trace.devices) if number != device]
-    for row in others:
-        for number, common in enumerate(_common(trace.devices[device].passes, row)):
-            shares[number] += common / len(others)
-    return shares
+    off, whole = np.zeros(len(FACTORS)), np.zeros(len(FACTORS))
+    for found in sites.values():
+        seconds = np.array([one.seconds for one in found])
+        shares = np.arange(seconds.shape[1]) / max(1, seconds.shape[1] - 1)
+        alone = seconds @ (1 / (1 + np.outer(shares, np.array(FACTORS) - 1)))  # of every sample, with every factor
+        median = np.median(alone, axis=0)
+        off += np.abs(alone - median).sum(axis=0)
+        whole += len(found) * median
+    deviation = np.divide(off, whole, out=np.zeros_like(off), where=whole > 0)
+    best = deviation.argmin()
+    return FACTORS[best] if deviation[best] < (1 - BETTER) * deviation[0] else 1.0
 
 
-def _common(passes: Sequence[PassTime], others: Sequence[PassTime]) -> Iterator[float]:
-    """Return the part of each pass that overlaps any of the others; both sorted by time."""
-    first = 0
-    for entry in passes:
-        while first < len(others) and others[first].end <= entry.start:
-            first += 1
-        common, place = 0.0, first
-        while place < len(others) and others[place].start < entry.end:
-            common += max(0.0, min(entry.end, others[place].end) - max(entry.start, others[place].start))
-            place += 1
-        yield common / (entry.end - entry.start) if entry.end > entry.start else 0.0
+def _passes(trace: Trace, free: int) -> list[list[Sample]]:
+    """Return what every pass of every device took. free: as for `costs_of`."""
+    changes = sorted(
+        (moment, change)
+        for row in trace.devices
+        for entry in row.passes
+        for moment, change in ((entry.start, 1), (entry.end, -1))
+    )
+    most = max(0, len(trace.devices) - free)
+    spent = [0.0] * (most + 1)
+    until: dict[float, tuple[float, ...]] = {}
+    before, computing = 0.0, 0
+    for moment, change in changes:
+        spent[min(most, max(0, computing - free))] += moment - before
+        until[moment], before = tuple(spent), moment
+        computing += change
+    return [
+        [Sample(tuple(map(sub, until[entry.end], until[entry.start]))) for entry in row.passes] for row in trace.devices
+    ]
 
 
 def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
@@ -204,8 +211,7 @@ def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
         whole = sum(WEIGHTS[part.kind] for part in item.parts)
         for part in item.parts:
             assert part.stage is not None
-            share = sample.seconds * WEIGHTS[part.kind] / whole
-            samples.joint[part.kind, part.stage].append(Sample(share, sample.beside))
+            samples.joint[part.kind, part.stage].append(sample.times(WEIGHTS[part.kind] / whole))
     elif item.kind in VOCABULARY_KINDS:
         samples.passes[item.kind, device].append(sample)
     elif item.kind in STAGE_KINDS:

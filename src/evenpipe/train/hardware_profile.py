@@ -190,14 +190,16 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.devices
-    shards = profile_of(found["sharded"])
+    processes, have = config.pipeline.processes, cores() if device == "cpu" else 0
+    free = max(1, have * devices // processes) if have < processes else 1
+    shards = profile_of(found["sharded"], free=free)
     # Where devices are never alone (more processes than cores), a profile without microbatches one by one shows no
     # contention, and its passes would seem longer than these.
     contention = shards.costs.contention
-    whole = profile_of(found["whole"], contention)
+    whole = profile_of(found["whole"], contention, free=free)
     beside = {}
     if "looped" in found:
-        beside = stage_passes(shards.costs, profile_of(found["looped"], contention).costs)
+        beside = stage_passes(shards.costs, profile_of(found["looped"], contention, free=free).costs)
     sharded = passes_of(shards.costs, shards.bare, beside) | beside
     split = even_split(model.layers, devices)
     heads = config.pipeline.context_parallel > 1 and config.pipeline.context_exchange == "heads"

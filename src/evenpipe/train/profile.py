@@ -83,12 +83,12 @@ def check_profile(config: Config, steps: int) -> None:
     check_pipeline(config)
 
 
-def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None) -> Profile:
+def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None, *, free: int = 1) -> Profile:
     """Return the profile from one or several results of `measure_pipeline` on the first process.
 
     F, S, C, T, E, G and transfers come from the unchanged schedule; other kinds come from the variants.
 
-    contention: None: found in the traces, if one microbatch after the other was measured, too.
+    contention: None: found in the traces, if one microbatch after the other was measured, too. free: as for `costs_of`.
     """
     traces: dict[str, list[Trace]] = {}
     for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
@@ -98,9 +98,12 @@ def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None)
     # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     tokens = found[0].get("tokens_of_slices", ())
-    costs = costs_of(traces[AS_IT_IS], everything, tokens, contention=contention)
-    known = costs.contention
-    variants = {name: costs_of(traces[name], (), tokens, contention=known) for name in BACKWARDS if name in traces}
+    costs = costs_of(traces[AS_IT_IS], everything, tokens, contention=contention, free=free)
+    variants = {
+        name: costs_of(traces[name], (), tokens, contention=costs.contention, free=free)
+        for name in BACKWARDS
+        if name in traces
+    }
     for variant in variants.values():
         costs = completed(costs, variant)
     bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
