@@ -268,11 +268,11 @@ def test_between_two_sizes_times_grow_evenly(size: int, scale: float) -> None:
         )
 
 
-def scaled(sequence: int, scale: float, **changes: Any) -> MeasuredPasses:
+def scaled(sequence: int, scale: float) -> MeasuredPasses:
     """Passes of sequences of another length that take `scale` times what is said of them."""
     said = costs(problem(sequence=sequence), 1)
     seconds = {name: scale * time for name, time in passes_of(said, bare=said.F).items()}
-    return measured(1, sequence=sequence, seconds=seconds, **changes)
+    return measured(1, sequence=sequence, seconds=seconds)
 
 
 @pytest.mark.parametrize("slices", [2, 3, 16])

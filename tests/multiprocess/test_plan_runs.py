@@ -114,8 +114,8 @@ def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.Cap
     config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tensor_parallel={ranks}"]
     assert main(["profile", *config, "--hardware", *sizes, "-o", "host.toml"]) == 0
     hardware = find_hardware("host.toml")
-    measured = [(one.microbatch_size, one.devices, one.sequence, one.tensor_parallel) for one in hardware.passes]
-    assert measured == [(2, 2, 256, ranks), (2, 2, 32, ranks)]
+    shapes = [(one.microbatch_size, one.devices, one.sequence, one.tensor_parallel) for one in hardware.passes]
+    assert shapes == [(2, 2, 256, ranks), (2, 2, 32, ranks)]
     capsys.readouterr()
     axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks)]
     plan = ["plan", "--model", "train.toml", *axes, "--hardware", "host.toml", "--no-cache"]

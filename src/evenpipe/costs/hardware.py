@@ -168,7 +168,7 @@ class Hardware:
     def slower(self, devices: int) -> float:
         """Return the slowdown of compute while so many devices of a node compute, relative to one: in proportion to
         those beyond the first, or beyond the cores, up to `contention`."""
-        free = self.cores if 0 < self.cores < self.devices_per_node else 1
+        free = with_own_cores(self.cores, self.devices_per_node)
         return 1 + (self.contention - 1) * max(0, devices - free) / max(1, self.devices_per_node - free)
 
     def slowed(self, factor: float) -> Hardware:
@@ -332,6 +332,12 @@ def read_hardware(path: str | Path) -> Hardware:
         return hardware_from_dict(values)
     except InputError as error:
         raise InputError(f"{plain(path)}: {error}") from None
+
+
+def with_own_cores(cores: int, processes: int) -> int:
+    """Return how many of the processes of a machine compute at once without slowing each other down; `cores` is 0 if
+    they do not share cores."""
+    return cores if 0 < cores < processes else 1
 
 
 def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:

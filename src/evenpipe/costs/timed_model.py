@@ -106,10 +106,10 @@ class TimedModel:
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(recipe, span)
         hardware = self.hardware.with_flash_attention() if kernels.flash_attention else self.hardware
-        return Setting(
+        setting = Setting(
             hardware=hardware.slowed(self._slower(computing, correction)),
             correction=correction,
-            axes=self._axes(recipe, span),
+            axes=self._axes(recipe),
             dtype=self.dtype,
             microbatch_size=recipe.batch.microbatch_size,
             sequence=self.sequence,
@@ -120,14 +120,14 @@ class TimedModel:
             loss=kernels.loss,
             stops_early=kernels.stops_early,
         )
+        return setting if span is None else setting.on(span)
 
-    def _axes(self, recipe: Recipe, span: Span | None) -> Axes:
+    def _axes(self, recipe: Recipe) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
         sizes = recipe.parallelism
         exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
             exchange="ring" if exchange == "keys" and not self.implementation.ours else exchange,
-            span=span,
             attends_again=(sizes.cp > 1 or recipe.slices > 1)
             and self.implementation.ours
             and self.hardware.torch_device != "cpu",

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils.benchmark import Timer
 
 from evenpipe.communication.communicators import Communicators
-from evenpipe.costs.hardware import Hardware, Wire
+from evenpipe.costs.hardware import Hardware, Wire, with_own_cores
 from evenpipe.costs.measured_passes import MeasuredPasses, Ranks, fingerprint, passes_of, stage_passes, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
@@ -190,8 +190,8 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.devices
-    processes, have = config.pipeline.processes, cores() if device == "cpu" else 0
-    free = max(1, have * devices // processes) if have < processes else 1
+    processes = config.pipeline.processes
+    free = max(1, with_own_cores(cores() if device == "cpu" else 0, processes) * devices // processes)
     shards = profile_of(found["sharded"], free=free)
     # Where devices are never alone (more processes than cores), a profile without microbatches one by one shows no
     # contention, and its passes would seem longer than these.
