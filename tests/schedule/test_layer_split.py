@@ -92,10 +92,14 @@ def check_best(layers: int, devices: int, load: Load, *, alike: bool = False) ->
         every = [one for one in every if one[place] <= least * (1 + 1e-9) + 1e-12]
 
 
+WORK = st.floats(0, 5).map(lambda value: round(value, 6))
+"""None at all, or enough that `check_best` does not take it for none."""
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.one_of(st.integers(0, 4), st.floats(0, 3)), max_size=7),
-    st.floats(0, 5),
+    st.lists(st.one_of(st.integers(0, 4), WORK), max_size=7),
+    WORK,
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
 def test_no_split_is_better(costs: list[float], head: float, in_flight: list[int]) -> None:
