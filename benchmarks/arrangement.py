@@ -77,7 +77,7 @@ def steps(given: Problem, schedules: Sequence[str], modes: Sequence[str]) -> Ite
             )
             costs = pass_costs(given, recipe, shape.placement)
             orders = {
-                "flops": given.programs_by_flops.of(recipe, recipe.microbatches),
+                "flops": replace(given, arranged_by="flops").programs.of(recipe, recipe.microbatches),
                 "now": given.programs.of(recipe, recipe.microbatches),
                 "own": given.programs.of(replace(recipe, costs=costs), recipe.microbatches),
             }

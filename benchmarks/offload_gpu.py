@@ -41,7 +41,9 @@ from transformers import LlamaConfig
 from evenpipe import Pipeline, Recipe, initialise_worker, launch
 from evenpipe.costs import costs_of
 from evenpipe.costs.hardware import KNOWN, Hardware, find_hardware
+from evenpipe.memory.device import copied_bytes
 from evenpipe.memory.estimate import Estimate, estimate
+from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model import describe
 from evenpipe.runtime.trace import machine
 from evenpipe.schedule import Kind, Order, Pass, Placement, plan_program
@@ -116,6 +118,12 @@ def estimated(case: Case, given: Order, hardware: Hardware) -> Estimate:
         hardware=hardware,
         offloaded=1.0,
     )
+
+
+def copy_of(case: Case, plan: Estimate) -> int:
+    """Return the bytes of one microbatch's activations that are copied."""
+    source = ModelBytes(describe(case.config))
+    return copied_bytes(source, source.planned(plan.recipe), plan.settings)[0]
 
 
 class Arm:
@@ -267,7 +275,7 @@ def main() -> None:
             if case is None or plan is None:
                 print(f"{shape:5}  {tokens} tokens: left out, one layer does not fit with everything kept", flush=True)
                 continue
-            case = replace(case, copied=plan.devices[0].copied[0])
+            case = replace(case, copied=copy_of(case, plan))
             print(f"{shape:5}  {case.layers:6}  {tokens:6}  runs: {case.copied / 2**30:.2f} GiB a copy", flush=True)
             arguments = (measure, case, hardware, given.turns, given.seconds)
             try:

@@ -184,7 +184,7 @@ def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
     cache.save()
     again = EvaluationCache.of(given, tmp_path)
     kept = search_configurations(given, space, workers=1, cache=again)
-    assert again.hits == kept.evaluated > 0
+    assert again.hits == kept.evaluated + len(kept.plans[:10]) > 1
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
     assert [plan.configuration for plan in one.plans] == [plan.configuration for plan in kept.plans]
     assert any(plan.configuration.copy_seconds for plan in kept.plans)

@@ -79,7 +79,7 @@ class DeviceBytes:
         pieces, slices = settings.pieces(source.description, source.row_work), []
         for piece in pieces:
             stages = {
-                stage: _stage(source, plan, settings, device, stage=stage, piece=piece, own=own)
+                stage: _with_parameters(_stage(source, plan, settings, stage, piece), _part(own, settings))
                 for stage, own in by_stage.items()
             }
             hidden = next(iter(stages.values())).output
@@ -98,10 +98,6 @@ class DeviceBytes:
             fixed=_fixed(plan, settings, device, held=held.others + held.experts, hidden=hidden, pieces=pieces)
             + buffers,
         )
-
-    def copied(self, stage: int) -> int:
-        """Return the bytes of a copy of one microbatch's activations to the host, or back."""
-        return sum(one.stages[stage].copied for one in self.slices)
 
     @property
     def gathered(self) -> int:
@@ -137,19 +133,26 @@ class DeviceBytes:
         return most
 
 
-def _stage(
-    source: ModelBytes,
-    plan: Planned,
-    settings: Settings,
-    device: int,
-    *,
-    stage: int,
-    piece: Piece | None,
-    own: StageHeld,
-) -> StageBytes:
-    """own: its parameters."""
-    bounds, kinds, parallelism = plan.bounds[stage], plan.kinds[device], settings.parallelism
-    ends = (stage == 0, stage == plan.program.placement.last_stage)
+def copied_bytes(source: ModelBytes, plan: Planned, settings: Settings) -> tuple[int, ...]:
+    """Return, by stage, the bytes of a copy of one microbatch's activations to the host, or back. Raises InputError as
+    `DeviceBytes.of`."""
+    pieces = settings.pieces(source.description, source.row_work)
+    return tuple(
+        sum(_stage(source, plan, settings, stage, piece).copied for piece in pieces)
+        for stage in range(plan.program.placement.stages)
+    )
+
+
+def _with_parameters(stage: StageBytes, parameters: PartBytes) -> StageBytes:
+    """Return a stage with the parameters that it has on this rank."""
+    return replace(stage, parameters=replace(parameters, input_gradients=stage.parameters.input_gradients))
+
+
+def _stage(source: ModelBytes, plan: Planned, settings: Settings, stage: int, piece: Piece | None) -> StageBytes:
+    """Return the bytes of a stage, but for its parameters."""
+    placement, parallelism = plan.program.placement, settings.parallelism
+    bounds, kinds = plan.bounds[stage], plan.kinds[placement.stage_device[stage]]
+    ends = (stage == 0, stage == placement.last_stage)
     runs = _runs(settings, piece)
     if settings.traced and parallelism.cp > 1 and piece is None:
         raise InputError(f"traced: with cp = {parallelism.cp} and kernels of Megatron-LM, expected 1")
@@ -166,11 +169,8 @@ def _stage(
     closed = source.closed
     is_described = closed is not None and closed.describe(settings.kernels, parallelism.tp, parallelism.ep)
     if settings.traced or (runs and not is_described):
-        found = source.traced_stage(bounds, ends, settings, kinds, piece)
-        return replace(
-            found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
-        )
-    found = replace(source.closed_stage(bounds, ends, settings, piece), parameters=_part(own, settings))
+        return source.traced_stage(bounds, ends, settings, kinds, piece)
+    found = source.closed_stage(bounds, ends, settings, piece)
     copies = _attention_copies(source, settings, *bounds)
     if copies:
         peaks = replace(found.peaks, forward=found.peaks.forward + copies)

@@ -46,8 +46,6 @@ class DeviceEstimate:
     """None if no GPU memory is given."""
     host: int = 0
     """Most bytes of activations in the host's memory."""
-    copied: tuple[int, ...] = ()
-    """By stage of the device: bytes of a copy of one microbatch's activations to the host, or back."""
     gathered: int = 0
     """Bytes of the keys and values of all context ranks that one layer gathers: a part of what passes need for a
     moment."""
@@ -266,7 +264,6 @@ def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, 
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
         host=held.host(plan.program.rows[device]),
-        copied=tuple(held.copied(stage) for stage in stages),
         gathered=held.gathered,
     )
 

@@ -11,8 +11,9 @@ the result is that of an exhaustive search, except for two rules, the second one
 The search does not assume that the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the
 least): that was found with 1F1B and whole vocabulary layers, and would exclude deep pipelines without their bubbles.
 
-Most steps are extrapolated (`programs`). At the end whole steps of the fastest plans are timed until one of these is
-the fastest, so its time is that of the order that runs.
+Most steps are extrapolated, and layouts share programs (`programs`). At the end the wanted plans are evaluated with
+programs of their own, and whole steps of the fastest are timed until one of these is the fastest. So their memory, and
+its time, are those of what runs.
 
 Evaluations run in processes, a fixed number at a time, so the result does not depend on the number of processes.
 """
@@ -24,12 +25,12 @@ import math
 import multiprocessing
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from .bounds import Bound, layout_bound, order_bound, work_bound
 from .configuration import Configuration
 from .evaluation import Evaluation, evaluate, timed_whole
 from .evaluation_cache import EvaluationCache
-from .problem import Problem
+from .problem import ArrangedBy, Problem
 from .space import LONG, Space, configurations, layouts, refuses, usual_space
 
 TOGETHER = 8
@@ -115,7 +116,7 @@ def search_configurations(
     run = _Search(problem, space or usual_space(problem), wanted, each_vocabulary, cache or EvaluationCache())
     with _pool(problem, workers) as evaluate_all:
         run.to_the_end(evaluate_all, progress)
-    run.settle()
+        run.settle(evaluate_all)
     run.found.failed.sort(key=lambda plan: plan.configuration.name)
     return run.found
 
@@ -133,6 +134,7 @@ class _Search:
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
+        self.asked: dict[Configuration, Configuration] = {}  # by evaluated configuration: with its open fields
         self.sharp: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
@@ -155,7 +157,9 @@ class _Search:
         """Search until no better plan is possible."""
         while batch := self._next():
             limits = [self._limit(_mode(one)) for one in batch]
-            for one, evaluation in zip(batch, self.cache.evaluated(batch, limits, evaluate_all), strict=True):
+            found = self.cache.evaluated(batch, limits, evaluate_all, "roughly")
+            for one, evaluation in zip(batch, found, strict=True):
+                self.asked[evaluation.configuration] = one
                 self._take(evaluation)
                 if evaluation.late or evaluation.fits:
                     loss = evaluation.seconds / self.sharp[one]
@@ -164,17 +168,30 @@ class _Search:
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
-    def settle(self) -> None:
-        """Sort the plans, and time whole steps of the fastest until one of these is the fastest; with `each_vocabulary`
-        of every mode."""
-        plans, whole = self.found.plans, set[Configuration]()
-        plans.sort(key=_place)
-        while (first := next((n for n in self._leading() if plans[n].configuration not in whole), None)) is not None:
-            whole.add(plans[first].configuration)
-            plans[first] = self.cache.whole(plans[first], partial(timed_whole, self.problem))
-            plans.sort(key=_place)
+    def settle(self, evaluate_all: _EvaluateAll) -> None:
+        """Sort the plans, evaluate those that are wanted as they run, and time whole steps of the fastest until one of
+        these is the fastest; with `each_vocabulary` of every mode."""
+        plans, own, whole = self.found.plans, set[Configuration](), set[Configuration]()
+        while True:
+            self.found.failed += (plan for plan in plans if not plan.fits)
+            plans[:] = sorted((plan for plan in plans if plan.fits), key=_place)
+            leading = self._leading()
+            shown = sorted({*range(len(plans))[: self.wanted], *leading})
+            rough = [n for n in shown if plans[n].configuration not in own]
+            first = next((n for n in leading if plans[n].configuration not in whole), None)
+            if rough:
+                asked = [self.asked[plans[n].configuration] for n in rough]
+                found = self.cache.evaluated(asked, [math.inf] * len(asked), evaluate_all, "times")
+                for n, one, plan in zip(rough, asked, found, strict=True):
+                    plans[n], self.asked[plan.configuration] = plan, one
+                    own.add(plan.configuration)
+            elif first is not None:
+                plans[first] = self.cache.whole(plans[first], partial(timed_whole, self.problem))
+                whole.add(plans[first].configuration)
+            else:
+                return
 
-    def _leading(self) -> Iterable[int]:
+    def _leading(self) -> Collection[int]:
         """Return the places of the fastest plan, or of that of every mode."""
         leading: dict[str | None, int] = {}
         for place, plan in enumerate(self.found.plans):
@@ -320,7 +337,7 @@ def _axes(recipe: Recipe) -> Any:
 
 # --- processes -----------------------------------------------------------------------------------------------
 
-_EvaluateAll = Callable[[Sequence[Configuration], Sequence[float]], Iterator[Evaluation]]
+_EvaluateAll = Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], Iterator[Evaluation]]
 """Evaluates configurations, each with its limit."""
 
 _problem: Problem | None = None
@@ -332,7 +349,7 @@ def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
     """Return worker processes. They are forked if possible, so that they have the model and the libraries at once."""
     processes = cores() if workers is None else workers
     if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield lambda batch, limits: (evaluate(problem, one, limit) for one, limit in zip(batch, limits, strict=True))
+        yield lambda batch, limits, by: map(partial(evaluate, replace(problem, arranged_by=by)), batch, limits)
         return
     global _problem  # noqa: PLW0603 - what forked processes find
     _problem = problem
@@ -341,15 +358,15 @@ def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
         processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)
     )
     try:
-        yield lambda batch, limits: executor.map(_evaluate_here, batch, limits)
+        yield lambda batch, limits, by: executor.map(_evaluate_here, batch, limits, repeat(by))
     finally:
         executor.shutdown(cancel_futures=True)
         _problem = None
 
 
-def _evaluate_here(one: Configuration, limit: float) -> Evaluation:
+def _evaluate_here(one: Configuration, limit: float, by: ArrangedBy) -> Evaluation:
     assert _problem is not None
-    return evaluate(_problem, one, limit)
+    return evaluate(replace(_problem, arranged_by=by), one, limit)
 
 
 def cores() -> int:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.memory.device import check_known
-from evenpipe.memory.estimate import Estimate, estimate, settings_of
+from evenpipe.memory.device import check_known, copied_bytes
+from evenpipe.memory.estimate import estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
@@ -41,6 +41,13 @@ class DeviceUse:
 
 def device_uses(problem: Problem, configuration: Configuration, program: Program) -> tuple[DeviceUse, ...]:
     """Return the memory of all devices. Raises InputError for a model that cannot be cut this way."""
+    found = estimate(
+        problem.bytes,
+        _running(configuration, program),
+        memory=problem.memory_bytes,
+        offloaded=configuration.host_share or 0.0,
+        **_how(problem),
+    )
     return tuple(
         DeviceUse(
             peak_bytes=device.peak_allocated,
@@ -48,18 +55,16 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
             event=device.binding_event,
             host_bytes=device.host,
         )
-        for device in _estimated(problem, configuration, program).devices
+        for device in found.devices
     )
 
 
 def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
     """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
     `device_uses`."""
-    found = [0] * program.placement.stages
-    for device in _estimated(problem, configuration, program).devices:
-        for stage, size in zip(device.stages, device.copied, strict=True):
-            found[stage] = size
-    return tuple(found)
+    recipe = _running(configuration, program)
+    plan = problem.bytes.planned(recipe)
+    return copied_bytes(problem.bytes, plan, settings_of(problem.description, recipe, **_how(problem)))
 
 
 def dtypes_of(problem: Problem) -> Dtypes:
@@ -67,20 +72,11 @@ def dtypes_of(problem: Problem) -> Dtypes:
     return SINGLE if problem.dtype == "fp32" else MIXED
 
 
-def _estimated(problem: Problem, configuration: Configuration, program: Program) -> Estimate:
+def _running(configuration: Configuration, program: Program) -> Recipe:
+    """Return the recipe of a configuration that runs this program of its schedule."""
     recipe = configuration.recipe
-    return estimate(
-        problem.bytes,
-        replace(
-            recipe,
-            batch=replace(recipe.batch, microbatches=program.microbatches),
-            schedule=program,
-            schedule_options=(),
-        ),
-        memory=problem.memory_bytes,
-        offloaded=configuration.host_share or 0.0,
-        **_how(problem),
-    )
+    batch = replace(recipe.batch, microbatches=program.microbatches)
+    return replace(recipe, batch=batch, schedule=program, schedule_options=())
 
 
 def check_estimate(problem: Problem, layout: Recipe) -> None:

@@ -34,7 +34,7 @@ from evenpipe.simulate import makespan
 from .configuration import LEAST, Configuration, costs_of
 from .device_memory import DeviceUse, copied, device_uses, state_floor
 from .problem import Problem
-from .programs import Programs, extended
+from .programs import extended
 
 TRIES = 4
 """Rounds of adding layers to recompute, if the first guess does not fit."""
@@ -185,25 +185,22 @@ def timed(
     configuration: Configuration,
     limit: float = math.inf,
     *,
-    programs: Programs | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Evaluation:
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
-    layer. `limit` as for `evaluate`. programs: None: as the runtime arranges them. sizes: microbatches of the steps
-    that are simulated, as of `short_steps`."""
+    layer. `limit` as for `evaluate`. sizes: microbatches of the steps that are simulated, as of `short_steps`."""
     recipe, sizes = configuration.recipe, sizes or configuration.steps
     found = _with_least_work(problem, configuration)
     if found.seconds >= limit:
         return found
-    programs = programs or problem.programs
-    program = programs.of(recipe, sizes[0])[1]
+    program = problem.arranged(recipe, sizes[0])
     costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
     least, times = max(busy) * recipe.microbatches, list[float]()
     for size in sizes:
         if least + found.end_seconds >= limit:
             break
-        times.append(makespan(programs.of(recipe, size)[1], costs))
+        times.append(makespan(problem.arranged(recipe, size), costs))
         least = max(least, times[-1] + max(busy) * (recipe.microbatches - size))
     else:
         least = extended(times, sizes, recipe.microbatches, max(busy))
@@ -338,14 +335,14 @@ def _held(
     if one.moves:
         one = _with_copies(problem, one, microbatches)
     recipe = one.decided(checkpointing="none").recipe if quick else one.recipe
-    devices = device_uses(problem, one, problem.programs.of(recipe, microbatches)[1])
+    devices = device_uses(problem, one, problem.arranged(recipe, microbatches))
     return Evaluation(configuration=one, devices=devices)
 
 
 def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
     """Return the configuration with the time of a copy of each stage on this hardware, also relative to its forward and
     backward."""
-    program = problem.programs.of(one.with_offload("none").recipe, microbatches)[1]
+    program = problem.arranged(one.with_offload("none").recipe, microbatches)
     sizes = copied(problem, one, program)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
     times = costs_of(problem, one).stage_times(one.placement)

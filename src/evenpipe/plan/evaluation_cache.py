@@ -19,7 +19,7 @@ from evenpipe.recipe.offload import OffloadOptions
 from .configuration import Configuration
 from .device_memory import DeviceUse
 from .evaluation import Evaluation
-from .problem import Problem
+from .problem import ArrangedBy, Problem
 
 ROOMS = ("costs", "experts", "memory", "model", "plan", "recipe", "schedule", "simulate", "vocabulary")
 """Folders whose sources affect an evaluation."""
@@ -51,18 +51,20 @@ class EvaluationCache:
         self,
         batch: Sequence[Configuration],
         limits: Sequence[float],
-        evaluate_all: Callable[[Sequence[Configuration], Sequence[float]], Iterable[Evaluation]],
+        evaluate_all: Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], Iterable[Evaluation]],
+        by: ArrangedBy,
     ) -> Iterator[Evaluation]:
         """Return evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
         known if it is beyond today's limit too."""
-        unknown = [(one, limit) for one, limit in zip(batch, limits, strict=True) if not self._knows(repr(one), limit)]
+        keys = {one: f"{by} {one!r}" for one in batch}
+        unknown = [(one, most) for one, most in zip(batch, limits, strict=True) if not self._knows(keys[one], most)]
         if unknown:
             todo, their_limits = zip(*unknown, strict=True)
-            for one, evaluation in zip(todo, evaluate_all(todo, their_limits), strict=True):
-                self._entries[repr(one)] = _to_entry(evaluation)
+            for one, evaluation in zip(todo, evaluate_all(todo, their_limits, by), strict=True):
+                self._entries[keys[one]] = _to_entry(evaluation)
         self.hits += len(batch) - len(unknown)
         for one in batch:
-            yield _from_entry(one, self._entries[repr(one)])
+            yield _from_entry(one, self._entries[keys[one]])
 
     def whole(self, plan: Evaluation, time: Callable[[Evaluation], Evaluation]) -> Evaluation:
         """Return a plan with the time of its whole step, which `time` finds out once."""

@@ -121,7 +121,7 @@ class Explanation:
         for one in (one.configuration for one in self.all if not one.fault):
             recipe = one.recipe
             if one.schedule == USUAL[0] and recipe.vocabulary in (USUAL[1], "vocab-2"):
-                program = self.problem.programs.of(recipe, min(recipe.microbatches, DRAWN * recipe.devices))[1]
+                program = self.problem.arranged(recipe, min(recipe.microbatches, DRAWN * recipe.devices))
                 timeline = simulate(program, costs_of(self.problem, one)).timeline
                 found[f"{one.schedule}, {recipe.vocabulary}"] = timeline
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.timed_model import Found, Implementation, TimedModel, known_times
@@ -18,6 +18,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Program
 
 from .programs import Programs
 
@@ -27,6 +28,10 @@ EVENPIPE = "transformers"
 MEGATRON = "megatron"
 """Kernels with FlashAttention-2: only with it, published steps of 8 192 and of 16 384 tokens on H100 have the same
 error."""
+
+ArrangedBy = Literal["times", "roughly", "flops"]
+"""What arranges orders: times of passes on this hardware, as in a run; the same, but roughly, as in `Programs.of`; or
+FLOPs, as on unknown hardware."""
 
 KEPT = 4096
 """Results that `Problem.lately` keeps."""
@@ -41,6 +46,7 @@ class Problem(TimedModel):
     """Memory of a GPU."""
     sequences_per_step: int
     kernels_name: str = EVENPIPE
+    arranged_by: ArrangedBy = "times"
 
     @property
     def arranging(self) -> ModelCosts:
@@ -61,12 +67,14 @@ class Problem(TimedModel):
 
     @property
     def programs(self) -> Programs:
-        return self.once(Programs, lambda: Programs(self.arranging))
+        by_flops = self.arranged_by == "flops"
+        costs = self.model_costs if by_flops else self.arranging
+        return self.once((Programs, by_flops), lambda: Programs(costs))
 
-    @property
-    def programs_by_flops(self) -> Programs:
-        """Return orders arranged as on unknown hardware."""
-        return self.once((Programs, "flops"), lambda: Programs(self.model_costs))
+    def arranged(self, recipe: Recipe, microbatches: int) -> Program:
+        """Return the program of a recipe with the name of a schedule, for a step of `microbatches`. Errors as of
+        `Programs.of`."""
+        return self.programs.of(recipe, microbatches, roughly=self.arranged_by == "roughly")[1]
 
     @property
     def bytes(self) -> ModelBytes:

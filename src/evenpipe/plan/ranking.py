@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -82,11 +82,8 @@ def arranging_gain(problem: Problem, plan: Evaluation) -> float:
     the step; negative if it would be shorter. Both are extrapolated."""
     if plan.configuration.recipe.devices == 1:
         return 0.0
-    by_times, by_flops = (
-        timed(problem, plan.configuration, programs=programs).seconds
-        for programs in (problem.programs, problem.programs_by_flops)
-    )
-    return by_flops / by_times - 1
+    by_flops = timed(replace(problem, arranged_by="flops"), plan.configuration).seconds
+    return by_flops / timed(problem, plan.configuration).seconds - 1
 
 
 def arrangement_in_words(gain: float) -> str:

@@ -113,7 +113,17 @@ class Layout:
         split = layers_per_stage(recipe, model, base)
         costs = arranging_costs(recipe, model, base.placement, split)
         # A named schedule is rearranged with costs.
-        order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
+        order, program = plan_program(
+            schedule if isinstance(schedule, (str, Program)) else base,
+            devices,
+            recipe.microbatches,
+            mode,
+            costs,
+            slices=recipe.slices if recipe.slices > 1 else None,
+            sharing=recipe.communicators,
+            offload=recipe.offload.activations,
+            **(recipe.options if isinstance(schedule, str) else {}),
+        )
         evaluation = evaluation_program(order, costs, recipe.communicators)
         program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement, ranks = program.placement, recipe.parallelism.tp
@@ -183,31 +193,9 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
     return in_parts(model.times(cut, placement), placement)
 
 
-def arranged(
-    recipe: Recipe, costs: Costs, schedule: Schedule, make: Callable[..., Order] = generate
-) -> tuple[Order, Program]:
-    """Return the order of a recipe and its checked program, arranged by these costs.
-
-    schedule: in place of the recipe's, which has the same passes. make: as for `plan_order`. Raises InputError as
-    `plan_program`.
-    """
-    return plan_program(
-        schedule,
-        recipe.devices,
-        recipe.microbatches,
-        recipe.vocabulary,
-        costs,
-        slices=recipe.slices if recipe.slices > 1 else None,
-        sharing=recipe.communicators,
-        offload=recipe.offload.activations,
-        make=make,
-        **(recipe.options if isinstance(schedule, str) else {}),
-    )
-
-
-def order_by(recipe: Recipe, costs: Costs, mode: str) -> Order:
-    """Return the order of a recipe arranged by these costs, in another vocabulary mode. Raises InputError as
-    `plan_order`."""
+def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[..., Order] = generate) -> Order:
+    """Return the order of a recipe arranged by these costs, in another vocabulary mode. make: as for `plan_order`.
+    Raises InputError as that."""
     return plan_order(
         recipe.schedule,
         recipe.devices,
@@ -216,6 +204,7 @@ def order_by(recipe: Recipe, costs: Costs, mode: str) -> Order:
         costs,
         slices=recipe.slices if recipe.slices > 1 else None,
         offload=recipe.offload.activations,
+        make=make,
         **(recipe.options if isinstance(recipe.schedule, str) else {}),
     )
 

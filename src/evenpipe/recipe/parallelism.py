@@ -125,9 +125,9 @@ def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
     return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
-def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
+def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool, check: bool = True) -> Program:
     """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
-    same program if there are no replicas."""
+    same program if there are no replicas. check: whether it is proven sound then, which takes longer."""
     if parallelism.replicas == 1:
         return program
     shared = add_sharding(
@@ -137,5 +137,6 @@ def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> P
         reshard=parallelism.reshard,
         prefetch=parallelism.prefetch,
     )
-    check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
+    if check:
+        check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
     return shared

@@ -245,7 +245,6 @@ def plan_program(
     slices: int | None = None,
     sharing: str = PER_PAIR,
     offload: str | float = "scheduled",
-    make: Callable[..., Order] = generate,
     **options: Any,
 ) -> tuple[Order, Program]:
     """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
@@ -256,9 +255,7 @@ def plan_program(
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
-    order = plan_order(
-        schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, make=make, **options
-    )
+    order = plan_order(schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, **options)
     if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
     else:
