@@ -279,10 +279,11 @@ GATHERED = [
 ]
 
 
-def test_keys_are_gathered_once_in_each_forward_and_each_backward() -> None:
+def test_keys_are_gathered_once_in_each_forward_and_each_backward(sample) -> None:
     """Once more where a layer runs again; of slices once, since they are kept. Gradients are summed once."""
-    found = run_processes(gathers, 2, [case for case, _ in GATHERED])[0]
-    for (case, times), (gathered, summed) in zip(GATHERED, found, strict=True):
+    cases = sample(GATHERED, 3)
+    found = run_processes(gathers, 2, [case for case, _ in cases])[0]
+    for (case, times), (gathered, summed) in zip(cases, found, strict=True):
         each = 4 * LAYERS * MICROBATCHES * case.slices  # steps
         assert sum(gathered.values()) == 2 * each * times, case
         assert sum(summed.values()) == 2 * each, case

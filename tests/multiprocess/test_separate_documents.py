@@ -271,15 +271,15 @@ def on_all_axes() -> list[Case]:
 
 
 def test_every_family_has_the_gradients_of_documents_alone(sample) -> None:
-    check_cases(run_cases, sample(whole_rows(), 10))
+    check_cases(run_cases, sample(whole_rows(), 5))
 
 
 def test_every_family_in_pieces_has_the_gradients_of_documents_alone(sample) -> None:
-    check_cases(run_cases, sample(in_pieces(), 10))
+    check_cases(run_cases, sample(in_pieces(), 5))
 
 
 def test_every_grid_has_the_gradients_of_documents_alone(sample) -> None:
-    check_cases(run_cases, sample(on_all_axes(), 10))
+    check_cases(run_cases, sample(on_all_axes(), 5))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def of_layouts() -> list[Case]:
 
 
 def test_every_family_in_pieces_trains_as_in_one_process(sample) -> None:
-    check_cases(run_cases, sample(of_families(0, ALL, GRIDS), 8))
+    check_cases(run_cases, sample(of_families(0, ALL, GRIDS), 4))
 
 
 @pytest.mark.slow
@@ -38,4 +38,4 @@ def test_every_family_trains_on_eight_processes() -> None:
 
 
 def test_every_layout_in_pieces_trains_as_in_one_process(sample) -> None:
-    check_cases(run_cases, sample(of_layouts(), 8))
+    check_cases(run_cases, sample(of_layouts(), 4))
