@@ -86,4 +86,4 @@ def planned(description: Description, recipe: Recipe, hardware: Hardware | None 
     stages = program.placement.stages
     split = recipe.layers_per_stage or even_split(description.layers, stages)
     check_layers_per_stage(split, stages, description.layers)
-    return Planned(for_replicas(program, recipe.parallelism, tied=description.tied, check=False), split)
+    return Planned(for_replicas(program, recipe.parallelism, tied=description.tied), split)

@@ -12,6 +12,7 @@ from evenpipe.memory.estimate import estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
+from evenpipe.memory.programs import Planned
 from evenpipe.memory.states import MIXED, SINGLE, Dtypes, part_bytes, state_bytes
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
@@ -62,9 +63,8 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
 def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
     """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
     `device_uses`."""
-    recipe = _running(configuration, program)
-    plan = problem.bytes.planned(recipe)
-    return copied_bytes(problem.bytes, plan, settings_of(problem.description, recipe, **_how(problem)))
+    settings = settings_of(problem.description, _running(configuration, program), **_how(problem))
+    return copied_bytes(problem.bytes, Planned(program, configuration.layers_per_stage), settings)
 
 
 def dtypes_of(problem: Problem) -> Dtypes:

@@ -68,8 +68,7 @@ class Problem(TimedModel):
     @property
     def programs(self) -> Programs:
         by_flops = self.arranged_by == "flops"
-        costs = self.model_costs if by_flops else self.arranging
-        return self.once((Programs, by_flops), lambda: Programs(costs))
+        return self.once((Programs, by_flops), lambda: Programs(self.model_costs if by_flops else self.arranging))
 
     def arranged(self, recipe: Recipe, microbatches: int) -> Program:
         """Return the program of a recipe with the name of a schedule, for a step of `microbatches`. Errors as of

@@ -125,9 +125,9 @@ def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
     return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
-def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool, check: bool = True) -> Program:
+def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
     """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
-    same program if there are no replicas. check: whether it is proven sound then, which takes longer."""
+    same program if there are no replicas."""
     if parallelism.replicas == 1:
         return program
     shared = add_sharding(
@@ -137,6 +137,5 @@ def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool, chec
         reshard=parallelism.reshard,
         prefetch=parallelism.prefetch,
     )
-    if check:
-        check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
+    check_program(shared, experts=parallelism.ep > 1).raise_if_faulty()
     return shared
