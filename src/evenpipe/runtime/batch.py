@@ -2,7 +2,7 @@
 
 With several pipelines side by side each first process has its own batch. They first exchange the total weights of their
 tokens, so that the weights of all tokens of all batches add up to 1, and a batch that one of them refuses is refused by
-all. The same exchange shows whether processes agree on the trainable parameters.
+all. The same exchange shows whether processes agree on the trainable parameters and on their hooks.
 
 Every device knows every token id and every label. So every device can finish the loss from the statistics of the
 vocabulary shards, and both ends of an exchange of embedding rows know its size.
@@ -109,7 +109,6 @@ def distribute(
     tokens: Divisor = WHOLE,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
-    tensor: Communicator | None = None,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
@@ -123,7 +122,6 @@ def distribute(
         microbatches, tokens: as for `check`.
         communicator: of the replica's processes; None for one.
         replicas: of the processes that are this one in their replicas; None for one replica.
-        tensor: of the tensor ranks of this device; None for one.
         trained: flags read for this step.
 
     Returns:
@@ -132,7 +130,7 @@ def distribute(
 
     Raises:
         InputError: on every process of all pipelines, if one of the first processes got wrong inputs, or if processes
-            disagree on the trainable parameters.
+            disagree on the trainable parameters or their hooks.
     """
     is_source = communicator is None or communicator.rank == communicator.members[0]
     own, header, fault = _agree(
@@ -144,14 +142,14 @@ def distribute(
         trained=trained,
         torch_device=torch_device,
     )
-    table = gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
+    table = gather(communicator, [*header, *trained.for_pipeline()], "the size of the batch", torch_device)
     head = table[0][: len(header)]
     if not head[0]:
         if not is_source:
             fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
         assert fault is not None
         raise fault
-    check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, tensor, torch_device)
+    check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, torch_device)
     *_, total_weight, valid_tokens, accumulate, fewest = head
     totals = Totals(_as_float(total_weight), valid_tokens, accumulate, fewest)
     if communicator is not None:

@@ -42,6 +42,7 @@ from evenpipe.runtime.arranging import model_costs
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
 from evenpipe.runtime.expert_group import count_choices, spread_experts
+from evenpipe.runtime.gradient_hooks import call_hooks, lost_hooks, set_aside
 from evenpipe.runtime.inputs import Divisor, Inputs
 from evenpipe.runtime.pieces import make_cutter
 from evenpipe.runtime.replicas import Replicas
@@ -155,6 +156,9 @@ class Pipeline(SpreadModel):
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
             self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
+            lost = None if self.description.model is None else lost_hooks(self.description.model)
+            if lost is not None and self._is_very_first:
+                logger.warning(lost)
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
@@ -279,6 +283,7 @@ class Pipeline(SpreadModel):
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
             vocabulary=self.description.vocabulary_names,
             tensor_ranks=self.tensor_ranks,
+            context_ranks=self.context_ranks,
             alone=alone(self.description, self._tensor),
             follow=follow,
         )
@@ -407,7 +412,6 @@ class Pipeline(SpreadModel):
             tokens=Divisor.of(self.recipe.parallelism, self.layout.program.slices),
             communicator=groups.pipeline,
             replicas=groups.data,
-            tensor=groups.tensor,
             trained=self._trained,
             torch_device=self.torch_device,
         )
@@ -426,7 +430,9 @@ class Pipeline(SpreadModel):
         self._walker.record_passes = record_passes
         before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
         shared = self._shared_gradients if training else None
-        with tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext():
+        hooked = self._trained.hooked if training else {}
+        tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
+        with set_aside(hooked) as of_hooked, tied:
             if shared is not None:
                 shared.begin()
             record = self._walker.walk(program, batch)
@@ -434,7 +440,9 @@ class Pipeline(SpreadModel):
                 shared.finish()
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
-        return self._results.of(batch, record, started, totals.accumulate, training=training)
+        result = self._results.of(batch, record, started, totals.accumulate, training=training)
+        call_hooks(hooked, of_hooked)
+        return result
 
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
