@@ -377,10 +377,9 @@ def opened(case: Case, microbatches: int, seed: int = 0, **options: Any) -> Pipe
         context_exchange=case.exchange,
         slices=case.slices,
         data_parallel=case.data_parallel,
-        parameter_dtype=torch.float64,
         seed=seed,
         self_check=False,
-        **options,
+        **{"parameter_dtype": torch.float64} | options,
     )
 
 

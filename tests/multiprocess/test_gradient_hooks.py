@@ -15,7 +15,7 @@ import itertools
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,7 +27,7 @@ from harness import check_cases, run_processes
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from evenpipe import Pipeline
+from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
 
 TOKENS, STEPS = 16, 2
@@ -88,8 +88,9 @@ def one_process(case: Case) -> nn.Module:
     return copy.deepcopy(described(*case.model).model).train()
 
 
-def open_pipeline(case: Case, **options) -> Pipeline:
-    return opened(case, case.microbatches, checkpointing=case.checkpointing, **options)
+def open_pipeline(case: Case, **dtypes: torch.dtype) -> Pipeline:
+    offload = None if case.offload == "none" else OffloadOptions(activations=case.offload)
+    return opened(case, case.microbatches, checkpointing=case.checkpointing, offload=offload, **dtypes)
 
 
 # --- every hook of every parameter -----------------------------------------------------------------------
@@ -191,55 +192,287 @@ def test_optimizers_in_hooks(sample) -> None:
     check_cases(run_optimizers, sample(list(LAYOUTS), 5))
 
 
-# --- other ways to hook, in one loop ---------------------------------------------------------------------
+# --- in bf16 ---------------------------------------------------------------------------------------------
+
+
+def doubles_in_bf16(cases: list[Case]) -> None:
+    """Masters get what hooks return, in their dtype: twice the gradient that they have without hooks, bit for bit."""
+    for case in cases:
+        exact = one_process(case).float()
+        errors = reference.Bf16Errors(exact)
+        options = {"parameter_dtype": torch.float32, "compute_dtype": torch.bfloat16}
+        plain, hooked = (open_pipeline(case, **options) for _ in range(2))
+        calls = []
+        for parameter in hooked.parameters():
+            parameter.register_hook(lambda gradient: calls.append(gradient.dtype) or 2 * gradient)
+        for number, (ids, _) in enumerate(reference.batches(61, case.sequences, TOKENS, 4, seed=2)):
+            own = ids.chunk(case.replicas)[hooked.replica]
+            for pipeline in (plain, hooked):
+                pipeline.zero_grad()
+                loss = pipeline.step(own).loss
+            expected, found = plain.full_gradients(), hooked.full_gradients()
+            assert all(torch.equal(2 * gradient, found[name]) for name, gradient in expected.items()), case
+            assert calls == (number + 1) * len(list(hooked.parameters())) * [torch.float32]
+            if dist.get_rank() == 0:
+                errors.add({name: gradient / 2 for name, gradient in found.items()}, loss, ids)
+        if dist.get_rank() == 0:
+            errors.check(str(case))
+        plain.close()
+        hooked.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        (1, [Case("llama", mode="first-last", schedule="zb-h1")]),
+        (2, [replace(TWO, schedule="zbv"), replace(TWO, mode="first-last", tied=True)]),
+        (2, [Case("llama", replicas=2, data_parallel="shard", mode="first-last"), Case("llama", ranks=2)]),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_in_bf16(processes: int, cases: list[Case]) -> None:
+    run_processes(doubles_in_bf16, processes, cases)
+
+
+# --- what autograd offers hooks --------------------------------------------------------------------------
 
 
 def hooks_of_a_backward(case: Case) -> None:
-    """Hooks that need a running backward: of several gradients, and callbacks at its end; removed and added hooks."""
+    """Hooks of several gradients, callbacks at the end of a backward, hooks that remove themselves or add others."""
     data = data_of(case)[0]
     model = one_process(case)
     reference.loss_of(model, *data).backward()
     with contextlib.closing(open_pipeline(case)) as pipeline:
         held, placed = dict(pipeline.named_parameters()), placed_of(pipeline)
         wanted = {name: placed(name, model.get_parameter(name).grad) for name in held}
-        names, said, seen, first = list(held), [], [], []
+        said: list[str] = []
+        gradients: list[dict[str, Tensor]] = []
 
-        def at_the_end() -> None:
-            said.append("end")
+        def every(found: list[Tensor]) -> None:
+            gradients.append({name: gradient.clone() for name, gradient in zip(held, found, strict=True)})
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: said.append("end"))
 
-        def every(gradients) -> None:
-            seen.extend(None if one is None else one.clone() for one in gradients)
-            torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
-
-        handles = [register_multi_grad_hook([held[name] for name in names], every)]
-        handles.append(register_multi_grad_hook([held[name] for name in names], first.append, mode="any"))
-
-        def once(gradient: Tensor) -> None:
+        def once(_: Tensor) -> None:
             said.append("once")
             handle.remove()
-            held[names[0]].register_hook(lambda _: said.append("added"))
+            first.register_hook(lambda _: said.append("added"))
 
-        handle = held[names[0]].register_hook(once)
-        pipeline.step(*data)
-        assert len(seen) == len(names) and len(first) == 1 and said == ["once", "end"]
-        errors = [reference.worst({name: one}, {name: wanted[name]})[0] for name, one in zip(names, seen, strict=True)]
-        assert max(errors) <= 1e-10
-        pipeline.zero_grad()
-        pipeline.step(*data)
-        assert len(seen) == 2 * len(names) and said == ["once", "end", "added", "end"]
-        for one in handles:
-            one.remove()
-        held[names[-1]].requires_grad_(False)
-        pipeline.zero_grad()
-        if dist.get_rank() == 0:  # only its rows of the embedding, or a norm, may differ in flags
+        first = next(iter(held.values()))
+        handle = first.register_hook(once)
+        of_all = register_multi_grad_hook(list(held.values()), every)
+        of_any = register_multi_grad_hook(list(held.values()), lambda _: said.append("any"), mode="any")
+        for expected in (["any", "end", "once"], ["added", "any", "end"]):
             said.clear()
-        held[names[-1]].requires_grad_(True)
+            pipeline.zero_grad()
+            pipeline.step(*data)
+            assert sorted(said) == expected
+            assert reference.worst(gradients.pop(), wanted)[0] <= 1e-10 and not gradients
+            assert reference.worst({name: one.grad for name, one in held.items()}, wanted)[0] <= 1e-10
+        of_all.remove()
+        of_any.remove()
         pipeline.step(*data)
-        assert len(seen) == 2 * len(names)
-        error, name = reference.worst({name: one.grad for name, one in held.items()}, wanted)
-        assert error <= 1e-10, name
+        assert not gradients and sorted(said) == ["added", *expected]
 
 
 @pytest.mark.parametrize("case", [Case("llama", schedule="zb-h1", mode="first-last"), TWO], ids=["one", "two"])
 def test_hooks_of_a_backward(case: Case) -> None:
     run_processes(hooks_of_a_backward, case.processes, case)
+
+
+def order_of_hooks() -> None:
+    """Last parameters first; those of frozen parameters are not called; memory is that of the gradient."""
+    case = Case("llama", mode="first-last")
+    with contextlib.closing(open_pipeline(case)) as pipeline:
+        held, called, places = dict(pipeline.named_parameters()), [], {}
+        for name, parameter in held.items():
+            parameter.register_hook(lambda gradient, name=name: places.update({name: gradient.data_ptr()}))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+        held[MATRIX].requires_grad_(False)
+        pipeline.step(*data_of(case)[0])
+        names = [name for name, _ in described(*case.model).skeleton.named_parameters() if name != MATRIX]
+        assert called == names[::-1]
+        assert places == {name: held[name].grad.data_ptr() for name in names}
+        assert held[MATRIX].grad is None
+
+
+def test_order_of_hooks() -> None:
+    run_processes(order_of_hooks, 1)
+
+
+# --- hooks on some of the processes ----------------------------------------------------------------------
+
+
+def differs(case: Case, name: str, ranks: Sequence[int], post: bool, said: str) -> None:
+    """Some processes hook a parameter: all refuse the step, and nothing has happened."""
+    data = data_of(case, 0)
+    with contextlib.closing(open_pipeline(case)) as pipeline:
+        held, called = dict(pipeline.named_parameters()), []
+
+        def hook(_: Tensor) -> None:
+            called.append(name)
+
+        def register() -> None:
+            parameter = held[name]
+            (parameter.register_post_accumulate_grad_hook if post else parameter.register_hook)(hook)
+
+        pipeline.step(*data[0])
+        before = {one: parameter.grad.clone() for one, parameter in held.items()}
+        is_hooked = name in held and dist.get_rank() in ranks
+        if is_hooked:
+            register()
+        for _ in range(2):
+            with pytest.raises(
+                InputError, match=rf"^{re.escape(name)}: {said} have different gradient hooks, expected"
+            ):
+                pipeline.step(*data[1])
+            assert all(torch.equal(before[one], parameter.grad) for one, parameter in held.items())
+        assert not called
+        if name in held and not is_hooked:
+            register()
+        pipeline.step(*data[1])
+        assert called == [name] * (name in held)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "hooked", "said"),
+    [
+        (Case("llama", replicas=2, mode="first-last"), MATRIX, (1,), "some replicas and others"),
+        (Case("llama", replicas=2, mode="first-last", data_parallel="shard"), HEAD, (0,), "some replicas and others"),
+        (replace(TWO, mode="first-last", tied=True), EMBEDDING, (1,), "some devices and others"),
+        (TWO, EMBEDDING, (0,), "some devices and others"),
+        (Case("llama", ranks=2), NORM, (1,), "tensor rank 1 and tensor rank 0 of device 0"),
+        (Case("llama", pieces=2, mode="first-last"), NORM, (1,), "context rank 1 and context rank 0 of device 0"),
+        (replace(TWO, pieces=2), MATRIX, (2,), "context rank 0 and context rank 1 of device 1"),
+        (Case("llama", ranks=2, pieces=2), NORM, (2, 3), "context rank 1 and context rank 0 of device 0"),
+        (replace(TWO, replicas=2), MATRIX, (3,), "some replicas and others"),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_processes_that_disagree(case: Case, name: str, hooked: tuple[int, ...], said: str) -> None:
+    run_processes(differs, case.processes, case, name, hooked, name == MATRIX, said)
+
+
+# --- hooks that fail -------------------------------------------------------------------------------------
+
+
+def raises(_: Tensor) -> None:
+    raise ArithmeticError("what a user wrote")
+
+
+FAULTS = {
+    "raises": (raises, ArithmeticError, "^what a user wrote"),
+    "shorter": (
+        lambda gradient: gradient[:1],
+        InputError,
+        r"returned \[1\] torch.float64 on cpu, expected None or .*\[16\]",
+    ),
+    "narrow": (lambda gradient: gradient.bfloat16(), InputError, r"returned \[16\] torch.bfloat16 on cpu"),
+    "number": (lambda gradient: 0.0, InputError, "returned float instead of a tensor, expected None or a gradient"),
+    "sparse": (lambda gradient: gradient.to_sparse(), InputError, "torch.sparse_coo, expected None"),
+}
+
+
+def fails(case: Case) -> None:
+    """The process with the hook raises at the end of its step; the others have finished theirs."""
+    model = one_process(case)
+    data = data_of(case)
+    with contextlib.closing(open_pipeline(case)) as pipeline:
+        held = dict(pipeline.named_parameters())
+        for hook, kind, said in FAULTS.values():
+            handle = held[NORM].register_hook(hook) if NORM in held else None
+            if handle is None:
+                pipeline.step(*data[0])
+                continue
+            with pytest.raises(kind, match=said) as caught:
+                pipeline.step(*data[0])
+            assert caught.value.__notes__ == [f"in a gradient hook of {NORM}"]
+            if kind is InputError:
+                assert str(caught.value).startswith(f"{NORM}: ")
+            else:
+                assert "raises" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+            assert list(held[NORM]._backward_hooks.values()) == [hook]
+            handle.remove()
+        pipeline.zero_grad()
+        pipeline.step(*data[1])
+        found = pipeline.full_gradients()
+    reference.loss_of(model, *data[1]).backward()
+    if dist.get_rank() == 0:
+        assert reference.worst(found, {name: one.grad for name, one in model.named_parameters()})[0] <= 1e-10
+
+
+def test_hooks_that_fail() -> None:
+    run_processes(fails, 2, TWO)
+
+
+class Breaks(nn.Linear):
+    """A layer that fails on demand."""
+
+    broken = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.broken:
+            raise ArithmeticError("broken")
+        return hidden + super().forward(hidden)
+
+
+def plain_modules() -> tuple[nn.Embedding, list[nn.Module], nn.Linear]:
+    torch.manual_seed(0)
+    return nn.Embedding(61, 8), [Breaks(8, 8) for _ in range(2)], nn.Linear(8, 61)
+
+
+def a_step_fails() -> None:
+    """Hooks and the gradients of earlier steps are put back."""
+    embedding, layers, head = plain_modules()
+    with contextlib.closing(Pipeline.from_modules(embedding, layers, None, head, microbatches=2)) as pipeline:
+        called = []
+        for name, parameter in pipeline.named_parameters():
+            parameter.register_hook(lambda _, name=name: called.append(name))
+        ids = torch.arange(32).view(4, 8)
+        pipeline.step(ids)
+        gradients = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+        assert sorted(called) == sorted(gradients)
+        Breaks.broken = True
+        with pytest.raises(ArithmeticError, match="broken"):
+            pipeline.step(ids)
+        Breaks.broken = False
+        assert all(torch.equal(gradients[name], one.grad) for name, one in pipeline.named_parameters())
+        pipeline.step(ids)
+        assert sorted(called) == sorted([*gradients, *gradients])
+        assert all(torch.equal(2 * gradients[name], one.grad) for name, one in pipeline.named_parameters())
+
+
+def test_a_step_that_fails_puts_hooks_back() -> None:
+    run_processes(a_step_fails, 1)
+
+
+# --- hooks of a live model -------------------------------------------------------------------------------
+
+
+def warns() -> list[str]:
+    """Return the warnings about two live models with hooks, and one without."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("evenpipe").addHandler(handler)
+    llama = one_process(Case("llama"))
+    llama.get_parameter(EMBEDDING).register_hook(lambda gradient: 0 * gradient)
+    embedding, layers, head = plain_modules()
+    for parameter in layers[1].parameters():
+        parameter.register_post_accumulate_grad_hook(raises)
+    Pipeline(llama, microbatches=2, self_check=False).close()
+    pipeline = Pipeline.from_modules(embedding, layers, nn.LayerNorm(8), head, microbatches=2)
+    pipeline.step(torch.arange(32).view(4, 8))  # calls none of them
+    pipeline.close()
+    Pipeline.from_modules(*plain_modules()[:2], None, head, microbatches=2).close()
+    return [message for message in said if "hook" in message]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_live_models_with_hooks(processes: int) -> None:
+    said, *others = run_processes(warns, processes)
+    advice = "register them on the parameters that pipeline.named_parameters() yields"
+    assert said == [
+        f"gradient hooks of the model are not taken over, from {names}: {advice}"
+        for names in (EMBEDDING, "layers.1.weight and layers.1.bias")
+    ]
+    assert not any(others)

@@ -28,7 +28,7 @@ from evenpipe.errors import InputError
 from evenpipe.model import Description, describe
 
 FP64, BF16 = torch.float64, torch.bfloat16
-VOCABULARY, TOKENS, MICROBATCHES = 97, 6, 3
+VOCABULARY, TOKENS, MICROBATCHES = 97, 8, 3
 BUILT = r"^(?!.*layers\.2)"
 """Names that match are frozen."""
 FROZEN = (r"embed|head|norm|layers\.2", "^$", r"layers\.([023]|1\.self)", r"embed|head|norm|layers\.2")
@@ -46,6 +46,7 @@ class Case:
     tied: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
+    context_parallel: int = 1
 
 
 @cache
@@ -65,6 +66,7 @@ def make(case: Case, compute_dtype: torch.dtype = FP64, frozen: str = BUILT) -> 
         data_parallel=case.kind,
         replicas=case.replicas,
         tensor_parallel=case.tensor_parallel,
+        context_parallel=case.context_parallel,
         parameter_dtype=dtype,
         compute_dtype=compute_dtype,
         self_check=False,
@@ -264,9 +266,20 @@ NORM = "model.layers.3.input_layernorm.weight"
         # ranks of replicas: 0, 1 of the first one, and 2, 3
         (4, Case(replicas=2, tensor_parallel=2), NORM, (0, 2), "tensor rank 1 and False on tensor rank 0 of device 0"),
         (4, Case("shard", replicas=2, tensor_parallel=2), NORM, (1,), "some replicas and False on others"),
+        (2, Case(context_parallel=2), NORM, (1,), "context rank 0 and False on context rank 1 of device 0"),
+        # ranks of device 1: 4, 5 of the first context rank, and 6, 7
+        (
+            8,
+            Case(context_parallel=2, tensor_parallel=2),
+            NORM,
+            (4, 5),
+            "context rank 1 and False on context rank 0 of device 1",
+        ),
     ],
 )
 @pytest.mark.sampled(3)
-def test_tensor_ranks_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], said: str) -> None:
+def test_ranks_of_a_device_that_disagree(
+    processes: int, case: Case, name: str, frozen: tuple[int, ...], said: str
+) -> None:
     expected = rf"^{re.escape(name)}: requires_grad is True on {said}, expected the same on every process that holds"
     run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), expected)
