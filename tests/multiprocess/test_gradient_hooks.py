@@ -185,11 +185,11 @@ def run_optimizers(cases: list[Case]) -> list[str]:
 
 
 def test_hooks_of_every_parameter(sample) -> None:
-    check_cases(run_cases, sample(list(LAYOUTS), 12))
+    check_cases(run_cases, sample(LAYOUTS, 8))
 
 
 def test_optimizers_in_hooks(sample) -> None:
-    check_cases(run_optimizers, sample(list(LAYOUTS), 5))
+    check_cases(run_optimizers, sample(LAYOUTS[::2], 3))
 
 
 # --- in bf16 ---------------------------------------------------------------------------------------------

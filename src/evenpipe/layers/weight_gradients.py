@@ -135,7 +135,8 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of a W passes here.
 
     `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
-    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
+    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not. In a pipeline these are
+    hooks of the library: it sets aside those of users (`runtime/gradient_hooks.py`).
     """
     for replace in list((parameter._backward_hooks or {}).values()):
         replaced = replace(gradient)

@@ -355,6 +355,9 @@ class Pipeline(SpreadModel):
         replicas, and the gradients are those of this mean. Parameters can be frozen between steps by their
         `requires_grad`, with the same value for a name on all processes that have the parameter. Collective.
 
+        Hooks of gradients on `parameters()` are called as by one backward of the whole batch: once for every parameter
+        with a gradient, at the end of the step, with the gradient of this step, complete for what this process holds.
+
         Args:
             input_ids: [batch, sequence] int64; batch must be a multiple of `microbatches`.
             labels: same shape, aligned with `input_ids` and shifted inside; -100 is ignored. Default: `input_ids`.
@@ -368,8 +371,9 @@ class Pipeline(SpreadModel):
                 actions of the memory allocator.
 
         Raises:
-            InputError: a batch that is not accepted, `requires_grad` that differs between processes, or autocast. No
-                gradient has changed then.
+            InputError: a batch that is not accepted, `requires_grad` or hooks that differ between processes, or
+                autocast: no gradient has changed then. Or a hook returned something that cannot be the gradient: only
+                parameters whose hooks were called before have this step's.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate, self._separate)
         return self._run(inputs, training=True, record_passes=record_passes)

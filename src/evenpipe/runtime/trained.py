@@ -67,16 +67,14 @@ class Trained:
         """Trained parameters with hooks, in the order of the model."""
         self.fingerprint = self._common_fingerprint = 0
         """Of the flags, an int64; and of those that tensor ranks have in common."""
+        self._of_vocabulary: list[int] = []
+        """As in `by_name`, of the vocabulary matrices."""
 
     def read(self) -> None:
         """Read the flags at the start of a step."""
-        flags = [  # of hooks, only whether there are any: almost always there are none
+        flags = [
             parameter.requires_grad
-            and (
-                TRAINED
-                if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-                else _with_hooks(parameter)
-            )
+            and (_hooked(parameter) if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else TRAINED)
             for parameter in self._parameters.values()
         ]
         self._disputed = 0
@@ -84,6 +82,7 @@ class Trained:
             self.flags = flags
             self.fingerprint = _fingerprint(flags)
             self._common_fingerprint = _fingerprint([flags[number] for number in self._common])
+            self._of_vocabulary = self._of(self._vocabulary)
             places = {name: place for place, name in enumerate(self._names)}
             hooked = [name for name, flag in zip(self._parameters, flags, strict=True) if flag > TRAINED]
             self.hooked = {name: self._parameters[name] for name in sorted(hooked, key=places.__getitem__)}
@@ -99,9 +98,7 @@ class Trained:
     def for_pipeline(self) -> list[int]:
         """Return the numbers that the processes of a pipeline compare: the disputed parameter; the fingerprints; then
         for each vocabulary matrix 0 if it is not held here, else 1 more than its flag."""
-        flags = dict(zip(self._parameters, self.flags, strict=True))
-        matrices = (1 + flags[name] if name in flags else 0 for name in self._vocabulary)
-        return [self._disputed, self.fingerprint, self._common_fingerprint, *matrices]
+        return [self._disputed, self.fingerprint, self._common_fingerprint, *self._of_vocabulary]
 
     def agree(self, processes: Sequence[Sequence[int]]) -> bool:
         """Return whether all processes of the pipeline agree, by their numbers: those of a device one after the other,
@@ -134,8 +131,11 @@ class Trained:
 
     def by_name(self) -> list[int]:
         """Return, for each parameter of the model, 0 if it is not held here, else 1 more than its flag."""
+        return self._of(self._names)
+
+    def _of(self, names: Sequence[str]) -> list[int]:
         flags = dict(zip(self._parameters, self.flags, strict=True))
-        return [1 + flags[name] if name in flags else 0 for name in self._names]
+        return [1 + flags[name] if name in flags else 0 for name in names]
 
     def disagreement(self, processes: Sequence[Sequence[int]]) -> InputError:
         """Return the error for the first parameter that processes of the pipeline disagree about, from what `by_name`
@@ -174,7 +174,7 @@ class Trained:
                 one()
 
 
-def _with_hooks(parameter: nn.Parameter) -> int:
+def _hooked(parameter: nn.Parameter) -> int:
     """Return the flag of a trained parameter with hooks."""
     before, after = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
     return TRAINED + 2 * len(before) + (len(after) << 32)
