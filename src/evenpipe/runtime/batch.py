@@ -37,6 +37,11 @@ from evenpipe.runtime.inputs import (
 )
 from evenpipe.runtime.trained import Trained, check_trained, gather
 
+NO_TOTAL = -1.0
+"""In messages: the total of the update is not given."""
+ROUNDING_OF_TOTALS = 1 + 1e-5
+"""A total of token weights may be so much smaller than it is here: its caller may have added in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -49,7 +54,7 @@ class Microbatch:
     """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX if there is none."""
     weights: Tensor
     """[n] fp32 or fp64: each position's share of the loss of all steps of one update; over the microbatches of all
-    replicas they add up to 1 / `accumulate`."""
+    replicas and all these steps they add up to 1."""
     position_ids: Tensor | None
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
@@ -97,8 +102,22 @@ class Totals:
     """Sum of the weights of all positions with a label that counts; without weights, their number."""
     valid_tokens: int
     accumulate: int = 1
+    """Steps of the update."""
     fewest_sequences: int = 1
     """Of any replica's batch."""
+    of_update: float | None = None
+    """The `weight` of all steps of the update together; None: unknown, all of them count equally."""
+
+    @property
+    def divisor(self) -> float:
+        """What the weight of each position is divided by."""
+        return self.weight * self.accumulate if self.of_update is None else self.of_update
+
+    @property
+    def loss_factor(self) -> int:
+        """What turns this step's share of the update's loss into the loss to show: that of the step alone if all steps
+        count equally, else the share."""
+        return self.accumulate if self.of_update is None else 1
 
 
 def distribute(
@@ -114,8 +133,8 @@ def distribute(
 ) -> tuple[Inputs, Totals]:
     """Check the step's inputs on the first process of the pipeline and send them to all others.
 
-    Collective. Over the data axis: all gather six numbers of each, five of which count only from first processes. Then
-    over the pipeline axis: all gather the first process's header of ten numbers and the flags of the others'
+    Collective. Over the data axis: all gather seven numbers of each, six of which count only from first processes. Then
+    over the pipeline axis: all gather the first process's header of eleven numbers and the flags of the others'
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
@@ -130,7 +149,7 @@ def distribute(
 
     Raises:
         InputError: on every process of all pipelines, if one of the first processes got wrong inputs, or if processes
-            disagree on the trainable parameters or their hooks.
+            disagree on the trainable parameters or their hooks, or replicas on the update.
     """
     is_source = communicator is None or communicator.rank == communicator.members[0]
     own, header, fault = _agree(
@@ -150,8 +169,8 @@ def distribute(
         assert fault is not None
         raise fault
     check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, torch_device)
-    *_, total_weight, valid_tokens, accumulate, fewest = head
-    totals = Totals(_as_float(total_weight), valid_tokens, accumulate, fewest)
+    *_, weight, valid_tokens, accumulate, fewest, of_update = head
+    totals = Totals(_as_float(weight), valid_tokens, accumulate, fewest, _total_of(of_update))
     if communicator is not None:
         return _send(own, head, communicator, torch_device), totals
     assert own is not None
@@ -174,40 +193,90 @@ def _agree(
     """Check the inputs on the first process of a pipeline, `given` there only, and agree over replicas on their totals.
 
     Returns:
-        The inputs with labels and positions, on the CPU; the header of ten numbers, zeros if a batch is refused; and
+        The inputs with labels and positions, on the CPU; the header of eleven numbers, zeros if a batch is refused; and
         then the reason, if it is known here.
     """
     fault: InputError | None = None
     inputs: Inputs | None = None
-    own = [0] * 5
+    own = [0] * 6
     if given is not None:
         try:
-            check(given, microbatches=microbatches, model=model, tokens=tokens)
-            given = with_positions(given, model)
+            inputs = _on_cpu(given, microbatches=microbatches, model=model, tokens=tokens)
         except InputError as error:
             fault = error
         else:
-            fields = zip(INPUT_NAMES, fields_of(given), strict=True)
-            on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
-            inputs = with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
             assert inputs.input_ids is not None
-            own = [1, _as_integer(total.weight), total.valid_tokens, len(inputs.input_ids), inputs.accumulate]
+            numbers = (total.valid_tokens, len(inputs.input_ids), inputs.steps, _bits_of_total(inputs.total_tokens))
+            own = [1, _as_integer(total.weight), *numbers]
     table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
-    header = [0] * 10
+    header = [0] * 11
     if all(good for good, *_ in table):  # as the first processes see it
-        steps = [accumulate for *_, accumulate, _ in table]
-        if len(set(steps)) > 1:
-            fault = InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
-        else:
-            assert inputs is not None
-            weight, valid = sum(_as_float(row[1]) for row in table), sum(row[2] for row in table)
-            header = _header(inputs, Totals(weight, valid, inputs.accumulate, min(row[3] for row in table)))
+        assert inputs is not None
+        weight, valid = sum(_as_float(row[1]) for row in table), sum(row[2] for row in table)
+        updates = [(steps, _total_of(bits)) for *_, steps, bits, _ in table]
+        totals = Totals(weight, valid, updates[0][0], min(row[3] for row in table), updates[0][1])
+        fault = _fault_of_update(updates, totals)
+        if fault is None:
+            header = _header(inputs, totals)
     elif fault is None:
         fault = InputError("input_ids: refused by the first process of another pipeline; see its error")
     return inputs, header, fault
+
+
+def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor) -> Inputs:
+    """Check the inputs of a first process; return them with labels and positions, on the CPU."""
+    check(inputs, microbatches=microbatches, model=model, tokens=tokens)
+    inputs = with_positions(inputs, model)
+    fields = zip(INPUT_NAMES, fields_of(inputs), strict=True)
+    on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
+    return with_labels(replace(inputs, **on_cpu))
+
+
+def _fault_of_update(updates: list[tuple[int, float | None]], totals: Totals) -> InputError | None:
+    """Return what is wrong with the number of steps and the total of the update that each replica gives."""
+    steps, weights = ([*values] for values in zip(*updates, strict=True))
+    if len(set(steps)) > 1:
+        return InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
+    if len(set(weights)) > 1:
+        return InputError(f"total_tokens: {weights} by replica, expected in all of them that of all replicas together")
+    total = totals.of_update
+    if total is not None and totals.weight > total * ROUNDING_OF_TOTALS:
+        return InputError(
+            f"total_tokens: {total:.10g}, but this step alone counts {totals.weight:.10g}, expected the number of all"
+            " steps of the update, over all replicas"
+        )
+    return None
+
+
+def count_weight(
+    inputs: Inputs, *, model: Description, numbers_of_all: Callable[[list[float]], list[list[float]]], feeds: bool
+) -> float:
+    """Return the total weight of the labels of a batch over all replicas, as `distribute` counts it; without weights,
+    their number. Collective.
+
+    Args:
+        inputs: of the first processes of pipelines, which have `feeds`; those of others are ignored.
+        numbers_of_all: all processes gather numbers.
+
+    Raises:
+        InputError: on every process, if one of the batches is refused.
+    """
+    fault, numbers = None, [1.0, 0.0]
+    if feeds:
+        try:
+            checked = _on_cpu(inputs, microbatches=1, model=model, tokens=WHOLE)
+            numbers[1] = _own_total(*_weights(checked)).weight
+        except InputError as error:
+            fault, numbers = error, [0.0, 0.0]
+    table = numbers_of_all(numbers)
+    if fault is None and not all(good for good, _ in table):
+        fault = InputError("input_ids: refused by the first process of a pipeline; see its error")
+    if fault is not None:
+        raise fault
+    return sum(weight for _, weight in table)
 
 
 def _send(given: Inputs | None, header: list[int], communicator: Communicator, torch_device: torch.device) -> Inputs:
@@ -246,11 +315,11 @@ def _send(given: Inputs | None, header: list[int], communicator: Communicator, t
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """Return the header that others need to receive the inputs: ten numbers, the first one not 0."""
+    """Return the header that others need to receive the inputs: eleven numbers, the first one not 0."""
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-    numbers = (totals.valid_tokens, totals.accumulate, totals.fewest_sequences)
+    numbers = (totals.valid_tokens, totals.accumulate, totals.fewest_sequences, _bits_of_total(totals.of_update))
     return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), *numbers]
 
 
@@ -267,6 +336,15 @@ def _as_float(bits: int) -> float:
     return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
 
 
+def _bits_of_total(total: float | None) -> int:
+    return _as_integer(NO_TOTAL if total is None else float(total))
+
+
+def _total_of(bits: int) -> float | None:
+    total = _as_float(bits)
+    return None if total == NO_TOTAL else total
+
+
 def cut(
     inputs: Inputs,
     totals: Totals | None = None,
@@ -275,13 +353,13 @@ def cut(
     dtype: torch.dtype,
     torch_device: torch.device | str = "cpu",
 ) -> Batch:
-    """Shift the labels, turn them into weights that add up to 1 / `accumulate` over all replicas, and cut into
-    microbatches: equal ones, or with one more sequence in the first ones.
+    """Shift the labels, turn them into weights that add up to 1 over all replicas and all steps of the update, and cut
+    into microbatches: equal ones, or with one more sequence in the first ones.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is the
-    token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's loss is
-    the (weighted) mean over all its valid tokens and not a mean of means. Several steps of one update count equally. If
-    no label of the step counts, all weights, the loss and every gradient are 0.
+    token weight of the label that it predicts (1 by default) over the update's sum of weights, so that the loss of the
+    update is the (weighted) mean over all its valid tokens and not a mean of means. If that sum is not known, the steps
+    of an update count equally. If no label of the step counts, all weights, the loss and every gradient are 0.
 
     A microbatch without padding has no mask, so that no stage has to read one. With position ids it keeps the mask: it
     tells transformers that a row does not contain several sequences.
@@ -297,7 +375,7 @@ def cut(
     sequences, tokens = input_ids.shape
     targets, weights = _weights(inputs)
     totals = totals or _own_total(targets, weights)
-    weights = torch.zeros_like(weights) if totals.weight == 0 else weights / (totals.weight * totals.accumulate)
+    weights = torch.zeros_like(weights) if totals.weight == 0 else weights / totals.divisor
     weights = weights.to(torch_device, dtype)
     assert sequences >= microbatches
 

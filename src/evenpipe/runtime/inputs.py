@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +28,17 @@ class Inputs:
     position_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     token_weights: Tensor | None = None
-    accumulate: int = 1
-    """Number of steps whose gradients are added up before one update."""
+    accumulate: int | None = None
+    """Number of steps whose gradients are added up before one update; None: not given."""
     separate: bool = False
     """Documents of a row are trained as if each were alone."""
+    total_tokens: float | None = None
+    """Total weight of the labels of an update, over its steps and all replicas; None: not given."""
+
+    @property
+    def steps(self) -> int:
+        """Of an update."""
+        return 1 if self.accumulate is None else self.accumulate
 
 
 class Divisor(NamedTuple):
@@ -72,8 +80,10 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
     for name, value in zip(INPUT_NAMES, fields_of(inputs), strict=True):
         if value is not None and not isinstance(value, Tensor):
             raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
-    if type(inputs.accumulate) is not int or inputs.accumulate < 1:
+    if inputs.accumulate is not None and (type(inputs.accumulate) is not int or inputs.accumulate < 1):
         raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
+    if inputs.total_tokens is not None:
+        _check_total(inputs.total_tokens, inputs.accumulate, model)
     if input_ids is None:
         raise InputError(
             "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
@@ -132,6 +142,20 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             raise InputError("token_weights: contains a value that is not a finite number")
         if bool((token_weights < 0).any()):
             raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
+
+
+def _check_total(total: Any, accumulate: int | None, model: Description) -> None:
+    number: Any = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
+    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
+        raise InputError(
+            f"total_tokens: {total!r}, expected the number of labels that all steps of the update count, as the sum of"
+            " pipeline.count_labels over its batches"
+        )
+    if accumulate is None and model.router_loss is not None:
+        raise InputError(
+            f"total_tokens: {total!r} without accumulate, but the routers of {model.architecture} add a loss of each"
+            " step, expected also accumulate, the number of steps of the update"
+        )
 
 
 def _check_mask(attention_mask: Tensor, *, separate: bool) -> None:

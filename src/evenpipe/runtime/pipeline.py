@@ -39,7 +39,7 @@ from evenpipe.runtime.arguments import (
     sizes_given,
 )
 from evenpipe.runtime.arranging import model_costs
-from evenpipe.runtime.batch import cut, distribute
+from evenpipe.runtime.batch import count_weight, cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
 from evenpipe.runtime.expert_group import count_choices, spread_experts
 from evenpipe.runtime.gradient_hooks import call_hooks, lost_hooks, set_aside
@@ -345,7 +345,8 @@ class Pipeline(SpreadModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_weights: Tensor | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
+        total_tokens: float | None = None,
         record_passes: bool = False,
     ) -> StepResult:
         """Run forward and backward of one batch, and add its gradients to those of the parameters.
@@ -358,15 +359,26 @@ class Pipeline(SpreadModel):
         Hooks of gradients on `parameters()` are called as by one backward of the whole batch: once for every parameter
         with a gradient, at the end of the step, with the gradient of this step, complete for what this process holds.
 
+        An optimizer's update can use the gradients of several steps, which add up. With `total_tokens` they are those
+        of the mean over all labels of the update, as one step with all batches would give:
+
+            batches = [next(data) for _ in range(4)]
+            total = sum(pipeline.count_labels(*batch) for batch in batches)
+            loss = sum(pipeline.step(*batch, total_tokens=total).loss for batch in batches)
+
         Args:
             input_ids: [batch, sequence] int64; batch must be a multiple of `microbatches`.
             labels: same shape, aligned with `input_ids` and shifted inside; -100 is ignored. Default: `input_ids`.
             position_ids: same shape; default: 0, 1, 2, ...
             attention_mask: same shape, 1 for tokens and 0 for padding, which must be on the right.
             token_weights: same shape, weight of each label in the mean; default: 1.
-            accumulate: number of steps per optimizer update. Each step divides its gradients by this number, so the
-                update uses their mean; it equals that of one step with all batches if each has as many labels. The
-                loss in the result is not divided. With the default, 1, gradients of several steps add up.
+            accumulate: number of steps per optimizer update; default: 1. Without `total_tokens`, each step divides its
+                gradients by this number, so the update uses a mean of means: it equals that of one step with all
+                batches only if each has as many labels. The loss in the result is not divided.
+            total_tokens: number of labels that all steps of the update count, over all replicas, from `count_labels`;
+                with token weights, their sum. It takes the place of the step's own number (or sum) in every mean, so
+                the losses of the steps add up to that of the update. The router loss of a mixture of experts has no
+                labels: it needs `accumulate` too, and the update uses the mean over its steps.
             record_passes: keep the times of every pass, wait and transfer in the result, for `trace`; on a GPU also the
                 actions of the memory allocator.
 
@@ -375,8 +387,26 @@ class Pipeline(SpreadModel):
                 autocast: no gradient has changed then. Or a hook returned something that cannot be the gradient: only
                 parameters whose hooks were called before have this step's.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate, self._separate)
+        tensors = (input_ids, labels, position_ids, attention_mask, token_weights)
+        inputs = Inputs(*tensors, accumulate, self._separate, total_tokens)
         return self._run(inputs, training=True, record_passes=record_passes)
+
+    def count_labels(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> float:
+        """Return how many labels `step` would count in a batch, over all replicas; with token weights, their sum.
+
+        Labels of -100, of padding, and of the first token of a sequence (or separate document) do not count. Arguments
+        and errors are those of `step`. The result is the same on every process. Collective.
+        """
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
+        return count_weight(inputs, model=self.description, numbers_of_all=self._groups.numbers, feeds=self.feeds)
 
     def evaluate(
         self,
@@ -444,7 +474,7 @@ class Pipeline(SpreadModel):
                 shared.finish()
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
-        result = self._results.of(batch, record, started, totals.accumulate, training=training)
+        result = self._results.of(batch, record, started, totals.loss_factor, training=training)
         call_hooks(hooked, of_hooked)
         return result
 

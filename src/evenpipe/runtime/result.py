@@ -29,8 +29,8 @@ class StepResult:
     _shape: tuple[int, int] = (0, 0)
     _router_loss: Shared | None = field(default=None, repr=False)
     _entropy: Shared | None = field(default=None, repr=False)
-    _accumulate: int = field(default=1, repr=False)
-    """Number of steps of one update: the values are divided by it."""
+    _loss_factor: int = field(default=1, repr=False)
+    """The values are divided by it."""
     _expert_load: Shared | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -44,22 +44,25 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean over the valid tokens of all replicas, with the loss options and the router loss of a mixture of
-        experts. It is the loss of this step alone, even with accumulation. Reading it waits for it."""
+        experts. It is the loss of this step alone, even with `accumulate`; with `total_tokens` it is this step's share
+        of the update's loss, to which the shares of all steps add up. Reading it waits for it."""
         loss = self._loss.value()
-        return self._accumulate * float(loss if self._router_loss is None else loss + self._router_loss.value())
+        return self._loss_factor * float(loss if self._router_loss is None else loss + self._router_loss.value())
 
     @property
     def router_loss(self) -> float:
-        """The router loss, including its coefficient: the mean over microbatches and replicas; 0 without routers."""
-        return 0.0 if self._router_loss is None else self._accumulate * float(self._router_loss.value())
+        """The router loss, including its coefficient: the mean over microbatches and replicas, with `total_tokens` this
+        step's share of the update's; 0 without routers."""
+        return 0.0 if self._router_loss is None else self._loss_factor * float(self._router_loss.value())
 
     @property
     def entropy(self) -> float:
-        """Entropy of the prediction for a token, in nats: the mean over the valid tokens of all replicas. Only with
-        `LossOptions(entropy=True)`; otherwise InputError."""
+        """Entropy of the prediction for a token, in nats: the mean over the valid tokens of all replicas; with
+        `total_tokens`, this step's share of the update's mean. Only with `LossOptions(entropy=True)`; otherwise
+        InputError."""
         if self._entropy is None:
             raise InputError("entropy: not computed, expected the loss option LossOptions(entropy=True)")
-        return self._accumulate * float(self._entropy.value())
+        return self._loss_factor * float(self._entropy.value())
 
     @property
     def expert_load(self) -> Tensor:

@@ -50,8 +50,9 @@ class Results:
         """Of losses and token weights."""
         self._entropy, self._load = entropy, load
 
-    def of(self, batch: Batch, record: StepRecord, started: float, accumulate: int, *, training: bool) -> StepResult:
-        """Return the result of a step that began at `started`. What the layers have left is let go of."""
+    def of(self, batch: Batch, record: StepRecord, started: float, loss_factor: int, *, training: bool) -> StepResult:
+        """Return the result of a step that began at `started`, its means times `loss_factor`. What the layers have left
+        is let go of."""
         output = self._output
         loss = self._mean(None if output is None else output.loss)
         entropy = self._mean(None if output is None else output.entropy) if self._entropy else None
@@ -73,7 +74,7 @@ class Results:
             (batch.sequences, batch.sequence_length),
             router_loss,
             entropy,
-            accumulate,
+            loss_factor,
             load,
         )
 
