@@ -55,6 +55,7 @@ class HostAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with a share of its moments on the host.
 
     Args:
+        params: parameters or groups of them; none on a process without a trainable parameter.
         share: share of all elements, 0 to 1, whose moments are on the host: whole parameters, the largest first, as
             many as fit.
         directory: on the CPU, directory of the file; None: the system's directory for temporary files.
@@ -79,6 +80,8 @@ class HostAdamW(torch.optim.AdamW):
         for name in ("amsgrad", "capturable", "differentiable"):
             if options.get(name):
                 raise InputError(f"{name}: True, expected False with moments on the host")
+        if not isinstance(params, Tensor):  # which torch refuses
+            params = list(params) or [{"params": []}]  # torch refuses an empty list
         super().__init__(params, **options)
         self._bucket_bytes = bucket_bytes
         self._hosted = _largest(
