@@ -1,9 +1,10 @@
-"""Lets tests in this folder import `harness` and the tiny models of tests/model, here and in the processes that are
-started, in any import mode."""
+"""Lets tests in this folder import `harness`, the tiny models of tests/model and the configurations of tests/families,
+here and in the processes that are started, in any import mode."""
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "model"):
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "model", HERE.parent / "families"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

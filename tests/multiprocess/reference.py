@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 IGNORE = -100
+LOG_PROBABILITIES = "log-probabilities"
 
 
 @dataclass(frozen=True)
@@ -92,38 +93,46 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy in bf16, as transformers loads one: `.to()` by itself rounds the rotary frequencies too."""
-    narrow = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
-    narrow.load_state_dict(model.state_dict())
+    """A copy in bf16, as transformers loads one: `.to()` by itself rounds the rotary frequencies too, and parameters
+    that transformers keeps in fp32."""
+    config = copy.deepcopy(model.config)
+    narrow = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=torch.bfloat16)
+    narrow.config._experts_implementation = model.config._experts_implementation
     return narrow.train(model.training)
 
 
 class Bf16Errors:
-    """Gradients in bf16 against fp32 in one process, measured by the errors of bf16 in one process.
+    """Gradients in bf16, and perhaps log-probabilities, against fp32 in one process, measured by the errors of bf16 in
+    one process.
 
     Rounding is a throw of dice: the errors that two correct programs make in the few numbers of a norm differ by a
     factor of two in one batch as easily as not. So errors are summed over batches before they are compared.
     """
 
     def __init__(self, exact: PreTrainedModel) -> None:
-        self._exact = exact
+        self._exact, self._narrow = exact, rounded(exact)
         self._ours: dict[str, float] = {}
         self._one_process: dict[str, float] = {}
 
-    def add(self, found: dict[str, Tensor], loss: float, ids: Tensor) -> None:
-        """What came out for a batch."""
-        narrow = rounded(self._exact)
-        for model in (self._exact, narrow):
+    def add(self, found: dict[str, Tensor], loss: float, ids: Tensor, log_probabilities: Tensor | None = None) -> None:
+        """What came out for a batch. log_probabilities: of the labels of its first rows, [rows, sequence]."""
+        results = []
+        for model in (self._exact, self._narrow):
             model.zero_grad()
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            expected = functional.cross_entropy(logits, ids[:, 1:].flatten())
-            expected.backward()
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            losses = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+            losses.mean().backward()
             if model is self._exact:
-                assert abs(loss - expected.item()) < 2e-2
-        for name, gradient in found.items():
-            wanted = self._exact.get_parameter(name).grad
-            for errors, one in ((self._ours, gradient), (self._one_process, narrow.get_parameter(name).grad.float())):
-                errors[name] = errors.get(name, 0.0) + float((one - wanted).square().sum())
+                assert abs(loss - losses.mean().item()) < 2e-2
+            results.append({name: model.get_parameter(name).grad for name in found})
+            if log_probabilities is not None:
+                results[-1][LOG_PROBABILITIES] = -losses.detach()[: len(log_probabilities)]
+        if log_probabilities is not None:
+            found = found | {LOG_PROBABILITIES: log_probabilities[:, :-1]}
+        exact, one_process = results
+        for name, tensor in found.items():
+            for errors, result in ((self._ours, tensor), (self._one_process, one_process[name].float())):
+                errors[name] = errors.get(name, 0.0) + float((result - exact[name]).square().sum())
 
     def check(self, case: str) -> None:
         """No more than 1.5 times the error of one process."""

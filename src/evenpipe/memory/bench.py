@@ -167,7 +167,7 @@ class Bench:
         self._dtype = dtype
         self._anchor = torch.empty(0, dtype=dtype, requires_grad=True)
         self._tracker = tracker
-        self._parameters = dict(StageParameters(stage, dtype))
+        self._parameters = dict(StageParameters(stage, dtype, kept=stage.kept))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
         self._running = Running()
         if experts:

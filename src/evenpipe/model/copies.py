@@ -29,6 +29,7 @@ class Copies:
     """
 
     def __init__(self, description: Description, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
         self._layers_name = description.structure.layers_name
         self._layers = layers_of(self.whole, self._layers_name)
@@ -36,10 +37,15 @@ class Copies:
     @cached_property
     def buffer_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of buffers: some follow that of the model (decays, masks that multiply scores), others do not
-        (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
-        kept = tuple(f".{part}." for part in self.whole._keep_in_fp32_modules_strict or ())
-        buffers = self.whole.named_buffers()
-        return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
+        (rotary tables)."""
+        return {name: buffer.dtype for name, buffer in self.whole.named_buffers()}
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the parameters that transformers keeps in fp32 in a model of a narrower dtype: routers, decays."""
+        if self._dtype.itemsize >= torch.float32.itemsize:
+            return frozenset()
+        return frozenset(name for name, one in self.whole.named_parameters() if one.dtype == torch.float32)
 
     @cached_property
     def _stripped(self) -> nn.ModuleList:

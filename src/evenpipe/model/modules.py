@@ -75,6 +75,9 @@ class Part:
 class ModuleStage(nn.Module):
     """Layers [first, last) of a model of plain modules, with the interface of `Stage`."""
 
+    kept: frozenset[str] = frozenset()
+    """Their parameters all follow the computing dtype."""
+
     def __init__(self, description: Description, part: Part):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last

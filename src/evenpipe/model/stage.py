@@ -110,13 +110,20 @@ class Stage(nn.Module):
         self.held, self._tensor_ranks = part.held, part.tensor_ranks
         self.layer_argument = structure.layer_argument
         relay = self._relay = Relay(structure.layer_argument)
-        kept = range(part.first, part.last)
-        whole = copies(description, part.dtype).of(kept)
+        own = range(part.first, part.last)
+        whole = copies(description, part.dtype).of(own)
+        self.kept = copies(description, part.compute_dtype).kept
+        """Names of parameters, perhaps of other stages, that stay in fp32 in a model of the computing dtype."""
+        if wide := self.kept.intersection(description.vocabulary_names):
+            raise InputError(
+                f"compute_dtype = {part.compute_dtype}: transformers keeps {min(wide)} of {description.architecture} in"
+                " fp32, and both vocabulary layers compute in the dtype of the layers; compute in torch.float32."
+            )
         open_ends(whole, structure, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
         _materialise(whole, description, part)
         _place_hooks(layers_of(whole, structure.layers_name), structure, part, relay)
         if description.router_loss is not None:
-            for module, index in router_modules(whole, structure.layers_name, kept):
+            for module, index in router_modules(whole, structure.layers_name, own):
                 module.register_forward_hook(partial(relay.record_router, index))
 
         self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
@@ -248,7 +255,7 @@ def build_stage(
         first, last: a stage may have no layers (first == last).
         is_first: it owns the embedding's arithmetic and all operations before the layers.
         is_last: it owns all operations after the layers, up to the head.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters; those that transformers keeps in fp32 are not narrower.
         compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
             dtype; None: `dtype`. Stand-ins have this dtype from the start.
         held: parameters of which this process holds a part, by name; None: it holds nothing of one.
@@ -281,9 +288,10 @@ def build_stage(
 def _materialise(whole: PreTrainedModel, description: Description, part: Part) -> None:
     """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
-    All get the given dtypes: some families build their routers in fp32 for every dtype of the model.
+    All get the given dtypes: some families build their routers in fp32 also in a model of fp64. Only those that stay in
+    fp32 in a narrower model do so here.
     """
-    structure = description.structure
+    structure, computed = description.structure, copies(description, part.compute_dtype)
     owned = {
         *(structure.first_parameters if part.is_first else ()),
         *(structure.last_parameters if part.is_last else ()),
@@ -291,17 +299,20 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
     prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(part.first, part.last))
     for owner, attribute, name in outer_parameters(whole):
         meta = owner.get_parameter(attribute)
+        dtype, compute_dtype = part.dtype, part.compute_dtype
+        if name in computed.kept:
+            dtype, compute_dtype = torch.promote_types(dtype, torch.float32), torch.float32
         if name in owned or name.startswith(prefixes):
             placement = part.held.get(name, TensorPlacement(tuple(meta.shape)))
             if placement is None:
                 owner._parameters[attribute] = None
                 continue
-            value = torch.full(placement.local_shape, float("nan"), dtype=part.dtype, device=part.torch_device)
+            value = torch.full(placement.local_shape, float("nan"), dtype=dtype, device=part.torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]
-            setattr(owner, attribute, stand_in(meta.shape, part.compute_dtype, part.torch_device))
-    dtypes = copies(description, part.compute_dtype).buffer_dtypes if part.compute_dtype != part.dtype else {}
+            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, part.torch_device))
+    dtypes = computed.buffer_dtypes if part.compute_dtype != part.dtype else {}
     for prefix, module in whole.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:

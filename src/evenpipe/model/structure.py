@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from evenpipe.errors import InputError
 from evenpipe.model.rules import restore_buffers
@@ -82,12 +83,28 @@ def build_skeleton(
     model_class: type[PreTrainedModel] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build the whole model on the meta device: all shapes and names, no storage. `config` is not changed."""
+    """Build the whole model on the meta device: all shapes and names, no storage. `config` is not changed.
+
+    Parameters and buffers have the dtypes that `from_pretrained(dtype=dtype)` gives them: some stay in fp32.
+    """
     config = copy.deepcopy(config)
     with torch.device("meta"):
         if model_class is not None:
-            return model_class._from_config(config, dtype=dtype)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = model_class._from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    _keep_dtypes(model, dtype)
+    return model
+
+
+def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Apply transformers' own plan of dtypes, which it reads only when it loads weights."""
+    if not (plan := model._get_dtype_plan(dtype)):
+        return
+    pattern, key_of, _ = build_glob_alternation(list(plan))
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if (match := pattern.search(name)) and match.lastgroup is not None:
+            tensor.data = tensor.data.to(plan[key_of[match.lastgroup]])
 
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:

@@ -19,7 +19,7 @@ process's rows of each parameter, split over the replicas as by `torch.chunk`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -140,6 +140,7 @@ class ShardedModule:
         compute_dtype: of the whole parameters.
         what: for messages.
         names: of the parameters that are sharded; the others stay as they are. None: all are.
+        kept: names of parameters that stay in the dtype of their masters; they are gathered on their own.
         inner: cut dimension 1 where its length can be divided, instead of rows: there are few experts.
     """
 
@@ -152,19 +153,25 @@ class ShardedModule:
         compute_dtype: torch.dtype,
         what: str,
         names: Collection[str] | None = None,
+        kept: Collection[str] = (),
         inner: bool = False,
     ) -> None:
         self._shards = shards
         self._what = what
         self._replicas = len(shards.members)
-        self._compute_dtype = compute_dtype
         self._module, self._inner = module, inner
         self._names = {name for name, _ in module.named_parameters()} if names is None else names
         shapes = {name: parameter.shape for name, parameter in self._whole()}
         assert shards.group is not None
         device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
         mesh = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=("dp",))
-        self._holders = [self._hold(unit, own, mesh) for unit, own in _units(module, units, dict(self._whole()))]
+        follow = [one for name, one in self._whole() if name not in kept]
+        stay = [one for name, one in self._whole() if name in kept]
+        self._holders = [
+            self._hold(unit, own, mesh, dtype)
+            for parameters, dtype in ((follow, compute_dtype), (stay, None))
+            for unit, own in _units(module, units, parameters)
+        ]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
         for name, sharded in self._whole():
@@ -184,13 +191,16 @@ class ShardedModule:
         """Return the dimension that is cut; FSDP2 cuts only the first one unevenly."""
         return int(self._inner and len(shape) > 1 and shape[1] % self._replicas == 0)
 
-    def _hold(self, module: nn.Module, own: Collection[nn.Parameter], mesh: DeviceMesh) -> _Holder:
+    def _hold(
+        self, module: nn.Module, own: Collection[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None
+    ) -> _Holder:
+        """dtype: of the whole parameters; None: that of their masters."""
         holder = _NeverCalled(module)
         fully_shard(
             holder,
             mesh=mesh,
             reshard_after_forward=False,
-            mp_policy=MixedPrecisionPolicy(param_dtype=self._compute_dtype),
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
             shard_placement_fn=lambda parameter: Shard(self._dimension(parameter.shape)),
             ignored_params={*module.parameters()} - {*own},
         )
@@ -348,13 +358,13 @@ class _NeverCalled(nn.Module):
 
 
 def _units(
-    module: nn.Module, units: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]
+    module: nn.Module, units: Sequence[nn.Module], parameters: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, Collection[nn.Parameter]]]:
     """Return the modules to gather, each with those of the parameters that are gathered with it.
 
     A parameter that two units share cannot be gathered with either of them: then all are gathered together.
     """
-    all_of_them = set(parameters.values())
+    all_of_them = set(parameters)
     held = [all_of_them.intersection(unit.parameters()) for unit in units]
     inside = set[nn.Parameter]().union(*held)
     if sum(map(len, held)) != len(inside):

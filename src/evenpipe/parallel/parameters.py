@@ -2,7 +2,7 @@
 
 If both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each step,
 and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that no sum
-over microbatches is rounded to the narrower one.
+over microbatches is rounded to the narrower one. Parameters that transformers keeps in fp32 are their own masters.
 """
 
 from __future__ import annotations
@@ -74,15 +74,26 @@ class ShardedMatrix(Matrix):
 class StageParameters:
     """The parameters of a stage's module, with masters if it computes in another dtype."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype, names: Collection[str] | None = None) -> None:
-        """names: of these parameters; None: all of the module's."""
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype,
+        names: Collection[str] | None = None,
+        *,
+        kept: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            names: of these parameters; None: all of the module's.
+            kept: names of parameters that products read in the dtype of their masters.
+        """
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: dict[str, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters()):
             if names is not None and name not in names:
                 continue
             self._masters[name] = parameter
-            if parameter.dtype != compute_dtype:
+            if parameter.dtype != compute_dtype and name not in kept:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))
                 copy.register_post_accumulate_grad_hook(_AddTo(parameter))
                 _replace(module, name, copy)

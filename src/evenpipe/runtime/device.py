@@ -259,7 +259,7 @@ class Builder:
                 experts |= placements_of_experts(description, index, ranks.experts, placements)
         return _Cut(placements | experts, experts.keys(), alone)
 
-    def _hold(self, stage: int, module: nn.Module, layers: Sequence[nn.Module], cut: _Cut) -> None:
+    def _hold(self, stage: int, module: Stage | ModuleStage, layers: Sequence[nn.Module], cut: _Cut) -> None:
         """Take the parameters of a stage: those of experts that members of a group share, and all others."""
         names = {name for name, _ in module.named_parameters()}
         parts = (
@@ -271,7 +271,7 @@ class Builder:
                 continue
             parameters: StageParameters | ShardedModule
             if shards is None:
-                parameters = StageParameters(module, self.compute_dtype, own)
+                parameters = StageParameters(module, self.compute_dtype, own, kept=module.kept)
                 masters = {name: Held.whole(one) for name, one in parameters}
             else:
                 parameters = ShardedModule(
@@ -281,6 +281,7 @@ class Builder:
                     compute_dtype=self.compute_dtype,
                     what=what,
                     names=own,
+                    kept=module.kept,
                     inner=are_experts,
                 )
                 masters = dict(parameters)
