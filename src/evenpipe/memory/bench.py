@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.experts.adopt import Spread, adopt_experts
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
-from evenpipe.layers.entrance import Entrance
+from evenpipe.layers.entrance import StageGraph
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank
@@ -235,7 +235,7 @@ class Bench:
         hidden = torch.empty(self._shape, dtype=self._dtype)
         size = self._live - before
         self._running.place = KEY
-        edge, gradients = self._forward(hidden, "forward", split=split)
+        graph = self._forward(hidden, "forward", split=split)
         stored = self._live - before - size
         del hidden
         kept = self._live - before - stored
@@ -247,11 +247,9 @@ class Bench:
         if split:
             self._queue.begin(KEY)
         with self._passing(which + ("input" if split else "backward"), backwards=True):
-            torch.autograd.backward((edge,), (gradient,))
+            input_gradient = graph.backward(gradient)
         self._queue.under_way = self._running.place = None
-        (input_gradient,) = gradients
-        gradients.clear()
-        del edge, gradient
+        del graph, gradient
         queued = self._live - before - size
         if split and first:
             self._input_gradients = self._gradient_sizes()
@@ -282,22 +280,20 @@ class Bench:
         output: Tensor = self._stage(hidden) if self._piece is None else self._piece.run(self._stage, hidden)
         return output
 
-    def _forward(
-        self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False
-    ) -> tuple[GradientEdge, list[Tensor]]:
-        """Return the edge of the output, and the list that gets the gradient of the input."""
-        gradients: list[Tensor] = []
+    def _forward(self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False) -> StageGraph:
+        graph = StageGraph(self._anchor)
         self._queue.under_way = KEY if split else None
         self._switch.off = keep_all
         if self._exchange is not None:
             self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
-            output = self._run(Entrance.apply(self._anchor, hidden, gradients))
+            output = self._run(graph.enter(hidden))
         if self._exchange is not None:
             self._exchange.repeats = False
         self._switch.off = False
         self._queue.under_way = None
-        return get_gradient_edge(output), gradients
+        graph.leave(output)
+        return graph
 
     def _gradient_sizes(self) -> tuple[int, ...]:
         """Return bytes of existing gradients, per layer and last outside of layers."""

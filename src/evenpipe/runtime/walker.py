@@ -11,16 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from evenpipe.host.offload import Activations, Packed
 from evenpipe.layers.checkpointing import Switch
-from evenpipe.layers.entrance import Entrance
+from evenpipe.layers.entrance import StageGraph
 from evenpipe.layers.random_state import RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.parallel.running import Running
@@ -58,12 +57,10 @@ class _Forwarded:
 
     input: Tensor | Packed | None = None
     """What R needs; None if there is none to come."""
-    output: GradientEdge | None = None
+    graph: StageGraph | None = None
     """None until R has run."""
     random_state: RandomState | None = None
     """State before F, if R must draw the same numbers again."""
-    gradients: list[Tensor] = field(default_factory=list)
-    """Gets the input's gradient in the backward."""
 
 
 class Walker:
@@ -287,13 +284,13 @@ class Walker:
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
         self._running.repeats = key in self._row.recomputed
+        graph = forwarded.graph = StageGraph(self._anchor)
         with saving:
-            output = self._call(stage, unit, Entrance.apply(self._anchor, hidden, forwarded.gradients))
+            output = self._call(stage, unit, graph.enter(hidden))
         self._checkpointing.off = False
         self._running.repeats = False
         self._weight_gradients.under_way = None
-        # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
-        forwarded.output = get_gradient_edge(output)
+        graph.leave(output)
         self._forwarded[key] = forwarded
         return output
 
@@ -346,23 +343,31 @@ class Walker:
             assert gradient is not None
         if stage == self._row.last_stage:
             gradient = gradient.to(self._hidden_dtype).view(self._hops.shapes[unit])
-        forwarded = self._forwarded.pop((stage, unit))
-        assert forwarded.output is not None
+        graph = self._forwarded.pop((stage, unit)).graph
+        assert graph is not None
         if split:
             self._weight_gradients.begin((stage, unit))
         self._running.place = (stage, unit)
-        torch.autograd.backward((forwarded.output,), (gradient,))
+        input_gradient = graph.backward(gradient)
         self._weight_gradients.under_way = None
-        (input_gradient,) = forwarded.gradients
         if stage != self._row.first_stage:
+            if input_gradient is None:  # a stage before this one awaits one all the same
+                input_gradient = self._zeros(self._hops.shapes[unit])
             self._values.put((self._row.before[stage][::-1], unit), input_gradient.contiguous(), *along)
             return
         assert self._embedding is not None
-        rows_gradient = self._embedding.pick(input_gradient.view(-1, self._hidden_size), unit)
+        if input_gradient is None:
+            if not self._vocabulary_passes:
+                return
+            input_gradient = self._zeros(self._hops.whole[unit])
+        rows_gradient = self._embedding.pick(input_gradient.reshape(-1, self._hidden_size), unit)
         if self._vocabulary_passes:
             self._values.put((TransferKind.ROW_GRADIENTS, unit), rows_gradient)
         else:
             self._embedding.add_gradient(rows_gradient, unit)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self._hidden_dtype, device=self._torch_device)
 
     def _weight_gradient(self, item: Pass) -> None:
         stage, unit = self._row.place(item)

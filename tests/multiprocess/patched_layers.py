@@ -1,0 +1,208 @@
+"""Models whose layers do something of their own with the hidden states, and what one process makes of them.
+
+Plain modules and decoder layers of Llama behave alike: by the number of the layer, and if wanted only on some
+microbatches, which they know by their hidden states (plain modules) or positions (Llama: tensor ranks see only rows).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
+
+from evenpipe import Pipeline
+from evenpipe.model import describe
+
+VOCABULARY, WIDTH, TOKENS = 61, 16, 8
+LATER = 16
+"""First position of every second microbatch."""
+Behaviour = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+"""From a layer's own forward, its input, and one of its weights [hidden_size]."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of four layers (or as many as are given). `layers`: a behaviour for each; "?" behind it: only on every
+    second microbatch."""
+
+    layers: tuple[str, ...]
+    processes: int = 2
+    plain: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kind = "plain modules" if self.plain else "Llama"
+        return f"{kind} {' '.join(self.layers)} on {self.processes} with {dict(self.options)}"
+
+
+class Block(nn.Module):
+    """Plain, with a residual; `kind` as in `Case.layers`."""
+
+    def __init__(self, kind: str, behaviours: Mapping[str, Behaviour]) -> None:
+        super().__init__()
+        self.kind, self.behaviours = kind, behaviours
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen = float(hidden.detach().flatten()[0]) > 0
+        return _behave(self.kind, self.behaviours, self._run, hidden, self.norm.weight, chosen=chosen)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+def _behave(
+    kind: str,
+    behaviours: Mapping[str, Behaviour],
+    run: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    chosen: bool,
+) -> Tensor:
+    if kind.endswith("?") and not chosen:
+        return run(hidden)
+    return behaviours[kind.removesuffix("?")](run, hidden, weight)
+
+
+@contextmanager
+def patched(layers: tuple[str, ...], behaviours: Mapping[str, Behaviour]) -> Iterator[None]:
+    """Let the decoder layers of Llama behave so."""
+    own = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def run(hidden: Tensor) -> Tensor:
+            return own(layer, hidden, *args, **kwargs)
+
+        kind = layers[layer.self_attn.layer_idx % len(layers)]
+        chosen = kind.endswith("?") and int(kwargs["position_ids"].max()) >= LATER
+        return _behave(kind, behaviours, run, hidden_states, layer.input_layernorm.weight, chosen=chosen)
+
+    with mock.patch.object(modeling_llama.LlamaDecoderLayer, "forward", forward):
+        yield
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def plain_modules(layers: tuple[str, ...], behaviours: Mapping[str, Behaviour]) -> tuple[Any, ...]:
+    """Return embedding, layers, norm and head."""
+    torch.manual_seed(0)
+    with mock.patch.object(nn.Linear, "reset_parameters", lambda one: [nn.init.normal_(p, 0, 0.3) for p in one.parameters()]):
+        parts = nn.Embedding(VOCABULARY, WIDTH), [Block(kind, behaviours) for kind in layers], nn.LayerNorm(WIDTH)
+        head = nn.Linear(WIDTH, VOCABULARY)
+    for part in (parts[0], *parts[1], parts[2], head):
+        part.double()
+    return *parts, head
+
+
+@cache
+def llama(layers: int, tied: bool = False) -> Any:
+    from test_gradients import llama as make
+
+    return make(VOCABULARY, tied, torch.float64, layers)
+
+
+def batch(microbatches: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, labels and position ids of two sequences per microbatch."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (2 * microbatches, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+    positions = torch.arange(TOKENS).repeat(len(ids), 1)
+    positions[[row for row in range(len(ids)) if row // 2 % 2]] += LATER
+    return ids, labels, positions
+
+
+@dataclass(frozen=True)
+class Expected:
+    loss: float
+    gradients: dict[str, Tensor | None]
+
+
+def one_process(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int, replicas: int = 1) -> Expected:
+    """Microbatch after microbatch, through the same layers."""
+    if case.plain:
+        embedding, layers, norm, head = plain_modules(case.layers, behaviours)
+        modules = nn.ModuleDict({"embedding": embedding, "norm": norm, "head": head, "layers": nn.ModuleList(layers)})
+
+        def logits(ids: Tensor, positions: Tensor) -> Tensor:
+            hidden = embedding(ids)
+            for layer in layers:
+                hidden = layer(hidden)
+            return head(norm(hidden))
+
+        parameters = dict(modules.named_parameters())
+    else:
+        model = copy.deepcopy(llama(len(case.layers), case.options.get("tied", False)))
+
+        def logits(ids: Tensor, positions: Tensor) -> Tensor:
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+        parameters = dict(model.named_parameters())
+    data = [batch(microbatches, 1 + replica) for replica in range(replicas)]
+    count = sum(int((labels[:, 1:] != -100).sum()) for _, labels, _ in data)
+    total = 0.0
+    with patched(case.layers, behaviours):
+        for of_replica in data:
+            for ids, labels, positions in zip(*(one.split(2) for one in of_replica), strict=True):
+                found = logits(ids, positions)[:, :-1].flatten(0, 1)
+                loss = functional.cross_entropy(found, labels[:, 1:].flatten(), reduction="sum") / count
+                if loss.requires_grad:
+                    loss.backward()
+                total += loss.item()
+    return Expected(total, {name: parameter.grad for name, parameter in parameters.items()})
+
+
+# --- a pipeline -------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int, **defaults: Any) -> Pipeline:
+    """Inside of `patched`."""
+    options = {"parameter_dtype": torch.float64, "microbatches": microbatches, "self_check": False} | defaults
+    options |= {name: value for name, value in case.options.items() if name != "tied"}
+    if case.plain:
+        return Pipeline.from_modules(*plain_modules(case.layers, behaviours), **options)
+    return Pipeline(describe(llama(len(case.layers), case.options.get("tied", False))), **options)
+
+
+def faults_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int = 3, tolerance: float = 1e-10) -> list[str]:
+    """Return what is wrong with loss and gradients of a step, as the first process sees it."""
+    with patched(case.layers, behaviours):
+        pipeline = pipeline_of(case, behaviours, microbatches)
+        try:
+            ids, labels, positions = batch(microbatches, 1 + pipeline.replica)
+            given = {} if case.plain else {"position_ids": positions}
+            loss = float(pipeline.step(ids, labels, **given).loss)
+            found = pipeline.full_gradients()
+            feeds, replicas = pipeline._is_very_first, pipeline.replicas * pipeline.expert_ranks
+        finally:
+            pipeline.close()
+    if not feeds:
+        return []
+    expected = one_process(case, behaviours, microbatches, replicas)
+    faults = []
+    if not abs(loss / expected.loss - 1) <= tolerance:
+        faults.append(f"{case}: loss {loss}, expected {expected.loss}")
+    for name, gradient in expected.gradients.items():
+        error = _error(found.get(name), gradient)
+        if not error <= tolerance:
+            faults.append(f"{case}: the gradient of {name} is off by {error:.1e}")
+    return faults
+
+
+def _error(found: Tensor | None, expected: Tensor | None) -> float:
+    """Relative to the norm of what is expected; a parameter without a gradient there may have zeros here."""
+    if expected is None or not expected.any():
+        return 0.0 if found is None else float(found.norm())
+    return float("inf") if found is None else float((found - expected).norm() / expected.norm())
