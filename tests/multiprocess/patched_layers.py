@@ -176,7 +176,7 @@ def pipeline_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: i
     return Pipeline(describe(llama(len(case.layers), case.options.get("tied", False))), **options)
 
 
-def faults_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int = 3, tolerance: float = 1e-10) -> list[str]:
+def faults_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int = 4, tolerance: float = 1e-10) -> list[str]:
     """Return what is wrong with loss and gradients of a step, as the first process sees it."""
     with patched(case.layers, behaviours):
         pipeline = pipeline_of(case, behaviours, microbatches)

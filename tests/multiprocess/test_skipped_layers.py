@@ -31,7 +31,7 @@ def faults_of_cases(cases: list[Case]) -> list[str]:
             faults += faults_of(case, BEHAVIOURS)
         except Exception as error:
             faults.append(f"{case}: {type(error).__name__}: {error}")
-            break
+            import traceback; traceback.print_exc(); break
     return faults
 
 
@@ -40,9 +40,24 @@ def at(place: int, kind: str) -> tuple[str, ...]:
     return (*RUN[:place], kind, *RUN[place + 1 :])
 
 
-EVERYWHERE = [Case(at(place, kind), processes=1, plain=True) for kind in ("skip", "above","below","no_grad","fresh","constant") for place in range(4)]
-EVERYWHERE += [Case((kind,)*4, processes=1, plain=True) for kind in ("skip", "above","below","no_grad","fresh","constant")]
 
+KINDS = ("skip", "above", "below", "no_grad", "fresh", "constant")
+EVERYWHERE = [Case(at(place, kind), processes=1, plain=True) for kind in KINDS for place in range(4)]
+EVERYWHERE += [Case((kind,)*4, processes=1, plain=True) for kind in KINDS]
+SCHED=("1f1b","zbv","zb-h1","dualpipe-v","interleaved")
+TWO = [Case(at(place, kind+q), plain=plain, options={"schedule":SCHED[(place+i)%5]}) for i,kind in enumerate(KINDS) for place in range(4) for q in ("","?") for plain in (True,False)]
+TWO += [Case((kind,)*4, plain=plain,options={"schedule":s}) for kind in KINDS for plain in (True,False) for s in ("1f1b","zbv")]
+O=[]
+for i,kind in enumerate(("skip?","above?","below","no_grad?","fresh?","above")):
+    for opts in ({"checkpointing":"full"},{"checkpointing":"selective"},{"slices":2},{"slices":3,"schedule":"zbv"},{"compile_layers":True,"schedule":"zbv"},{"tied":True},{"vocabulary":"first-last"},{"vocabulary":"redistribute","schedule":"zb-h1"}):
+        for place in (0,1,3):
+            O.append(Case(at(place,kind),options=opts))
+T=[]
+for i,kind in enumerate(("skip?","above?","below","no_grad?","fresh?","above")):
+    for place in (0,1,3):
+        for opts in ({"tensor_parallel":2},{"tensor_parallel":2,"schedule":"zbv"},{"context_parallel":2},{"replicas":2,"data_parallel":"shard"},{"replicas":2}):
+            T.append(Case(at(place,kind),processes=4,options=opts))
 
+import os
 def test_one() -> None:
-    check_cases(faults_of_cases, EVERYWHERE)
+    check_cases(faults_of_cases, {"E":EVERYWHERE,"TWO":TWO,"O":O,"T":T}[os.environ["W"]])

@@ -9,6 +9,9 @@ slice j is reached, all later slices have been there, and the gradient of its ow
 
 The gradient reaches a slice's keys inside that slice's own graph, and nothing is stored twice: later slices see the
 same buffer. TeraPipe (arXiv 2102.07988) introduced such slices.
+
+So a layer runs on all slices of a sequence or on none. Where gradients do not reach it, they do so for no slice, or for
+the last ones only: a slice cannot hand on gradients that later ones owe to its keys, if nothing depends on it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.sight import Exchange, Keys
+from evenpipe.errors import InputError
 
 
 class Carry:
@@ -29,10 +33,26 @@ class Carry:
         self.ends = tuple(ends)
         self._keys: dict[int, Keys] = {}
         self._gradients: dict[int, Keys] = {}
+        self._reached: dict[int, int] = {}
+        """By layer, the slice whose backward came last."""
 
     def slice(self, index: int, within: Exchange) -> CarriedSlice:
         """Return the exchange of one slice. within: that of the slice, before the carry."""
         return CarriedSlice(self, index, within)
+
+    def end_backward(self, index: int) -> None:
+        """End the backward of a slice in the stage. Raises InputError if gradients of its keys are lost."""
+        lost = [layer for layer in self._gradients if self._reached[layer] != index]
+        if lost:
+            raise self._uneven(lost[0], f"gradients do not reach it in slice {index}, and do in a later one")
+        if not index:  # without gradients, layers have kept their keys until now
+            self._keys.clear()
+
+    def _uneven(self, layer: int, how: str) -> InputError:
+        return InputError(
+            f"slices: {len(self.ends)}, but layer {layer} does not treat all slices of a sequence alike: {how};"
+            " expected 1 for layers that are skipped, or stop gradients, by chance or by what they read"
+        )
 
     @property
     def empty(self) -> bool:
@@ -52,6 +72,10 @@ class Carries:
         """Return the exchange of a slice in a stage. within: gathers the slice from several processes first."""
         return self._by_stage.setdefault(stage, Carry(self._ends)).slice(index, within)
 
+    def end_backward(self, stage: int, index: int) -> None:
+        """End the backward of a slice in a stage. Raises InputError as `Carry.end_backward`."""
+        self._by_stage[stage].end_backward(index)
+
     @property
     def empty(self) -> bool:
         """Whether no stage keeps anything."""
@@ -64,14 +88,22 @@ class CarriedSlice:
     keeps_keys = False
 
     def __init__(self, carry: Carry, index: int, within: Exchange) -> None:
-        self._carry, self._within = carry, within
-        self._first, self._last = index == 0, index == len(carry.ends) - 1
+        self._carry, self._within, self._index = carry, within, index
         self._end = carry.ends[index]
         self._own = slice(0 if index == 0 else carry.ends[index - 1], self._end)
+        self._ran: set[int] = set()
+        """Layers of this slice."""
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
-        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
+        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same.
+
+        Raises:
+            InputError: an earlier slice has not run the layer.
+        """
         kept, length = self._carry._keys, self._carry.ends[-1]
+        self._ran.add(layer)
+        if self._index and layer not in kept:
+            raise self._carry._uneven(layer, f"it runs on slice {self._index}, and not on slice 0")
         made = self._within.keys(layer, key, value)
         if layer not in kept:
             key, value = (one.new_empty((*one.shape[:2], length, one.shape[3])) for one in made)
@@ -79,6 +111,11 @@ class CarriedSlice:
         for whole, own in zip(kept[layer], made, strict=True):
             whole[:, :, self._own] = own
         return self.again(layer)
+
+    def end_forward(self) -> None:
+        """Raise InputError if an earlier slice has run a layer that this one has not."""
+        for layer in self._carry._keys.keys() - self._ran:
+            raise self._carry._uneven(layer, f"it runs on slice 0, and not on slice {self._index}")
 
     def again(self, layer: int, *own: Tensor) -> Keys:
         """Return the keys of all slices up to this one."""
@@ -88,14 +125,14 @@ class CarriedSlice:
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
         """Add to the gradients of all slices up to this one, and return its own, which are complete."""
         sums = self._carry._gradients
+        self._carry._reached[layer] = self._index
         if layer not in sums:
-            assert self._last, "the backward of the last slice comes first"
             wide = torch.promote_types(dtype, torch.float32)  # as many terms as there are slices
             sums[layer] = key.to(wide), value.to(wide)
         else:
             for whole, part in zip(sums[layer], (key, value), strict=True):
                 whole[:, :, : self._end] += part
         key, value = (whole[:, :, self._own].clone() for whole in sums[layer])
-        if self._first:
+        if not self._index:
             del sums[layer], self._carry._keys[layer]
         return self._within.gradients(layer, key, value, dtype)

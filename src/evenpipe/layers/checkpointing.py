@@ -233,6 +233,11 @@ class _Call:
             key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
         ]
         inputs = [self._arguments.pop(key) for key in self._differentiable]
+        self._versions = {
+            key: value._version
+            for key, value in self._arguments.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        }
         # All of it, since torch 2.11 frees what the node saves once nothing holds its output.
         self._inputs: Any = _Inputs.apply(*inputs) if inputs else None
 
@@ -253,6 +258,12 @@ class _Call:
         forward, random_state = self._forward, self._random_state
         assert forward is not None and random_state is not None
         arguments = self._arguments
+        for key, version in self._versions.items():  # autograd looks after those with a gradient
+            if arguments[key]._version != version:
+                raise RuntimeError(
+                    f"argument {key} of a checkpointed layer {list(arguments[key].shape)} was changed in place, and its"
+                    ' forward is repeated from it: expected checkpointing "none" for this layer'
+                )
         if self._inputs is not None:
             for key, value in zip(self._differentiable, self._inputs.grad_fn.saved_tensors, strict=True):
                 arguments[key] = value.detach().requires_grad_()

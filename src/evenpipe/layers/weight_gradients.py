@@ -261,7 +261,7 @@ class SplitLayer(nn.Module):
             return _TappedLinear.apply(x, self.transposed, *self._tapped)
         if not torch.compiler.is_compiling() and is_trained(self):
             source, sums = self._source, self._sums
-            if source is not None and not (torch.is_grad_enabled() and source.gave(x)):
+            if source is not None and not (x.requires_grad and torch.is_grad_enabled() and source.gave(x)):
                 source = None
             if sums is not None and x.requires_grad and torch.is_grad_enabled():
                 output = sums.result = _Linear.apply(x, self, source, sums)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
-from evenpipe.model.graph import graph_nodes
+from evenpipe.model.graph import graph_nodes, run_backward
 from evenpipe.model.interface import takes
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.rules import undisturbed
@@ -34,6 +34,8 @@ PARTLY_FP32 = 1e-6  # in fp64, for families that always round some results to fp
 OWN_LOSS = 1e-6  # transformers always computes it in fp32
 BATCH, SEQUENCE, PADDED = 2, 12, 3
 SILENT_SECONDS = 3.0
+SEED = 0
+"""Of what layers draw: they skip the same ones in pieces."""
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -188,6 +190,7 @@ def loss_of_hidden(
 def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> Result:
     model, router = small.model, small.router_loss
     model.zero_grad()
+    torch.default_generator.manual_seed(SEED)
     given = {"labels": labels} if takes(type(model), "labels") else {}
     try:
         output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **given)
@@ -256,14 +259,16 @@ def _in_pieces(
     outputs: list[torch.Tensor] = []
     behind: list[Callable[[], None]] = []
     hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
+    torch.default_generator.manual_seed(SEED)
     for first, last in itertools.pairwise(bounds):
         stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
         copy_parameters(stage, small)
         if split is not None:
             behind.append(split(stage))
         inputs.append(hidden if not stages else hidden.detach().requires_grad_())
+        entered = inputs[-1].clone()  # may be changed in place
         recorded: dict[str, list] = {} if router is None else {"router_logits": []}
-        hidden = stage(inputs[-1], attention_mask=mask, **positions, **recorded)
+        hidden = stage(entered, attention_mask=mask, **positions, **recorded)
         if router is not None:
             totals, probabilities = router.add(totals, recorded["router_logits"], mask)
             routed.append(probabilities)
@@ -272,11 +277,12 @@ def _in_pieces(
     loss = loss_of_hidden(small, weights, hidden, labels, logits_dtype)
     for index in range(len(stages) - 1, -1, -1):
         is_last = index == len(stages) - 1
-        roots, given = [loss if is_last else outputs[index]], [None if is_last else inputs[index + 1].grad]
-        if router is not None and routed[index].requires_grad:
+        roots = [loss if is_last else outputs[index]]
+        given = [torch.ones_like(loss) if is_last else inputs[index + 1].grad]
+        if router is not None:
             roots.append(routed[index])
             given.append(router.gradient(totals, 1.0))
-        torch.autograd.backward(roots, given)
+        run_backward(roots, given)
     for weight_gradients in behind:
         weight_gradients()
     if router is not None:

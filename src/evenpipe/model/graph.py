@@ -1,8 +1,8 @@
-"""Walks autograd graphs."""
+"""Walks autograd graphs, and runs their backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,3 +18,11 @@ def graph_nodes(output: torch.Tensor) -> Iterator[Any]:
         seen.add(node)
         yield node
         waiting += [following for following, _ in node.next_functions]
+
+
+def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Run the backward from several tensors, with a gradient for each; None: nothing depends on it. Layers that stop
+    gradients may leave a tensor without a graph."""
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))

@@ -76,10 +76,12 @@ class Microbatch:
         sight = self.sight
         if sight is None:
             return module(hidden, self.position_ids, self.attention_mask, **options)
-        if self.carries is not None:
-            sight = replace(sight, exchange=self.carries.exchange(stage, self.slice, sight.exchange))
-        with seeing(sight):
-            return module(hidden, self.position_ids, None, **options)
+        carried = None if self.carries is None else self.carries.exchange(stage, self.slice, sight.exchange)
+        with seeing(sight if carried is None else replace(sight, exchange=carried)):
+            output = module(hidden, self.position_ids, None, **options)
+        if carried is not None:
+            carried.end_forward()
+        return output
 
 
 @dataclass(frozen=True, slots=True)

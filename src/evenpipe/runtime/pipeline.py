@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -141,7 +141,7 @@ class Pipeline(SpreadModel):
         check_positive("timeout_seconds", timeout_seconds)
         wanted = None if torch_device is None else device_of_torch(torch_device)
         worker = borrow_worker(torch_device=wanted)  # the first call decides
-        self._watch = worker.watch
+        self._watch, self._owned = worker.watch, worker.owned
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
@@ -433,6 +433,7 @@ class Pipeline(SpreadModel):
                 module.train(modes[stage])
 
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
+        self._watch.raise_cause()
         if self._closed:
             raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
         check_no_autocast(self.torch_device)
@@ -458,25 +459,38 @@ class Pipeline(SpreadModel):
         batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
         if self._pieces is not None:
             batch = self._pieces.pieces(batch)
-        self._held.refresh()
-        if self._router_losses is not None:
-            self._router_losses.accumulate = totals.accumulate
-        self._walker.record_passes = record_passes
-        before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
-        shared = self._shared_gradients if training else None
         hooked = self._trained.hooked if training else {}
-        tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
-        with set_aside(hooked) as of_hooked, tied:
-            if shared is not None:
-                shared.begin()
-            record = self._walker.walk(program, batch)
-            if shared is not None:
-                shared.finish()
-        if before is not None:
-            record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
-        result = self._results.of(batch, record, started, totals.loss_factor, training=training)
-        call_hooks(hooked, of_hooked)
+        with self._ending_with_all():
+            self._held.refresh()
+            if self._router_losses is not None:
+                self._router_losses.accumulate = totals.accumulate
+            self._walker.record_passes = record_passes
+            before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
+            shared = self._shared_gradients if training else None
+            tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
+            with set_aside(hooked) as of_hooked, tied:
+                if shared is not None:
+                    shared.begin()
+                record = self._walker.walk(program, batch)
+                if shared is not None:
+                    shared.finish()
+            if before is not None:
+                record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
+            result = self._results.of(batch, record, started, totals.loss_factor, training=training)
+        call_hooks(hooked, of_hooked)  # no other process waits for this one any more
         return result
+
+    @contextmanager
+    def _ending_with_all(self) -> Iterator[None]:
+        """End the run on all processes if one fails in here: the others are in other passes, and would wait for what a
+        loop that catches the error never sends."""
+        try:
+            yield
+        except BaseException as error:
+            self._watch.report_exception(error)
+            if not self._owned and self._groups.everyone is not None:  # else this process ends soon
+                self.close()  # which ends waits of others that only the connection can end
+            raise
 
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""

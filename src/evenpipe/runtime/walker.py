@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from evenpipe.errors import InputError
 from evenpipe.host.offload import Activations, Packed
 from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.entrance import StageGraph
@@ -119,6 +120,8 @@ class Walker:
         self._microbatches: tuple[Microbatch, ...] = ()
         self._values = Values()
         self._forwarded: dict[StageUnit, _Forwarded] = {}
+        self._changes_input: dict[int, bool] = {}
+        """By stage whose F is repeated, whether its layers have changed their input in place."""
         self._hops = Hops(self._values, transport, router_losses)
         self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -250,8 +253,7 @@ class Walker:
             output = self._call(stage, unit, taken)
         elif key in self._row.recomputed:
             forwarded = self._forwarded[key] = _Forwarded(taken, random_state=RandomState.of(self._torch_device))
-            with torch.no_grad():
-                output = self._call(stage, unit, taken)
+            output = self._forward_to_repeat(stage, unit, taken)
             if key in self._row.offloaded:
                 forwarded.input = self._saved(key, taken)
         else:
@@ -271,6 +273,30 @@ class Walker:
         microbatch = self._microbatches[unit]
         statistics = self._output.forward(hidden, microbatch, unit, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, unit, gradients=self._gradients)
+
+    def _forward_to_repeat(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
+        """Run F of a unit with R, which needs the input as it is. Return the output.
+
+        If layers change their input in place, they get a copy. The first F of a stage shows whether they do.
+        """
+        copies = self._changes_input.get(stage, True)
+        given = hidden.clone() if copies else hidden
+        version = given._version
+        with torch.no_grad():
+            output = self._call(stage, unit, given)
+        changed = given._version != version
+        if changed and not copies:
+            raise InputError(
+                f"schedule: {self._running.text} changes its input in place, which R needs again, and the first F of"
+                f" stage {stage} did not; expected an order without R, or layers that always do or never do"
+            )
+        self._changes_input[stage] = changed or self._changes_input.get(stage, False)
+        if output.untyped_storage()._cdata == hidden.untyped_storage()._cdata and self._next_is_here(stage):
+            return output.clone()  # all layers were skipped, and the next stage may change what it gets
+        return output
+
+    def _next_is_here(self, stage: int) -> bool:
+        return stage != self._row.last_stage and self._row.after[stage][1] in self._stages
 
     def _forward_with_graph(self, forwarded: _Forwarded, stage: int, unit: int, hidden: Tensor) -> Tensor:
         """Run the stage on its input; keep its graph for the backward, which keeps of the input what it needs. Return
@@ -350,6 +376,9 @@ class Walker:
         self._running.place = (stage, unit)
         input_gradient = graph.backward(gradient)
         self._weight_gradients.under_way = None
+        microbatch = self._microbatches[unit]
+        if microbatch.carries is not None:
+            microbatch.carries.end_backward(stage, microbatch.slice)
         if stage != self._row.first_stage:
             if input_gradient is None:  # a stage before this one awaits one all the same
                 input_gradient = self._zeros(self._hops.shapes[unit])

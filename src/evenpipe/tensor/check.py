@@ -24,6 +24,7 @@ from evenpipe.model.comparison import (
 )
 from evenpipe.model.description import Description
 from evenpipe.model.fp64 import InFp64
+from evenpipe.model.graph import run_backward
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.rules import undisturbed
@@ -181,7 +182,7 @@ def _of_rank(
     counted = small.positions_of(tokens)
     positions = {} if counted is None else {"position_ids": counted}
     recorded: dict[str, list[Tensor]] = {} if router is None else {"router_logits": []}
-    own = stage(rows, attention_mask=mask, **positions, **recorded)
+    own = stage(rows.clone(), attention_mask=mask, **positions, **recorded)  # it may change them in place
     hidden = all_rows(own.detach(), exchange).requires_grad_()
     loss = loss_of_hidden(small, matrices, hidden, labels, logits_dtype)
     loss.backward()
@@ -191,13 +192,12 @@ def _of_rank(
     if router is not None:
         totals, probabilities = router.add(router.start(), recorded["router_logits"], mask)
         value += router.coefficient * float(router.value(totals))
-        if probabilities.requires_grad:
-            roots.append(probabilities)
-            given.append(router.gradient(totals, 1 / ranks))  # every rank routes all tokens
-    torch.autograd.backward(roots, given)
-    assert rows.grad is not None
+        roots.append(probabilities)
+        given.append(router.gradient(totals, 1 / ranks))  # every rank routes all tokens
+    run_backward(roots, given)
     embedding = torch.zeros_like(table)
-    embedding.index_add_(0, tokens.flatten(), rows.grad.reshape(-1, rows.shape[-1]))
+    if rows.grad is not None:
+        embedding.index_add_(0, tokens.flatten(), rows.grad.reshape(-1, rows.shape[-1]))
     if small.padding_index is not None:
         embedding[small.padding_index] = 0
     found = {name: parameter.grad for name, parameter in stage.named_parameters()}
