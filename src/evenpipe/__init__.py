@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.errors import InputError, RunError
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ _PUBLIC = {
     "run_training": "evenpipe.train.start",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  (they are texts)
+__all__ = ["InputError", "RunError", "__version__", *_PUBLIC]  # noqa: PLE0604  (they are texts)
 
 
 def __getattr__(name: str) -> Any:

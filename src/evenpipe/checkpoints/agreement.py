@@ -27,15 +27,23 @@ class Team:
     The group's timeout limits how long one process may work while the others wait for it.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, called: str = "", *, alone: bool = False
+    ) -> None:
+        """called: the public function that works with this team, which all must have called (`calls`)."""
+        self._called = called
         self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if self.distributed else None
         self.rank = dist.get_rank(self.group) if self.distributed else 0
         self.size = dist.get_world_size(self.group) if self.distributed else 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, by rank, as read from JSON: tuples become lists. Raises RunError if a
-        process died or does not answer."""
+        """Return the value of every process, by rank, as read from JSON: tuples become lists.
+
+        Raises:
+            RunError: a process died or does not answer.
+            InputError: on every process, if they were called for different functions.
+        """
         if not self.distributed:
             return [json.loads(json.dumps(value))]
         watch = current_watch()
@@ -44,7 +52,11 @@ class Team:
             others = tuple(rank for rank in ranks if rank != watch.rank)
             watch.awaiting("the work of all processes on files", "", "files", others)
         try:
-            values = gather_values(value, self.group)
+            values = gather_values(value, self.group, self._called)
+        except InputError:
+            if watch is not None:
+                watch.arrived()
+            raise
         except RuntimeError as error:
             if watch is not None:
                 raise watch.explain(error) from error

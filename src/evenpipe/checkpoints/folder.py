@@ -99,7 +99,7 @@ def prepare_folder(
     Raises:
         InputError: another run writes there, or the folder cannot be made or written to.
     """
-    path, team = Path(folder), Team(process_group)
+    path, team = Path(folder), Team(process_group, "prepare_folder")
 
     def prepare() -> None:
         try:
@@ -152,7 +152,7 @@ def find_latest(
     Every file of a candidate is read and hashed (the processes share the work) before it is opened. A folder that does
     not exist has no checkpoint. `alone`: not collective, this process does all the work.
     """
-    folder, team = Path(folder), Team(process_group, alone=alone)
+    folder, team = Path(folder), Team(process_group, "newest_checkpoint", alone=alone)
     rejected: list[Rejected] = []
     for name in team.first(lambda: [path.name for _, path in _candidates(folder)]):
         path = folder / name

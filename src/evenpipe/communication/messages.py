@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenpipe.communication.calls import NAME, ROW, check_names, row_of
 from evenpipe.communication.communicator import ALL_GATHER
 from evenpipe.errors import RunError
 
@@ -22,20 +23,20 @@ LIMIT_BYTES = 1 << 30
 """Largest message: an index of a hundred thousand tensors is a tenth of that."""
 
 
-def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_values(value: Any, group: dist.ProcessGroup | None, called: str = "") -> list[Any]:
     """Return the value of every process of the group (None: of all), in the order of ranks. Collective over the group.
 
     value: a JSON value. Tuples arrive as lists, also this process's own.
+    called: name of the public method that begins with this exchange, or that it belongs to (`calls`).
 
     Raises:
         RuntimeError: as torch's collectives.
         RunError: a process sent something else.
+        InputError: on every process, if they were called for different methods.
     """
     size, device = dist.get_world_size(group), _device(group)
     own = _encode(value)
-    lengths = torch.empty(size, dtype=torch.int64, device=device)
-    ALL_GATHER(lengths, torch.tensor([len(own)], device=device), group=group)
-    counts = _checked(lengths.tolist())
+    counts = _gather_lengths(len(own), group, called)
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: len(own)] = own
     table = torch.empty(size * len(padded), dtype=torch.uint8, device=device)
@@ -44,18 +45,15 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [_decode(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
 
-def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None, called: str = "") -> Any:
     """Return the value of the process with global rank `source`, on every process. Collective over the group.
 
-    Raises as `gather_values`.
+    called: as for `gather_values`, which also says what is raised.
     """
     device, is_source = _device(group), dist.get_rank() == source
     own = _encode(value if is_source else None)
-    length = torch.tensor([len(own)], device=device)
-    dist.broadcast(length, source, group=group)
-    content = (
-        own.to(device) if is_source else torch.empty(_checked(length.tolist())[0], dtype=torch.uint8, device=device)
-    )
+    length = _gather_lengths(len(own), group, called)[dist.get_process_group_ranks(group).index(source)]
+    content = own.to(device) if is_source else torch.empty(length, dtype=torch.uint8, device=device)
     dist.broadcast(content, source, group=group)
     return _decode(content.cpu())
 
@@ -89,6 +87,17 @@ def _decode(content: Tensor) -> Any:
         return json.loads(content.numpy().tobytes())
     except (ValueError, RecursionError) as error:
         raise RunError(f"another process sent invalid JSON: {error}") from error
+
+
+def _gather_lengths(own: int, group: dist.ProcessGroup | None, called: str) -> Sequence[int]:
+    """Return the bytes of every process's message, by rank."""
+    device = _device(group)
+    members = dist.get_process_group_ranks(group)
+    table = torch.empty(len(members) * ROW, dtype=torch.int64, device=device)
+    ALL_GATHER(table, row_of(called, [own], device), group=group)
+    rows = table.view(-1, ROW).tolist()
+    check_names(rows, members)
+    return _checked([row[NAME] for row in rows])
 
 
 def _checked(lengths: Sequence[int]) -> Sequence[int]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from evenpipe.communication.calls import ROOM, gather_rows, row_of, row_of_scalar
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
+from evenpipe.errors import InputError
 from evenpipe.parallel.grid import AXES, COPIES, EXPERT_COPIES, Grid
 from evenpipe.parallel.running import Running
 from evenpipe.processes.watch import Watch
+
+Item = TypeVar("Item")
 
 
 class Groups:
@@ -50,6 +55,8 @@ class Groups:
         self._watch = watch
         self.running = Running()
         """For exchanges inside passes."""
+        self._streaming: str | None = None
+        """The public method whose items are being taken."""
         self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
         """All of them, including those of the programs; None for a single process."""
@@ -94,6 +101,7 @@ class Groups:
         by_name = {communicator.name: communicator for communicator in made}
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
         self.everyone = by_name[everyone]
+        self._place_of = {member: place for place, member in enumerate(self.everyone.members)}
         self.pipeline, self.replicas, self.data = self.over(*replica), self.over(*COPIES), self.over("dp")
         self.experts, self.expert_replicas = by_name.get("experts"), by_name.get("expert replicas")
         self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
@@ -155,34 +163,103 @@ class Groups:
         if self.communicators is not None:
             self.communicators.close()
 
-    # --- messages ------------------------------------------------------------------------------------------------
+    # --- the beginning of public methods -------------------------------------------------------------------------
 
-    def from_the_first(self, text: str | None, what: str) -> str | None:
-        """Return the value of the very first process, on all of them. Collective over everyone."""
+    def agree(self, name: str) -> None:
+        """Begin a public method that every process must call. Collective over everyone.
+
+        Raises:
+            InputError: on every process, if they were called for different methods. On this one, if it has left a
+                stream of tensors before its end, which others are still sending.
+        """
+        self.begin(name, self.everyone, [], f"the call of {name}", "")
+
+    def begin(
+        self, name: str, communicator: Communicator | None, numbers: list[int], what: str, needed_by: str
+    ) -> list[list[int]]:
+        """As `agree`; return the numbers of all members of the communicator, in order, on each of them; only one's own
+        without others. Collective over everyone, unless this process has no others there.
+
+        Args:
+            communicator: over the same axes on all processes.
+            numbers: int64, equally many on all processes, at most `ROOM`.
+            what, needed_by: description of this wait, for error messages.
+        """
+        if communicator is None:
+            return [numbers]
+        table = self._exchange(name, row_of(name, numbers, self.torch_device), what, needed_by)
+        return table[self._places(communicator), : len(numbers)].tolist()
+
+    def sum(self, name: str, number: Tensor, *axes: str) -> Tensor:
+        """As `agree`; return the sum of a scalar fp64 over these axes: the same bits on every process, since all add in
+        the same order."""
         if self.everyone is None:
-            return text
-        with self._watch.during(what, self.everyone.name, self.everyone.others):
-            said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group)
-        return said
-
-    def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone."""
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.torch_device)
-        if self.everyone is None:
-            return [own.tolist()]
-        table = own.new_empty((len(self.everyone.members), len(numbers)))
-        self.everyone.all_gather(table, own, "figures of all devices").wait("the caller")
-        return table.tolist()
-
-    def sum(self, number: Tensor, *axes: str) -> Tensor:
-        """Return the sum of a scalar over these axes: the same bits on every process, since all gather and add in the
-        same order."""
+            return number
+        table = self._exchange(name, row_of_scalar(name, number), "the norm of all gradients", "the optimizer")
         communicator = self.over(*axes)
         if communicator is None:
             return number
-        table = number.new_empty(len(communicator.members))
-        communicator.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
-        return table.sum()
+        return table[self._places(communicator), 0].view(torch.float64).sum().to(number.device)
+
+    def stream(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
+        """Iterate over items that all processes exchange, for a public method that each must call and exhaust: as
+        `agree` before the first item."""
+        self.agree(name)
+        self._streaming = None if self.everyone is None else name
+        try:
+            yield from items
+        except Exception:  # not the end of a generator that is left: others may still send
+            self._streaming = None
+            raise
+        self._streaming = None
+
+    def _exchange(self, name: str, row: Tensor, what: str, needed_by: str) -> Tensor:
+        """Return the numbers of everyone, [members, ROOM] int64 on the host."""
+        assert self.everyone is not None
+        if self._streaming is not None:
+            raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
+        return gather_rows(self.everyone, row, what, needed_by)
+
+    def _places(self, communicator: Communicator) -> list[int]:
+        """Return the places of its members among everyone."""
+        return [self._place_of[member] for member in communicator.members]
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def from_the_first(self, text: str | None, what: str, called: str = "from_the_first") -> str | None:
+        """Return the value of the very first process, on all of them. Collective over everyone.
+
+        called: as `agree`, the public method that begins with it.
+        """
+        if self.everyone is None:
+            return text
+        with self._watch.during(what, self.everyone.name, self.everyone.others):
+            said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group, called)
+        return said
+
+    def numbers(self, numbers: Sequence[float], called: str = "gather_numbers") -> list[list[float]]:
+        """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone.
+
+        called: as `agree`, the public method that begins with it.
+
+        Raises InputError as `agree`, and if processes give different numbers of them.
+        """
+        own, what = torch.tensor(numbers, dtype=torch.float64), "figures of all devices"
+        if self.everyone is None:
+            return [own.tolist()]
+        fits = len(own) < ROOM
+        bits = own.view(torch.int64).tolist() if fits else []
+        row = row_of(called, [len(own), *bits], self.torch_device)
+        rows = self._exchange(called, row, what, "the caller")
+        counts = rows[:, 0].tolist()
+        if len(set(counts)) > 1:
+            raise InputError(f"{called}: {counts} numbers on the processes, expected equally many on all of them")
+        if fits:
+            return rows[:, 1 : 1 + len(own)].contiguous().view(torch.float64).tolist()
+        own = own.to(self.torch_device)
+        table = own.new_empty((len(self.everyone.members), len(numbers)))
+        self.everyone.all_gather(table, own, what).wait("the caller")
+        return table.tolist()
 
     # --- results of the output layer ---------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from evenpipe.errors import RunError
+from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain_lines
 from evenpipe.processes.awaited import Awaited
 from evenpipe.processes.bell import STOPS, Bell
@@ -224,6 +224,9 @@ class Watch:
             yield
         except RuntimeError as error:
             raise self.explain(error) from error
+        except InputError:  # found in what has arrived
+            self.arrived()
+            raise
         self.arrived()
 
     def call_by_place(self, places: Mapping[int, str]) -> Callable[[], None]:

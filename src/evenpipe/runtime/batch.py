@@ -42,6 +42,9 @@ NO_TOTAL = -1.0
 ROUNDING_OF_TOTALS = 1 + 1e-5
 """A total of token weights may be so much smaller than it is here: its caller may have added in fp32."""
 
+Begin = Callable[[Communicator | None, list[int], str, str], list[list[int]]]
+"""Gathers numbers over a communicator as `gather`, in an exchange over everyone that begins a step or an evaluation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -130,6 +133,7 @@ def distribute(
     tokens: Divisor = WHOLE,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
+    begin: Begin,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
@@ -137,12 +141,14 @@ def distribute(
 
     Collective. Over the data axis: all gather seven numbers of each, six of which count only from first processes. Then
     over the pipeline axis: all gather the first process's header of eleven numbers and the flags of the others'
-    parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
+    parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any. The first
+    of these exchanges goes to everyone, and shows that all were called for the same method.
 
     Args:
         microbatches, tokens: as for `check`.
         communicator: of the replica's processes; None for one.
         replicas: of the processes that are this one in their replicas; None for one replica.
+        begin: makes the first of these exchanges, over everyone.
         trained: flags read for this step.
 
     Returns:
@@ -150,8 +156,9 @@ def distribute(
         labels and mask on the host, the rest on `torch_device`. And the totals of all replicas.
 
     Raises:
-        InputError: on every process of all pipelines, if one of the first processes got wrong inputs, or if processes
-            disagree on the trainable parameters or their hooks, or replicas on the update.
+        InputError: on every process of all pipelines, if one of the first processes got wrong inputs, if processes
+            disagree on the trainable parameters or their hooks, replicas on the update, or if some of them were called
+            for another method.
     """
     is_source = communicator is None or communicator.rank == communicator.members[0]
     own, header, fault = _agree(
@@ -160,10 +167,15 @@ def distribute(
         model=model,
         tokens=tokens,
         replicas=replicas,
+        begin=begin,
         trained=trained,
         torch_device=torch_device,
     )
-    table = gather(communicator, [*header, *trained.for_pipeline()], "the size of the batch", torch_device)
+    numbers, what = [*header, *trained.for_pipeline()], "the size of the batch"
+    if replicas is None:  # no exchange yet
+        table = begin(communicator, numbers, what, "the step")
+    else:
+        table = gather(communicator, numbers, what, torch_device)
     head = table[0][: len(header)]
     if not head[0]:
         if not is_source:
@@ -189,6 +201,7 @@ def _agree(
     model: Description,
     tokens: Divisor,
     replicas: Communicator | None,
+    begin: Begin,
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs | None, list[int], InputError | None]:
@@ -211,7 +224,7 @@ def _agree(
             assert inputs.input_ids is not None
             numbers = (total.valid_tokens, len(inputs.input_ids), inputs.steps, _bits_of_total(inputs.total_tokens))
             own = [1, _as_integer(total.weight), *numbers]
-    table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
+    table = begin(replicas, [*own, trained.fingerprint], "the weight of all batches", "the step")
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
     header = [0] * 11

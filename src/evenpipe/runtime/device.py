@@ -18,7 +18,7 @@ from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
-from evenpipe.model import Description, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
+from evenpipe.model import Description, ModuleStage, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.grid import COPIES

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -406,7 +407,8 @@ class Pipeline(SpreadModel):
         and errors are those of `step`. The result is the same on every process. Collective.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
-        return count_weight(inputs, model=self.description, numbers_of_all=self._groups.numbers, feeds=self.feeds)
+        numbers_of_all = partial(self._groups.numbers, called="count_labels")
+        return count_weight(inputs, model=self.description, numbers_of_all=numbers_of_all, feeds=self.feeds)
 
     def evaluate(
         self,
@@ -447,6 +449,7 @@ class Pipeline(SpreadModel):
             tokens=Divisor.of(self.recipe.parallelism, self.layout.program.slices),
             communicator=groups.pipeline,
             replicas=groups.data,
+            begin=partial(groups.begin, "step" if training else "evaluate"),
             trained=self._trained,
             torch_device=self.torch_device,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,7 @@ class ScheduledModel:
         """
         if result.record.clock is None:
             raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+        self._groups.agree("trace")
         layout = self.layout
         ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
         return gather_trace(
@@ -91,11 +93,17 @@ class ScheduledModel:
         return layout
 
     def arrange(self, costs: Costs) -> None:
-        """From the next step on, run the order that these pass times arrange, the same on all processes. Collective.
+        """From the next step on, run the order that these pass times arrange. Collective.
 
-        Raises InputError as `layout_by`.
+        Raises InputError as `layout_by`, and if processes give different pass times.
         """
-        self.layout = self.layout_by(costs)
+        layout = self.layout_by(costs)
+        text = "\n".join(" ".join(map(str, row)) for row in layout.program.rows)
+        own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        orders = self._groups.begin("arrange", self._groups.everyone, [own], "the call of arrange", "")
+        if any(order != [own] for order in orders):
+            raise InputError("arrange: processes were given other pass times, expected the same on all of them")
+        self.layout = layout
         self._evaluations.clear()
 
     def from_the_first(self, text: str | None, what: str) -> str | None:

@@ -221,14 +221,16 @@ class SpreadModel(ScheduledModel):
             if shard.tensor.grad is not None
         ]
         counted = [gradient for gradient, placement in held if placement.is_first_copy(*self._spread_over)]
-        norm = total_norm(counted, self.torch_device, lambda square: self._groups.sum(square, *self._spread_over))
+        norm = total_norm(
+            counted, self.torch_device, lambda square: self._groups.sum("clip_gradients", square, *self._spread_over)
+        )
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
 
     def move_router_biases(self, load: Tensor, rate: float) -> None:
         """Balance experts without a loss, after the optimizer's step: move the biases by which routers choose experts
-        (arXiv 2408.15664; DeepSeek-V3 and others have them) by `rate` towards experts with few tokens.
+        (arXiv 2408.15664; DeepSeek-V3 and others have them) by `rate` towards experts with few tokens. Collective.
 
         Args:
             load: the sum of `StepResult.expert_load` over the steps of an update; the same on all processes.
@@ -241,6 +243,7 @@ class SpreadModel(ScheduledModel):
             raise InputError(
                 f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
             )
+        self._groups.agree("move_router_biases")
         move_biases(self.parameter_shards(), load, self.expert_layers, rate)
 
     @property
@@ -256,15 +259,21 @@ class SpreadModel(ScheduledModel):
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
-        return self._stream({name: shard.tensor.grad for name, shard in self._held.shards.items()})
+        """Iterate over (name, whole gradient on the CPU) on the first process; on the others there is nothing, but
+        every process must exhaust it: a process that has not raises InputError in its next collective method."""
+        return self._groups.stream("stream_gradients", self._whole_gradients())
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
-        exhaust it."""
-        return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
+        """Iterate over (name, whole parameter or saved buffer on the CPU), as `stream_gradients` does."""
+        return self._groups.stream("stream_state", self._whole_state())
 
-    def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    def _whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole({name: shard.tensor.grad for name, shard in self._held.shards.items()})
+
+    def _whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole({name: shard.tensor for name, shard in self.parameter_shards().items()})
+
+    def _whole(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: those that replicas share from all of them, everything else from the first one."""
         if (self.replica or self.context_rank) and not {*COPIES} & {*self._spread_over}:
             return iter(())
@@ -278,14 +287,14 @@ class SpreadModel(ScheduledModel):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
-        return dict(self.stream_gradients())
+        return dict(self._groups.stream("full_gradients", self._whole_gradients()))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return all whole parameters and saved buffers by Hugging Face name on the first process; empty on the others.
 
         Collective.
         """
-        return dict(self.stream_state())
+        return dict(self._groups.stream("full_state_dict", self._whole_state()))
 
     def save_checkpoint(
         self,
@@ -327,6 +336,7 @@ class SpreadModel(ScheduledModel):
             "extra": dict(extra or {}),
         }
         shards = self.parameter_shards()
+        self._groups.agree("save_checkpoint")
         return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)
 
     def load_checkpoint(
@@ -350,6 +360,7 @@ class SpreadModel(ScheduledModel):
             RunError: a disk or a process failed.
         """
         check_kinds(optimizer=optimizer)
+        self._groups.agree("load_checkpoint")
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint, self.process_group)
         for change in check_same_model(checkpoint, self.description):
@@ -367,8 +378,9 @@ class SpreadModel(ScheduledModel):
             InputError: the model consists of plain modules.
             RunError: the folder cannot be written; raised on every process.
         """
+        self._groups.agree("save_pretrained")
         fault: str | None = None
-        tensors = self.stream_state()
+        tensors = self._whole_state()
         try:
             if self._is_very_first:
                 write_folder_metadata(self.description, path, next(self.parameters()).dtype)
@@ -377,6 +389,6 @@ class SpreadModel(ScheduledModel):
             fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         for _ in tensors:  # the other processes send; after a failure the first one must still receive
             pass
-        fault = self._groups.from_the_first(fault, "the saved model")
+        fault = self._groups.from_the_first(fault, "the saved model", "save_pretrained")
         if fault is not None:
             raise RunError(fault)

@@ -1,0 +1,96 @@
+"""The first exchange of a public method that all processes must call: which one was this process called for?
+
+A program may call such a method on some processes only (`if rank == 0: pipeline.save_pretrained(...)`), while the
+others go on to their next one. Two different collectives would then meet: gloo ends a process that receives more bytes
+than it asked for, and otherwise both wait for what never comes. So every public method begins with an all-gather of
+rows of one size, over all processes, and each row begins with the name of the method:
+
+    name, 32 bytes as four int64  |  28 int64 that the method exchanges first anyway, such as the size of the batch
+
+Whatever methods meet, this exchange is complete, and all processes find the same fault in it and can go on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from evenpipe.communication.communicator import Communicator
+from evenpipe.errors import InputError
+from evenpipe.processes.names import processes
+
+ROW = 32
+"""Numbers of a row."""
+NAME = 4
+"""Numbers of the name, at the beginning of a row."""
+ROOM = ROW - NAME
+"""Numbers that a method may add."""
+
+
+@cache
+def _encoded(name: str) -> tuple[int, ...]:
+    content = name.encode()
+    assert len(content) <= 8 * NAME, f"{name} is longer than {8 * NAME} bytes"
+    return struct.unpack(f"<{NAME}q", content.ljust(8 * NAME, b"\0"))
+
+
+def _decoded(numbers: Sequence[int]) -> str:
+    return struct.pack(f"<{NAME}q", *numbers).rstrip(b"\0").decode("ascii", errors="backslashreplace")
+
+
+def row_of(name: str, numbers: Sequence[int], torch_device: torch.device) -> Tensor:
+    """Return this process's row, [ROW] int64."""
+    assert len(numbers) <= ROOM, f"{name} gives {len(numbers)} numbers, a row has room for {ROOM}"
+    padding = [0] * (ROOM - len(numbers))
+    return torch.tensor([*_encoded(name), *numbers, *padding], dtype=torch.int64, device=torch_device)
+
+
+def row_of_scalar(name: str, number: Tensor) -> Tensor:
+    """As `row_of`, with the bits of a scalar fp64, which the host does not read."""
+    row = row_of(name, (), number.device)
+    row[NAME] = number.view(torch.int64)
+    return row
+
+
+def check_names(rows: Sequence[Sequence[int]], members: Sequence[int]) -> None:
+    """Raise InputError if processes were called for different methods.
+
+    members: global ranks of the processes with these rows.
+    """
+    callers: dict[tuple[int, ...], list[int]] = {}
+    for member, row in zip(members, rows, strict=True):
+        callers.setdefault(tuple(row[:NAME]), []).append(member)
+    if len(callers) > 1:
+        by_rank = sorted((sorted(ranks), _decoded(name)) for name, ranks in callers.items())
+        said = ", ".join(f"{processes(ranks)} called {name}" for ranks, name in by_rank)
+        raise InputError(f"{said}: every process must call it")
+
+
+def gather_rows(communicator: Communicator, row: Tensor, what: str, needed_by: str = "") -> Tensor:
+    """Return the numbers of all members' rows, [members, ROOM] int64 on the host.
+
+    Collective over the communicator. The host waits for it, on a GPU too.
+
+    Args:
+        row: of this process, from `row_of`.
+        what, needed_by: description of this wait, for error messages.
+
+    Raises:
+        InputError: on every member, if some of them were called for another method.
+    """
+    table = row.new_empty((len(communicator.members), ROW))
+    communicator.all_gather(table, row, what).wait(needed_by)
+    on_host = table.cpu()
+    check_names(on_host[:, :NAME].tolist(), communicator.members)
+    return on_host[:, NAME:]
+
+
+def agree(communicator: Communicator | None, name: str, torch_device: torch.device) -> None:
+    """Raise InputError on every member if some of them were called for another method; None: a single process.
+    Collective over the communicator."""
+    if communicator is not None:
+        gather_rows(communicator, row_of(name, (), torch_device), f"the call of {name}")
