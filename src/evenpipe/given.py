@@ -49,6 +49,21 @@ def hub_options() -> dict[str, bool]:
     return {}
 
 
+def find_file(source: str, name: str) -> Path | None:
+    """Return the path of a file of a local folder or a hub name; None if there is none, or the hub cannot be asked."""
+    if Path(source).exists():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        found = cached_file(source, name, **quiet, **hub_options())
+    except (OSError, ValueError):  # not a name that the hub can have
+        return None
+    return None if found is None else Path(found)
+
+
 def is_whole(value: Any) -> bool:
     """Return whether a value is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -74,6 +89,11 @@ def plain_lines(text: str) -> str:
 def plain(text: object) -> str:
     """Return the same in one line: line ends and tabs are escaped too."""
     return _IN_A_LINE.sub(_escape, str(text))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the text of another library's error in one line, shortened; its kind if it has none."""
+    return shortened(plain(" ".join(str(error).split())), 2 * LONGEST).rstrip(".") or type(error).__name__
 
 
 def shown(value: object) -> str:

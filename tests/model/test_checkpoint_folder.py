@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from evenpipe.errors import InputError
 from evenpipe.model import (
+    Origin,
     build_stage,
     describe,
     disk_tensors,
@@ -22,6 +23,7 @@ from evenpipe.model import (
     load_parameters,
     load_rows,
     persistent_buffers,
+    read_files,
     save_tensors,
     write_folder_metadata,
 )
@@ -298,7 +300,8 @@ def test_more_than_ten_experts_keep_their_order(tmp_path) -> None:
 def test_generation_settings_travel(tmp_path, saved) -> None:
     _, folder = saved("llama")
     transformers.GenerationConfig(top_k=7, do_sample=True).save_pretrained(folder)
-    write_folder_metadata(describe(folder), tmp_path / "written", torch.bfloat16)
+    description = describe(folder)
+    write_folder_metadata(description, tmp_path / "written", torch.bfloat16, Origin(read_files(description)))
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "written").top_k == 7
     config = transformers.AutoConfig.from_pretrained(tmp_path / "written")
     assert config.dtype == torch.bfloat16 and config.architectures == ["LlamaForCausalLM"]

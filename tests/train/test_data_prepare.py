@@ -23,7 +23,7 @@ from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.data import changes_of_data, data_identity, open_batches, open_data, planned_steps, prepare
 from evenpipe.train.files import locked
 from evenpipe.train.start import set_up
-from evenpipe.train.tokenizer import copy_tokenizer, tokenizer_size, train_tokenizer
+from evenpipe.train.tokenizer import tokenizer_size, train_tokenizer
 
 LINES = [f"def f{number}(x):\n\treturn x + {number}  # ü\n" for number in range(60)]
 
@@ -348,21 +348,10 @@ def _saved(tokenizer, folder):
     return folder
 
 
-def test_the_run_folder_holds_a_tokenizer_that_knows_its_length(config):
-    prepare(config(), quiet)
-    folder = config().run_folder / "tokenizer"
-    assert AutoTokenizer.from_pretrained(folder).model_max_length == 16
-    prepare(config(data={"sequence_length": 32}), quiet)
-    assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
-
-
-@pytest.mark.parametrize(("given", "kept"), [(None, 16), (10**30, 16), (512, 512), (8, 8)])
-def test_a_sensible_length_of_a_tokenizer_is_kept(tokenizer, tmp_path, given, kept):
-    settings_path = _saved(tokenizer, tmp_path / "mine") / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_text())
-    settings_path.write_text(json.dumps({**settings, "model_max_length": given}))
-    copy_tokenizer(tmp_path / "mine", tmp_path / "copy", 16)
-    assert AutoTokenizer.from_pretrained(tmp_path / "copy").model_max_length == kept
+def test_the_run_folder_holds_the_trained_tokenizer(config):
+    data = prepare(config(), quiet)
+    for path in data.tokenizer_folder.iterdir():
+        assert (config().run_folder / "tokenizer" / path.name).read_bytes() == path.read_bytes()
 
 
 @given(text=st.text())

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, check_compute_dtype, describe
-from evenpipe.model.export import save_tensors, write_folder_metadata
+from evenpipe.model.export import dtypes_to_write, save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
+from evenpipe.model.origin import STORED_DTYPES, Origin, read_files, stored_dtypes
 from evenpipe.model.router_loss import RouterLoss
 from evenpipe.model.row_work import RowWork, slice_ends
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import persistent_buffers
 
 __all__ = [
+    "STORED_DTYPES",
     "Description",
     "ModuleStage",
+    "Origin",
     "RouterLoss",
     "RowWork",
     "Stage",
@@ -33,6 +36,7 @@ __all__ = [
     "describe",
     "describe_modules",
     "disk_tensors",
+    "dtypes_to_write",
     "fill_parameters",
     "fill_rows",
     "gradient_errors",
@@ -43,8 +47,10 @@ __all__ = [
     "load_parameters",
     "load_rows",
     "persistent_buffers",
+    "read_files",
     "save_tensors",
     "self_check",
     "slice_ends",
+    "stored_dtypes",
     "write_folder_metadata",
 ]

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
+from transformers.core_model_loading import build_glob_alternation
+from transformers.dynamic_module_utils import custom_object_save
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, Origin, changed_config
+from evenpipe.model.structure import persistent_buffers
 from evenpipe.model.weight_files import INDEX, SINGLE
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 
 
-def write_folder_metadata(description: Description, folder: str | Path, dtype: torch.dtype) -> None:
-    """Write config.json and generation_config.json.
+def write_folder_metadata(
+    description: Description, folder: str | Path, dtype: torch.dtype | None, origin: Origin | None = None
+) -> None:
+    """Write config.json and generation_config.json, and the other files of the origin.
+
+    The files of an origin stay as they are, to the byte, except for values of config.json that have changed; without
+    an origin they are those that `save_pretrained` of transformers writes.
 
     Args:
-        dtype: dtype of the tensors in the folder, recorded in the config.
+        dtype: dtype of the tensors in the folder, recorded in the config; None: that of the origin.
 
     Raises:
         InputError: a model of plain modules has no config.
@@ -32,10 +41,46 @@ def write_folder_metadata(description: Description, folder: str | Path, dtype: t
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(description.config)
-    config.dtype = dtype
     config.architectures = [description.architecture]
-    config.save_pretrained(folder)
-    _generation_config(description).save_pretrained(folder)
+    files = {} if origin is None else dict(origin.files)
+    given = files.pop(CONFIG, None)
+    text = None if given is None else changed_config(given, config, dtype)
+    if text is None:
+        config.dtype = dtype or (origin or Origin()).dtypes.get(description.embedding_name, config.dtype)
+        if description.skeleton.is_remote_code():
+            custom_object_save(description.skeleton, folder, config=config)
+        config.save_pretrained(folder)
+    else:
+        files[CONFIG] = text
+    if given is None and GENERATION_CONFIG not in files:
+        generation = getattr(description.model or description.skeleton, "generation_config", None)
+        files[GENERATION_CONFIG] = (generation or GenerationConfig()).to_json_string(keys_to_pop=["compile_config"])
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode(errors=BYTES))
+
+
+def dtypes_to_write(
+    description: Description, origin: Mapping[str, torch.dtype], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor in a folder, by name in memory. Tensors without one keep their own.
+
+    Args:
+        origin: dtypes of the model that was trained, which are kept if `dtype` is None.
+        dtype: dtype of parameters, except of those that transformers keeps in fp32 beside it.
+    """
+    if dtype is None:
+        return dict(origin)
+    buffers = {name for name, _ in persistent_buffers(description.skeleton)}
+    names = [name for name in description.shapes if name not in buffers]
+    kept = {name: origin[name] for name in buffers & origin.keys()}
+    plan = description.skeleton._get_dtype_plan(dtype)
+    if not plan:
+        return kept | dict.fromkeys(names, dtype)
+    pattern, key_of, _ = build_glob_alternation(list(plan))
+    for name in names:
+        match = pattern.search(name)
+        kept[name] = dtype if match is None or match.lastgroup is None else plan[key_of[match.lastgroup]]
+    return kept
 
 
 def save_tensors(
@@ -64,6 +109,8 @@ def save_tensors(
         held.clear()
 
     for name, tensor in tensors:
+        if tensor.dtype == torch.float16 and not tensor.isfinite().all():
+            raise InputError(f"{name} has values that float16 cannot hold; expected another dtype.")
         size = tensor.numel() * tensor.element_size()
         if held and held_bytes + size > max_shard_size:
             write()
@@ -91,16 +138,3 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
-
-
-def _generation_config(description: Description) -> GenerationConfig:
-    """Return the generation config that came with the weights, or else the default for the model's config."""
-    if description.source is not None:
-        try:
-            return GenerationConfig.from_pretrained(description.source)
-        except OSError:
-            pass  # the folder has no generation config
-    given = getattr(description.model, "generation_config", None)
-    if given is not None:
-        return copy.deepcopy(given)
-    return copy.deepcopy(getattr(description.skeleton, "generation_config", None)) or GenerationConfig()

@@ -78,6 +78,11 @@ class WeightFiles:
         assert of_own.shape == (len(entries), *placement.shape[1:]), f"{name} is not stored by entries"
         return placement.of_entries(len(entries)).of(of_own)
 
+    def kinds(self, name: str) -> set[str]:
+        """Return the dtypes in which a tensor is stored, such as "BF16"; empty if it is not. Reads headers only."""
+        stored = self.stored.get(name)
+        return set() if stored is None else {self._lazy(disk).get_dtype() for disk, _ in stored.parts}
+
     def same(self, name: str, other: str) -> bool:
         """Return whether two matrices are equal, or only one is stored. Reads blocks up to the first difference."""
         if not {name, other} <= self.stored.keys():

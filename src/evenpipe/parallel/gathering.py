@@ -18,7 +18,10 @@ Entry = tuple[TensorPlacement, torch.dtype]
 
 
 def stream_whole(
-    held: Mapping[str, Held[Tensor]], communicator: Communicator | None, torch_device: torch.device
+    held: Mapping[str, Held[Tensor]],
+    communicator: Communicator | None,
+    torch_device: torch.device,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
 
@@ -29,8 +32,10 @@ def stream_whole(
         held: first copies only.
         communicator: of all processes that hold parts; None for a single one.
         torch_device: device of the tensors.
+        dtypes: dtype to send a tensor in, by name; others keep their own.
     """
-    own: dict[str, Entry] = {name: (one.placement, one.tensor.dtype) for name, one in held.items()}
+    dtypes = dtypes or {}
+    own: dict[str, Entry] = {name: (one.placement, dtypes.get(name, one.tensor.dtype)) for name, one in held.items()}
     tables = [own] if communicator is None else _agree(own, communicator)
     members = (0,) if communicator is None else communicator.members
     rank = members[0] if communicator is None else communicator.rank
@@ -40,7 +45,7 @@ def stream_whole(
             yield name, _collect(name, holders, held.get(name), communicator, torch_device)
         elif rank in holders and held[name].tensor.numel():
             assert communicator is not None
-            tensor = held[name].tensor.detach().contiguous()
+            tensor = held[name].tensor.detach().to(own[name][1]).contiguous()
             communicator.send(tensor, members[0], f"part of {name}").wait("the first process")
 
 
@@ -84,7 +89,7 @@ def _collect(
     for holder, (placement, dtype) in holders.items():
         if holder == rank:
             assert held is not None
-            part = held.tensor.detach().cpu()
+            part = held.tensor.detach().to(dtype).cpu()
         else:
             assert communicator is not None
             buffer = torch.empty(placement.local_shape, dtype=dtype, device=torch_device)

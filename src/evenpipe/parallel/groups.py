@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from evenpipe.communication.calls import ROOM, gather_rows, row_of, row_of_scalar
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
-from evenpipe.communication.messages import broadcast_value
+from evenpipe.communication.messages import broadcast_value, gather_values
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError
@@ -236,6 +236,13 @@ class Groups:
         with self._watch.during(what, self.everyone.name, self.everyone.others):
             said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group, called)
         return said
+
+    def values(self, value: Any, what: str) -> list[Any]:
+        """Return the JSON value of each process, on every process. Collective over everyone."""
+        if self.everyone is None:
+            return [value]
+        with self._watch.during(what, self.everyone.name, self.everyone.others):
+            return gather_values(value, self.everyone.group)
 
     def numbers(self, numbers: Sequence[float], called: str = "gather_numbers") -> list[list[float]]:
         """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone.

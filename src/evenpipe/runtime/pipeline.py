@@ -19,7 +19,16 @@ from evenpipe.errors import InputError
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.model import Description, as_stored, check_compute_dtype, describe, describe_modules
+from evenpipe.model import (
+    Description,
+    Origin,
+    as_stored,
+    check_compute_dtype,
+    describe,
+    describe_modules,
+    read_files,
+    stored_dtypes,
+)
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
@@ -187,6 +196,8 @@ class Pipeline(SpreadModel):
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(options, parameter_dtype, seed)
+            files = read_files(self.description) if self._is_very_first else {}
+            self._origin = Origin(files, stored_dtypes(self.description, self.parameter_shards()))
             self._let_go_of_the_model()
         except InputError:  # the same on every process
             self.close()

@@ -18,11 +18,15 @@ from transformers import PreTrainedModel
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
+from evenpipe.communication.messages import dtype_name, dtype_of
 from evenpipe.errors import InputError, RunError
 from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.experts.load import Load
 from evenpipe.model import (
+    STORED_DTYPES,
+    Origin,
     disk_tensors,
+    dtypes_to_write,
     save_tensors,
     write_folder_metadata,
 )
@@ -66,6 +70,8 @@ class SpreadModel(ScheduledModel):
     _walker: Walker
     _pieces: Cutter | None
     _load: Load | None
+    _origin: Origin
+    """What the model was made from: its files on the very first process, the dtypes of this process's tensors."""
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -270,11 +276,16 @@ class SpreadModel(ScheduledModel):
     def _whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole({name: shard.tensor.grad for name, shard in self._held.shards.items()})
 
-    def _whole_state(self) -> Iterator[tuple[str, Tensor]]:
-        return self._whole({name: shard.tensor for name, shard in self.parameter_shards().items()})
+    def _whole_state(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self._whole({name: shard.tensor for name, shard in self.parameter_shards().items()}, dtypes)
 
-    def _whole(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Stream whole tensors: those that replicas share from all of them, everything else from the first one."""
+    def _whole(
+        self, tensors: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream whole tensors: those that replicas share from all of them, everything else from the first one.
+
+        dtypes: dtypes to stream in, by name; other tensors keep their own.
+        """
         if (self.replica or self.context_rank) and not {*COPIES} & {*self._spread_over}:
             return iter(())
         placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
@@ -283,7 +294,7 @@ class SpreadModel(ScheduledModel):
             for name, tensor in tensors.items()
             if tensor is not None and placements[name].is_first_copy()
         }
-        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device)
+        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device, dtypes)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
@@ -329,14 +340,14 @@ class SpreadModel(ScheduledModel):
             RunError: a disk or a process failed; earlier checkpoints have not changed.
         """
         check_kinds(step=step, optimizer=optimizer, extra=extra)
+        self._groups.agree("save_checkpoint")
         config = self.description.config
         metadata = {
-            **({} if config is None else {"model_config": config.to_dict()}),
+            **({} if config is None else {"model_config": config.to_dict(), "origin": self._whole_origin().to_json()}),
             "tied": self.description.tied,
             "extra": dict(extra or {}),
         }
         shards = self.parameter_shards()
-        self._groups.agree("save_checkpoint")
         return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)
 
     def load_checkpoint(
@@ -369,21 +380,47 @@ class SpreadModel(ScheduledModel):
         load(checkpoint, self.parameter_shards(), optimizer, self.process_group, scheduler=scheduler)
         return checkpoint.extra
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def _whole_origin(self) -> Origin:
+        """Return what the model was made from, with the dtypes of all tensors. Collective."""
+        if self.description.source is None:  # every process knows all of a live model
+            return self._origin
+        own = {name: dtype_name(dtype) for name, dtype in self._origin.dtypes.items()}
+        tables = self._groups.values(own, "the dtypes of the model's weights")
+        return replace(
+            self._origin, dtypes={name: dtype_of(dtype) for table in tables for name, dtype in table.items()}
+        )
+
+    def save_pretrained(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
+
+        A model that was loaded is written as it came, except for its weights: config.json and generation_config.json
+        are the same files, and every tensor has the dtype in which it was stored. A live model is written as its own
+        `save_pretrained` would write it. The tokenizer is not written: it has a `save_pretrained` of its own.
 
         The first process writes one whole tensor at a time. Collective.
 
+        Args:
+            dtype: dtype of the weights; default: that of the model which the pipeline was made from, so that masters of
+                16-bit weights are rounded; fresh weights have `parameter_dtype`. Parameters that transformers keeps in
+                fp32 beside 16-bit ones stay in fp32.
+
         Raises:
-            InputError: the model consists of plain modules.
-            RunError: the folder cannot be written; raised on every process.
+            InputError: the dtype is none that models have.
+            RunError: the folder cannot be written, or the model consists of plain modules; raised on every process.
         """
+        if dtype is not None and dtype not in STORED_DTYPES.values():
+            accepted = ", ".join(map(str, STORED_DTYPES.values()))
+            raise InputError(f"dtype = {dtype!r}, but must be one of {accepted}")
         self._groups.agree("save_pretrained")
         fault: str | None = None
-        tensors = self._whole_state()
+        dtypes = (
+            {} if self.description.config is None else dtypes_to_write(self.description, self._origin.dtypes, dtype)
+        )
+        tensors = self._whole_state(dtypes)
         try:
             if self._is_very_first:
-                write_folder_metadata(self.description, path, next(self.parameters()).dtype)
+                written = dtype or (None if self._origin.dtypes else next(self.parameters()).dtype)
+                write_folder_metadata(self.description, path, written, self._origin)
                 save_tensors(path, disk_tensors(self.description, tensors))
         except Exception as error:  # of disk, safetensors or transformers: all processes must raise it
             fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"

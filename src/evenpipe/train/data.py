@@ -4,7 +4,7 @@ One process calls `prepare` before the workers start; workers call `open_data`. 
 
     CACHE/FINGERPRINT/   tokens.bin, documents.bin, tokenizer/, data.json: published by one rename, used again by the
                          next run
-    RUN/tokenizer/       a copy, for the exported model
+    RUN/tokenizer/       a copy, for the exported model; of an existing tokenizer, its own files
     RUN/data.json        the data of this run
 """
 
@@ -28,6 +28,7 @@ from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
+from evenpipe.train.model_source import pipeline_model
 from evenpipe.train.packing import (
     PLACE,
     TOKEN,
@@ -104,9 +105,9 @@ def prepare(config: Config, say: Callable[[str], None] | None = None) -> Prepare
         config.run_folder.mkdir(parents=True, exist_ok=True)
         config.cache_folder.mkdir(parents=True, exist_ok=True)
         with locked(config.cache_folder / "lock"):
-            data = _find_or_build(config, say)
+            data, tokenizer = _find_or_build(config, say)
         _check_amount(config, data)
-        tokenizers_.copy_tokenizer(data.tokenizer_folder, config.run_folder / "tokenizer", config.data.sequence_length)
+        _keep_tokenizer(config, data, tokenizer)
         write_json(config.run_folder / "data.json", asdict(data))
     return data
 
@@ -195,8 +196,9 @@ _DOCUMENTS = "data.documents"
 _DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
-def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
-    """Return the cached data of these sources and this tokenizer; build it if necessary. The cache must be locked."""
+def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[PreparedData, Any]:
+    """Return the cached data of these sources and this tokenizer, which is built if necessary, and the tokenizer if it
+    existed before the run. The cache must be locked."""
     cache = config.cache_folder
     documents = find_documents(config.data, cache)
     validation = find_validation_documents(config.data, cache)
@@ -217,14 +219,14 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
     if is_new:
         say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
     if validation is None:
-        return data
+        return data, tokenizer
     say(f"reading {validation.description} to evaluate on")
     identity = ["trained on", data.fingerprint] if tokenizer is None else identity
     get_tokenizer = trained if tokenizer is None else lambda: tokenizer
     found, is_new = _tokens(cache, validation, validation.fingerprint(), identity, get_tokenizer)
     if is_new:
         say(f"{found.documents:,} documents, {found.tokens:,} tokens to evaluate on")
-    return replace(data, validation=found)
+    return replace(data, validation=found), tokenizer
 
 
 def _existing_tokenizer(config: Config) -> tuple[Any, list[Any]]:
@@ -233,9 +235,20 @@ def _existing_tokenizer(config: Config) -> tuple[Any, list[Any]]:
     if source is None:
         return None, ["byte-level BPE", config.trained_tokenizer_entries, end_of_text or DEFAULT_END_OF_TEXT]
     tokenizer = tokenizers_.load_tokenizer(source, end_of_text, config.model.trust_remote_code)
+    pipeline_model(config, tokenizers_.tokenizer_size(tokenizer), tokenizer.eos_token_id)  # refuses another model's
     with _building(config.cache_folder) as building:
         tokenizer.save_pretrained(building)
         return tokenizer, ["existing", tokenizers_.folder_digest(building)]
+
+
+def _keep_tokenizer(config: Config, data: PreparedData, tokenizer: Any) -> None:
+    """Copy the tokenizer into the run's folder. tokenizer: as it was loaded; None for one that the run has trained."""
+    source, target = config.tokenizer_source, config.run_folder / "tokenizer"
+    if source is None:
+        tokenizers_.copy_tokenizer(data.tokenizer_folder, target)
+        return
+    of_model, end_of_text = source == config.model.source, config.tokenizer.end_of_text
+    tokenizers_.keep_tokenizer(tokenizer, source, target, end_of_text=end_of_text, of_model=of_model)
 
 
 def _tokens(

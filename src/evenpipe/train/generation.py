@@ -7,8 +7,9 @@ from typing import Any
 
 from evenpipe.checkpoints.folder import is_checkpoint
 from evenpipe.errors import InputError
-from evenpipe.given import beside, plain
+from evenpipe.given import beside, plain, reason_of
 from evenpipe.train.section import show
+from evenpipe.train.tokenizer import open_tokenizer
 
 
 def _model_in(folder: Path) -> Path:
@@ -33,21 +34,22 @@ class Generator:
     """A model from a Hugging Face folder or from the folder of a run. Raises `InputError` if the folder has no model or
     no tokenizer."""
 
-    def __init__(self, model_folder: str | Path) -> None:
+    def __init__(self, model_folder: str | Path, trust_remote_code: bool = False) -> None:
         folder = _model_in(Path(model_folder))
         from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         quiet: Any = logging
         quiet.disable_progress_bar()
+        remedy = "put the tokenizer of the model into the folder"
+        self._tokenizer: Any = open_tokenizer(str(folder), trust_remote_code, remedy)
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code, "output_loading_info": True}
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             loader: Any = AutoModelForCausalLM
-            model, found = loader.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+            model, found = loader.from_pretrained(folder, **options)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(f"the model folder {show(str(folder))} cannot be loaded: {reason}") from error
+            raise InputError(f"the model folder {show(str(folder))} cannot be loaded: {reason_of(error)}") from error
         if found["missing_keys"]:  # transformers would draw them at random
             missing = ", ".join(sorted(found["missing_keys"])[:3])
             raise InputError(f"the model folder {show(str(folder))} lacks weights: {missing}")

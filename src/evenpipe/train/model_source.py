@@ -9,12 +9,17 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.words import count
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import ModelConfig
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+LEAST_SHARE = 0.5
+"""Least tokens per row of the embedding; models of the hub have 0.9 and more."""
 
 
 def model_config(model: ModelConfig) -> PreTrainedConfig:
@@ -125,7 +130,7 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
 
     A model described by [model.config], or with fresh weights and a newly trained tokenizer, gets the tokenizer's size
     and end-of-text id unless [model.config] gives them. Raises `InputError` if the tokenizer has more entries than the
-    embedding has rows.
+    embedding has rows, or for existing weights far fewer.
     """
     model = model_config(config.model)
     if config.model.architecture is not None or config.trained_tokenizer_entries is not None:
@@ -135,24 +140,28 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
         for name, value in (("eos_token_id", end_of_text_id), ("bos_token_id", end_of_text_id), ("pad_token_id", None)):
             if name not in given:
                 setattr(model, name, value)
-    if tokenizer_size > model.vocab_size:
-        where = "model.config.vocab_size" if "vocab_size" in config.model.config else "the model's vocabulary"
-        raise InputError(f"{where} is {model.vocab_size}, but must be at least {tokenizer_size}, the tokenizer's size")
+    _check_vocabulary(config, model.vocab_size, tokenizer_size)
     if config.model.source is not None and not config.model.fresh_weights:
         return config.model.source
     return model
 
 
-def generation_config(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the generation settings that come with existing weights; None if there are none."""
-    if model.source is None or model.fresh_weights:
-        return None
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model.source).to_dict()
-    except OSError:
-        return None
+def _check_vocabulary(config: Config, rows: int, tokenizer_size: int) -> None:
+    """Refuse a tokenizer with more entries than the embedding has rows, or, for existing weights, with so few that it
+    is another model's: rows that no token uses are a small rest."""
+    whose = f"the tokenizer {show(config.tokenizer_source)}" if config.tokenizer_source else "the tokenizer"
+    if tokenizer_size > rows:
+        where = "model.config.vocab_size" if "vocab_size" in config.model.config else "the model's vocabulary"
+        raise InputError(
+            f"{where} is {rows}, but must be at least {tokenizer_size}, the size of {whose}"
+            + ("; tokenizer.source names another one" if config.keeps_weights else "")
+        )
+    if config.keeps_weights and tokenizer_size < LEAST_SHARE * rows:
+        raise InputError(
+            f"{whose} has {count(tokenizer_size, 'token')}, but the embedding of model.source ="
+            f" {show(config.model.source)} has {rows:,} rows, so it is not the tokenizer of these weights; give"
+            " tokenizer.source, a folder or hub name with the tokenizer of the model"
+        )
 
 
 def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedConfig:

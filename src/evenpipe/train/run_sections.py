@@ -180,9 +180,13 @@ class OutputConfig(Section):
     trace_folder: str | None = None
     """Folder of the traces. Default: `traces` in output.folder."""
     export: bool = True
-    """At the end, write the model as a Hugging Face folder that `from_pretrained` loads."""
+    """At the end, write the model as a Hugging Face folder that `from_pretrained` loads. What the run has not trained
+    (config, generation config, tokenizer, Python code) is as in model.source and tokenizer.source."""
     export_folder: str | None = None
     """Folder of the exported model. Default: `model` in output.folder."""
+    dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Dtype of the exported weights. "source": every tensor has the dtype in which model.source has it; fresh weights
+    are float32. With "float32", 16-bit weights keep the precision in which they were trained, at twice the size."""
 
     def check(self) -> None:
         self.require("folder", self.folder != "", "a folder")

@@ -116,13 +116,19 @@ def show_result(config: Config) -> None:
         return
     from evenpipe.train.export import export_checkpoint
 
-    folder = export_checkpoint(config.checkpoint_folder, config.export_folder)
+    trust_remote_code = config.model.trust_remote_code
+    folder = export_checkpoint(
+        config.checkpoint_folder,
+        config.export_folder,
+        dtype=config.output.dtype,
+        trust_remote_code=trust_remote_code,
+    )
     print(f"the model is in {plain(folder)}", file=sys.stderr, flush=True)
     if not config.sample.prompts:
         return
     from evenpipe.train.generation import Generator
 
-    generate = Generator(config.export_folder)
+    generate = Generator(config.export_folder, trust_remote_code)
     for number, prompt in enumerate(config.sample.prompts):
         text = generate(
             prompt,

@@ -6,6 +6,7 @@ No function here adds special tokens to a document; packing puts the end-of-text
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -14,16 +15,46 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.given import beside, hub_options
+from evenpipe.given import beside, find_file, hub_options, reason_of
 from evenpipe.train.section import show
 
+_REMEDY = "give tokenizer.source, a folder or hub name with the tokenizer of the model"
+
 TRAINING_CHARACTERS = 500_000_000  # more characters do not change the merges, but take memory
-UNLIMITED = 10**9  # tokenizers without a limit have 1e30
+
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "tekken.json",
+    "tiktoken.model",
+    "merges.txt",
+    "bpe.codes",
+    "byte_maps.json",
+)
+"""Files of which a tokenizer has at least one, unless it comes with Python code."""
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "emoji.json",
+    "normalizer.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates."""
 
 LONGEST_RUN = 1000
 """Maximum length of a run of letters and digits, of spaces or of other characters that is learned as one word. The time
@@ -62,14 +93,7 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
 
     Raises `InputError` if it cannot be loaded or does not have the token.
     """
-    from transformers import AutoTokenizer
-
-    options = {} if Path(source).exists() else hub_options()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"the tokenizer {show(source)} cannot be loaded: {reason}{beside(source)}") from error
+    tokenizer = open_tokenizer(source, trust_remote_code)
     if end_of_text is not None:
         if end_of_text not in tokenizer.get_vocab():
             raise InputError(
@@ -81,6 +105,50 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
             f"tokenizer.end_of_text is none, but must name a token: the tokenizer {show(source)} has none of its own"
         )
     return tokenizer
+
+
+def open_tokenizer(source: str, trust_remote_code: bool = False, remedy: str = _REMEDY) -> Any:
+    """Return the transformers tokenizer of a hub name or local folder.
+
+    Raises `InputError` if it cannot be loaded, or if its files are missing: then `remedy` ends the sentence.
+    """
+    from transformers import AutoTokenizer
+
+    options = {} if Path(source).exists() else hub_options()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # transformers and tokenizers raise many types on a damaged file
+        is_model = Path(source).is_dir() or find_file(source, "config.json") is not None
+        if is_model and "trust_remote_code" not in str(error) and not _found(source, VOCABULARY_FILES):
+            missing = f"{', '.join(VOCABULARY_FILES[:3])} or other vocabulary"
+            raise InputError(f"{show(source)} has no tokenizer: it has no {missing}; {remedy}") from error
+        raise InputError(
+            f"the tokenizer {show(source)} cannot be loaded: {reason_of(error)}{beside(source)}"
+        ) from error
+    needed = tokenizer.vocab_files_names
+    if needed and not Path(source).is_file() and not _found(source, ["tokenizer.json"]):
+        _check_vocabulary(source, needed, remedy)
+    return tokenizer
+
+
+def _check_vocabulary(source: str, needed: Mapping[str, str], remedy: str) -> None:
+    """Refuse a tokenizer whose files are missing: transformers builds one that knows only special tokens.
+
+    needed: names of the files of a tokenizer of its class, of which tokenizer.json would replace all.
+    """
+    names = list(dict.fromkeys(needed.values()))
+    found, others = _found(source, names), _found(source, VOCABULARY_FILES)
+    if not (found or others):
+        missing = " or ".join(dict.fromkeys((*names, "tokenizer.json")))
+        raise InputError(f"{show(source)} has no tokenizer: it has no {missing}; {remedy}")
+    vocabulary = [needed[kind] for kind in ("vocab_file", "merges_file") if kind in needed]
+    missing = ", ".join(name for name in vocabulary if name not in found)
+    if missing and found:  # transformers itself looks for other names, if it finds none of these
+        raise InputError(f"{show(source)} has a part of a tokenizer: it has no {missing}; {remedy}")
+
+
+def _found(source: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if find_file(source, name) is not None]
 
 
 def tokenizer_size(tokenizer: Any) -> int:
@@ -100,18 +168,75 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def copy_tokenizer(folder: Path, target: Path, maximum_length: int) -> None:
-    """Copy a saved tokenizer; one without a sensible `model_max_length` gets `maximum_length` tokens."""
+def kept_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer in a folder, which may have others, by their names in a model folder."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for pattern in ("*.tiktoken", "tokenization*.py", f"{TEMPLATES}/*.jinja"):
+        names += [path.relative_to(folder).as_posix() for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {name: folder / name for name in names}
+
+
+def keep_tokenizer(tokenizer: Any, source: str, target: Path, *, end_of_text: str | None, of_model: bool) -> None:
+    """Copy the files of a loaded tokenizer, as they are, from its hub name or folder.
+
+    end_of_text: becomes the `eos_token` of the copy.
+    of_model: whether it is the tokenizer of the model that it will lie beside, whose config may name its class.
+    """
+    paths = [find_file(source, name) for name in TOKENIZER_FILES]
+    folder = next((path.parent for path in paths if path is not None), None)
+    with _replaced(target) as fresh:
+        if folder is None:  # such as a single file
+            tokenizer.save_pretrained(fresh)
+            _change(fresh / _SETTINGS, lambda settings: {key: settings[key] for key in settings if key not in _LEAKS})
+            return
+        for name, path in kept_files(folder).items():
+            (fresh / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, fresh / name)
+        if not of_model:
+            name = type(tokenizer).__name__
+            _change(
+                fresh / _SETTINGS,
+                lambda settings: {**settings, "tokenizer_class": settings.get("tokenizer_class", name)},
+            )
+        if end_of_text is not None:
+            _change(fresh / _SETTINGS, lambda settings: _ending(settings, end_of_text))
+            _change(fresh / _SPECIAL, lambda tokens: _ending(tokens, end_of_text) if tokens else tokens)
+
+
+def copy_tokenizer(folder: Path, target: Path) -> None:
+    """Copy a tokenizer that the run has trained."""
+    with _replaced(target) as fresh:
+        shutil.copytree(folder, fresh, dirs_exist_ok=True)
+
+
+_SETTINGS, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+_LEAKS = ("is_local", "local_files_only")
+"""How transformers has found a tokenizer, which it writes among its settings."""
+
+
+@contextlib.contextmanager
+def _replaced(target: Path) -> Iterator[Path]:
+    """Give a new folder, which takes the place of `target` once it is complete."""
     fresh = target.with_name(target.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(folder, fresh)
-    path = fresh / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    if settings.get("model_max_length") is None or settings["model_max_length"] > UNLIMITED:
-        settings["model_max_length"] = maximum_length
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.mkdir()
+    yield fresh
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)
+
+
+def _change(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the values in a JSON file, and write it only if they differ."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    after = change(before)
+    if after != before:
+        path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _ending(settings: dict[str, Any], end_of_text: str) -> dict[str, Any]:
+    before = settings.get("eos_token")
+    same = end_of_text == (before.get("content") if isinstance(before, dict) else before)
+    return settings if same else {**settings, "eos_token": end_of_text}
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:

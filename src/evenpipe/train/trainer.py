@@ -35,7 +35,6 @@ from evenpipe.train.data import PreparedData, changes_of_data, data_identity, op
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetrics
-from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
@@ -100,7 +99,6 @@ class _Run:
         """Whether this is the first process of the run."""
         self._arrangement = Arrangement(self.pipeline, config)
         self.batches: Batches = open_batches(config, self.data, reads=self.feeds)
-        self._generation_config = generation_config(config.model)
         self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
         self._rate_shares = rate_shares(self.optimizer, config.optimizer)
         self._planned = planned_steps(config, self.batches)
@@ -204,8 +202,6 @@ class _Run:
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
             ),
         }
-        if self._generation_config is not None:
-            extra["generation_config"] = self._generation_config
         path = self.pipeline.save_checkpoint(
             self.config.checkpoint_folder,
             progress.step,
