@@ -148,12 +148,12 @@ def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> B
     )
 
 
-def planned_steps(config: Config, batches: Batches, done: int = 0, tokens: int = 0) -> int:
-    """Return the steps of a whole run after `done` steps on `tokens` tokens. The rest of `training.epochs` follows from
-    `tokens`, because earlier steps may have had another size."""
+def planned_steps(config: Config, batches: Batches, done: int = 0, position: int = 0) -> int:
+    """Return the steps of a whole run after `done` steps to a position in the data. The rest of `training.epochs`
+    follows from the position, because earlier steps may have had another size."""
     training = config.training
     if training.epochs is not None:
-        return done + batches.steps_of(training.epochs, tokens)
+        return done + batches.steps_of(training.epochs, position)
     return DEFAULT_STEPS if training.steps is None else training.steps
 
 
@@ -164,7 +164,6 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
         "data.sequence_length": config.data.sequence_length,
         "data.validation_fraction": config.data.held_back,
         "training.seed": config.training.seed,
-        "sequences per step": config.pipeline.sequences_per_step,
         _VALIDATION: None if data.validation is None else data.validation.fingerprint,
         _DOCUMENTS: config.documents,
     }
@@ -182,10 +181,13 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         elif name == _VALIDATION:
             lines.append("the validation data has changed: validation losses do not compare with earlier ones")
         else:
-            lines.append(f"{name} is now {value}, was {earlier}: the order of the data changes")
+            lines.append(
+                f"{name} is now {value}, was {earlier}: the order of the data changes, so some text of this epoch may"
+                " be read twice or not at all"
+            )
             if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
                 lines[-1] += (
-                    ", and so do the validation rows: the run may have trained on some of the new ones, so the"
+                    "; the validation rows change, too: the run may have trained on some of the new ones, so the"
                     " validation loss may be too low"
                 )
     return lines

@@ -94,10 +94,10 @@ class Sequences(NamedTuple):
 
 @dataclass(slots=True)
 class Batches:
-    """Batches in a fixed order: batch number `step` is a pure function of the seed, so resuming needs only the step.
+    """Batches in a fixed order: a batch is a pure function of the seed and its position, so resuming needs only that.
 
     Every epoch takes all training rows in its own order, drawn from (seed, epoch); a batch may contain rows of two
-    epochs.
+    epochs. A position is the number of training rows before the batch, counted from the beginning of the first epoch.
     """
 
     rows: np.ndarray[Any, Any]
@@ -135,27 +135,26 @@ class Batches:
         """Tokens in a batch."""
         return self.batch_size * self.sequence_length
 
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Tokens of all training rows."""
-        return len(self.training_rows) * self.sequence_length
+    def epoch(self, position: int) -> float:
+        """Return the passes over the training rows before a position."""
+        return position / len(self.training_rows)
 
-    def steps_of(self, epochs: float, tokens: int = 0) -> int:
-        """Return the steps to `epochs` passes over the training rows after `tokens` tokens, at least 0. The last step
-        may take rows beyond that."""
-        left = Fraction(str(epochs)) * self.tokens_per_epoch - tokens  # 0.1 is a tenth, not the nearest float
-        return max(0, math.ceil(left / self.tokens_per_batch))
+    def steps_of(self, epochs: float, position: int = 0) -> int:
+        """Return the steps from a position to `epochs` passes over the training rows, at least 0. The last step may
+        take rows beyond that."""
+        left = Fraction(str(epochs)) * len(self.training_rows) - position  # 0.1 is a tenth, not the nearest float
+        return max(0, math.ceil(left / self.batch_size))
 
-    def row_numbers(self, step: int) -> list[int]:
-        """Return the rows of batch `step` (0 is the first)."""
-        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+    def row_numbers(self, position: int) -> list[int]:
+        """Return the rows of the batch at a position."""
+        numbers = range(position, position + self.batch_size)
         return [int(self._epoch_order(n // len(self.training_rows))[n % len(self.training_rows)]) for n in numbers]
 
-    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Sequences:
-        """Return one replica's rows of batch `step` (0 is the first), batch_size / replicas of them."""
+    def batch(self, position: int, replica: int = 0, replicas: int = 1) -> Sequences:
+        """Return one replica's rows of the batch at a position, batch_size / replicas of them."""
         assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
         each = self.batch_size // replicas
-        return _read(self.rows, self.ends, self.row_numbers(step)[replica * each : (replica + 1) * each])
+        return _read(self.rows, self.ends, self.row_numbers(position)[replica * each : (replica + 1) * each])
 
     @property
     def validation_batches(self) -> int:

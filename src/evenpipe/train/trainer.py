@@ -2,8 +2,9 @@
 
     read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 
-The batch, the learning rate and the seeds of a step depend only on the configuration and the number of the step. So a
-run that was killed and started again equals an uninterrupted one, to the last bit (on a GPU: if it is deterministic).
+The learning rate and the seeds of a step depend only on the configuration and the number of the step, its batch on the
+number of rows before it, which checkpoints save. So a run that was killed and started again equals an uninterrupted
+one, to the last bit (on a GPU: if it is deterministic), and one that continues with other sizes reads on where it was.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetrics
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
+from evenpipe.train.position import resumed_position, saved_position
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import Tracker
@@ -53,6 +55,8 @@ class _Progress:
     """Number of steps done."""
     steps: int = 0
     """Total number of steps."""
+    rows: int = 0
+    """Position in the data: training rows read, as `Batches` counts them."""
     tokens: int = 0
     mean: RunningMean = field(default_factory=RunningMean)
 
@@ -139,9 +143,10 @@ class _Run:
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
             self.progress.mean = RunningMean(**state["running_mean"])
-            self.progress.steps = planned_steps(config, self.batches, checkpoint.step, self.progress.tokens)
+            self.progress.rows, said_of_position = resumed_position(state, checkpoint.step, self.data, self.batches)
+            self.progress.steps = planned_steps(config, self.batches, checkpoint.step, self.progress.rows)
             decided = state["decided_steps"]
-            if decided is not None and decided["for"] == self._time_box:
+            if decided is not None and decided["for"].items() <= self._decided_for.items():
                 self.progress.steps, self.box_open = decided["steps"], False
         self.started_step = self.progress.step
         self._arrangement.begin(self.started_step, None if checkpoint is None else checkpoint.extra.get("arrangement"))
@@ -168,7 +173,8 @@ class _Run:
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
             changes = changes_of_data(state["data"], data_identity(config, self.data))
-            for line in [*changes_of_order(self.pipeline, state.get("arranged_by", "flops")), *changes]:
+            order = changes_of_order(self.pipeline, state.get("arranged_by", "flops"))
+            for line in [*order, *changes, *said_of_position]:
                 self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -181,9 +187,12 @@ class _Run:
             group.update(options)
 
     @property
-    def _time_box(self) -> dict[str, Any]:
+    def _decided_for(self) -> dict[str, Any]:
         """The values that decided the number of steps; a resumed run with the same values keeps the decision."""
-        return {"steps": self._planned, "minutes": self.config.training.minutes}
+        decisive = {"steps": self._planned, "minutes": self.config.training.minutes}
+        if self.config.training.epochs is not None:  # their rest is divided by the rows of a step
+            decisive["rows_per_step"] = self.batches.batch_size
+        return decisive
 
     def save(self) -> None:
         """Save a checkpoint. Collective."""
@@ -191,8 +200,9 @@ class _Run:
             self.metrics.sync()
         progress = self.progress
         extra: dict[str, Any] = {
-            "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
+            "decided_steps": None if self.box_open else {"for": self._decided_for, "steps": progress.steps},
             "tokens": progress.tokens,
+            "position": saved_position(progress.rows, self.batches),
             "arranged_by": self.pipeline.layout.arranged_by,
             "running_mean": asdict(progress.mean),
             "data": data_identity(self.config, self.data),
@@ -232,7 +242,7 @@ class _Run:
     @property
     def epoch(self) -> float:
         """Passes over the training rows so far."""
-        return self.progress.tokens / self.batches.tokens_per_epoch
+        return self.batches.epoch(self.progress.rows)
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of all callbacks."""
@@ -301,7 +311,7 @@ class _Run:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
         traced, measured = progress.step + 1 in config.output.trace_steps, self._arrangement.records(progress.step + 1)
-        ids, labels, positions = self._given(self.batches.batch, progress.step)
+        ids, labels, positions = self._given(self.batches.batch, progress.rows)
         result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced or measured)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
@@ -310,6 +320,7 @@ class _Run:
             pipeline.move_router_biases(result.expert_load, config.experts.router_bias_rate)
         pipeline.zero_grad()
         progress.step += 1
+        progress.rows += self.batches.batch_size
         progress.tokens += self.batches.tokens_per_batch
         if traced:
             self._write_trace(result)
