@@ -212,6 +212,32 @@ def test_all_three_together(tmp_path):
     assert "step 1  validation loss 4.500 over 2,048 tokens" in stream.getvalue()
 
 
+class Recorder:
+    """Stands for a tracker."""
+
+    def __init__(self):
+        self.steps = []
+
+    def write(self, record):
+        self.steps.append(record["step"])
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("goes_back", "sent"), [(False, [5, 6]), (True, [3, 4, 5, 6])])
+def test_a_tracker_gets_steps_again_only_in_a_new_run_behind_the_step_gone_back_to(tmp_path, goes_back, sent):
+    """The run has logged four steps, and continues after the second."""
+    run(tmp_path / "metrics.jsonl", 4).close()
+    metrics = Metrics(tmp_path, steps=6, resume_step=2, goes_back=goes_back, tensorboard=False, stream=io.StringIO())
+    recorder = Recorder()
+    metrics.follow([recorder])
+    for number in range(3, 7):
+        metrics.log(step(number))
+    metrics.close()
+    assert recorder.steps == sent
+
+
 def test_without_tensorboard_there_are_no_files_of_it(tmp_path):
     Metrics(tmp_path, steps=1, tensorboard=False, stream=io.StringIO()).close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

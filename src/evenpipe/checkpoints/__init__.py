@@ -4,6 +4,30 @@ Users call `Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_ch
 """
 
 from evenpipe.checkpoints.checkpoint import load, save
-from evenpipe.checkpoints.folder import Checkpoint, find_latest, newest_checkpoint, open_checkpoint, prepare_folder
+from evenpipe.checkpoints.folder import (
+    Checkpoint,
+    ListedCheckpoint,
+    abandon_later,
+    find_latest,
+    find_step,
+    list_checkpoints,
+    mark_unhealthy,
+    newest_checkpoint,
+    open_checkpoint,
+    prepare_folder,
+)
 
-__all__ = ["Checkpoint", "find_latest", "load", "newest_checkpoint", "open_checkpoint", "prepare_folder", "save"]
+__all__ = [
+    "Checkpoint",
+    "ListedCheckpoint",
+    "abandon_later",
+    "find_latest",
+    "find_step",
+    "list_checkpoints",
+    "load",
+    "mark_unhealthy",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "prepare_folder",
+    "save",
+]

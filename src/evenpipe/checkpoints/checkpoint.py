@@ -88,7 +88,8 @@ def save(  # noqa: PLR0917
     Args:
         shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
         metadata: further JSON values that resuming needs. Only the first process's are saved.
-        keep: checkpoints of later steps (left over if a run was resumed at an earlier one) stay, too.
+        keep: checkpoints of later steps (left over if a run was resumed at an earlier one) stay, too, unless
+            `abandon_later` has renamed them.
 
     Raises:
         InputError: a value in `metadata`, or a setting of the optimizer or scheduler, is not JSON, state of the

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,31 +29,51 @@ from evenpipe.checkpoints.manifest import (
     check_hash,
     check_sizes,
     read_manifest,
+    write_synced,
 )
 from evenpipe.checkpoints.storage import INDEX, RUN, check_marks, read_index, read_run
 from evenpipe.errors import InputError
 
-_FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_REPLACED, _ABANDONED = ".replaced", ".abandoned"
+"""Endings of a checkpoint whose step is being saved again, and of one that the run has gone back behind."""
+_FOLDER_NAME = re.compile(rf"step-(\d{{8,}})({re.escape(_REPLACED)}|{re.escape(_ABANDONED)})?")
+_UNHEALTHY = "unhealthy"
+"""Entry of the metadata of an unhealthy checkpoint."""
+_MARK = "unhealthy.txt"
+"""File in a checkpoint that turned out to be unhealthy after it was saved; the manifest does not name it."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A verified checkpoint: every file has the size and hash of the manifest, and the id of the same save."""
+class ListedCheckpoint:
+    """A checkpoint that is complete by manifest and sizes; its files have not been compared with their hashes."""
 
     path: Path
     step: int
-    manifest: Manifest
     metadata: dict[str, Any]
     """The `metadata` of `save`, from run.json."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the optimizer and the scheduler (settings.py), from run.json."""
 
     @property
     def extra(self) -> dict[str, Any]:
         """The `extra` of `Pipeline.save_checkpoint`."""
         extra: dict[str, Any] = self.metadata.get("extra", self.metadata)  # older checkpoints of the trainer
         return extra
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why the saved state may be ruined, from `Pipeline.save_checkpoint` or `mark_unhealthy`; None: it is healthy,
+        as far as the loop that saved it knows."""
+        reason: str | None = self.metadata.get(_UNHEALTHY)
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(ListedCheckpoint):
+    """A verified checkpoint: every file has the size and hash of the manifest, and the id of the same save."""
+
+    manifest: Manifest
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the optimizer and the scheduler (settings.py), from run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +173,31 @@ def find_latest(
     not exist has no checkpoint. `alone`: not collective, this process does all the work.
     """
     folder, team = Path(folder), Team(process_group, "newest_checkpoint", alone=alone)
+    return _first_sound(team, lambda: [path for _, path in _candidates(folder)], folder)
+
+
+def find_step(folder: str | os.PathLike[str], step: int, process_group: dist.ProcessGroup | None = None) -> Found:
+    """Return the sound checkpoint of a step, like `find_latest`."""
+    folder, team = Path(folder), Team(process_group)
+    return _first_sound(team, lambda: [path for number, path in _candidates(folder) if number == step], folder)
+
+
+def _first_sound(team: Team, candidates: Callable[[], list[Path]], folder: Path) -> Found:
+    """Return the first sound one of the candidates that the first process lists, all in one folder."""
     rejected: list[Rejected] = []
-    for name in team.first(lambda: [path.name for _, path in _candidates(folder)]):
+    for name in team.first(lambda: [path.name for path in candidates()]):
         path = folder / name
         try:
             return Found(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
         except DamagedError as error:
             rejected.append(Rejected(path, str(error)))
     return Found(None, tuple(rejected))
+
+
+def list_checkpoints(folder: Path) -> list[ListedCheckpoint]:
+    """Return the checkpoints in a folder that are complete by manifest and sizes, newest first. Not collective, and
+    quick: only the manifests and run.json are read."""
+    return [listed for _, path in _candidates(folder) if (listed := _listed(path)) is not None]
 
 
 def newest_step(folder: Path) -> int | None:
@@ -202,11 +239,12 @@ def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
     def check_contents() -> tuple[dict[str, Any], dict[str, Any]]:
         check_marks(path, manifest)
         read_index(path, manifest)
-        return read_run(path, manifest)
+        return _read_run(path, manifest)
 
     manifest = Manifest.from_bytes(team.first(check_cheaply).encode("ascii"))
     team.everywhere(check_share)
-    return Checkpoint(path, manifest.step, manifest, *team.first(check_contents))
+    metadata, settings = team.first(check_contents)
+    return Checkpoint(path, manifest.step, metadata, manifest, settings)
 
 
 @contextlib.contextmanager
@@ -230,11 +268,13 @@ def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of all folders named like checkpoints, newest first, and before any that it replaced."""
+    """Return step and path of all folders named like checkpoints, newest first, and before any that it replaced.
+    Abandoned ones are none of them."""
     try:
         paths = [path for path in folder.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    paths = [path for path in paths if path.suffix != _ABANDONED]
     return sorted(((_step_of(path), path) for path in paths), key=lambda item: (-item[0], len(item[1].name)))
 
 
@@ -245,18 +285,51 @@ def _step_of(path: Path) -> int:
 
 
 def delete_old(folder: Path, step: int, keep: int | None) -> None:
-    """Keep the newest `keep` checkpoints up to `step` that are complete by manifest and sizes; delete older ones.
+    """Delete checkpoints up to `step`, and abandoned ones, except the newest `keep` and the newest healthy one.
 
-    Damaged checkpoints do not count towards `keep`.
+    Only those that are complete by manifest and sizes count.
     """
-    kept = 0
+    kept, has_healthy = 0, keep is None
     for older, path in _candidates(folder):
         if older > step:
             continue
-        if not path.name.endswith(".replaced") and (keep is None or kept < keep):
+        if path.suffix == _REPLACED:
+            discard(path)
+        elif keep is None or kept < keep:
             kept += _looks_whole(path)
-            continue
-        discard(path)
+            has_healthy = has_healthy or _is_healthy(path)
+        elif not has_healthy and _is_healthy(path):
+            has_healthy = True
+        else:
+            discard(path)
+    for path in folder.glob(f"step-*{_ABANDONED}"):
+        if _FOLDER_NAME.fullmatch(path.name) and _step_of(path) <= step:
+            discard(path)
+
+
+def mark_unhealthy(folder: Path, step: int, reason: str) -> None:
+    """Mark the checkpoints of `step` and later as unhealthy, unless they are marked. Only for the holder of the
+    folder's lock. Raises OSError."""
+    for listed in list_checkpoints(folder):
+        if listed.step >= step and listed.unhealthy is None:
+            write_synced(listed.path / _MARK, (reason + "\n").encode())
+
+
+def abandon_later(folder: Path, step: int) -> list[int]:
+    """Rename the checkpoints of steps after `step`, because the run continues from there; return their steps.
+
+    They are not found under the new name, and `delete_old` deletes those that the run has passed. Only for the holder
+    of the folder's lock. Raises OSError.
+    """
+    abandoned = set()
+    for later, path in reversed(_candidates(folder)):  # if we are killed, the newest one still says that it was newest
+        if later > step:
+            target = path.with_name(f"step-{later:08d}{_ABANDONED}")
+            if target.exists():
+                discard(target)
+            path.rename(target)
+            abandoned.add(later)
+    return sorted(abandoned)
 
 
 def discard(path: Path) -> None:
@@ -278,3 +351,27 @@ def _looks_whole(path: Path) -> bool:
     except DamagedError:
         return False
     return True
+
+
+def _is_healthy(path: Path) -> bool:
+    listed = _listed(path)
+    return listed is not None and listed.unhealthy is None
+
+
+def _listed(path: Path) -> ListedCheckpoint | None:
+    """Return the checkpoint in a folder if it is complete by manifest and sizes."""
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        metadata, _ = _read_run(path, manifest)
+    except (DamagedError, OSError):
+        return None
+    return ListedCheckpoint(path, manifest.step, metadata)
+
+
+def _read_run(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata, with what `mark_unhealthy` wrote, and the settings of a checkpoint; raises as `read_run`."""
+    metadata, settings = read_run(path, manifest)
+    with contextlib.suppress(FileNotFoundError):
+        metadata.setdefault(_UNHEALTHY, (path / _MARK).read_text(encoding="utf-8", errors="replace").strip())
+    return metadata, settings

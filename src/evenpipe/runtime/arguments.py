@@ -95,6 +95,7 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
     "step": ("a whole number of steps, 0 or more", lambda value: is_whole(value) and value >= 0),
     "optimizer": ("an optimizer as in torch.optim, or None", _or_none(torch.optim.Optimizer)),
     "extra": ("a table of JSON values, or None", _or_none(Mapping)),
+    "unhealthy": ("a text that says why, or None", _or_none(str)),
     "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
     "recipe": ("a Recipe, or None", _or_none(Recipe)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),

@@ -316,6 +316,7 @@ class SpreadModel(ScheduledModel):
         extra: Mapping[str, Any] | None = None,
         *,
         keep: int | None = 2,
+        unhealthy: str | None = None,
     ) -> Path:
         """Save everything that a loop needs to continue as if it had not stopped; return the checkpoint's folder,
         `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
@@ -333,19 +334,23 @@ class SpreadModel(ScheduledModel):
                 equally many groups on every process.
             extra: JSON values that the loop needs in addition, such as its position in the data. Only the first
                 process's are saved.
-            keep: number of checkpoints to keep, this one and the newest before it; None: all.
+            keep: number of checkpoints to keep, this one and the newest before it; None: all. The newest healthy one is
+                kept in any case.
+            unhealthy: why the state may be ruined, such as "the loss has doubled"; None: it is healthy. The checkpoint
+                keeps it (`Checkpoint.unhealthy`).
 
         Raises:
             InputError: another run has locked the folder, or a value cannot be saved; the sentence names it.
             RunError: a disk or a process failed; earlier checkpoints have not changed.
         """
-        check_kinds(step=step, optimizer=optimizer, extra=extra)
+        check_kinds(step=step, optimizer=optimizer, extra=extra, unhealthy=unhealthy)
         self._groups.agree("save_checkpoint")
         config = self.description.config
         metadata = {
             **({} if config is None else {"model_config": config.to_dict(), "origin": self._whole_origin().to_json()}),
             "tied": self.description.tied,
             "extra": dict(extra or {}),
+            **({} if unhealthy is None else {"unhealthy": unhealthy}),
         }
         shards = self.parameter_shards()
         return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)

@@ -117,15 +117,22 @@ def export_checkpoint(
 def _open(path: Path) -> Checkpoint:
     """Open the checkpoint in a folder, or the newest sound one of a run."""
     if is_checkpoint(path):
-        return open_checkpoint(path, alone=True)
+        return _warned(open_checkpoint(path, alone=True))
     for folder in (path / "checkpoints", path):
         found = find_latest(folder, alone=True)
         checkpoint = found.sound()
         if checkpoint is not None:
             for rejected in found.rejected:
                 warnings.warn(f"skipped {rejected.path}: {rejected.reason}", stacklevel=3)
-            return checkpoint
+            return _warned(checkpoint)
     raise InputError(f"{str(path)!r} has no checkpoint; expected a checkpoint's folder, or a run's folder")
+
+
+def _warned(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint, after a warning if it is unhealthy."""
+    if checkpoint.unhealthy is not None:
+        warnings.warn(f"{checkpoint.path} is marked as unhealthy: {checkpoint.unhealthy}", stacklevel=4)
+    return checkpoint
 
 
 def _describe(checkpoint: Checkpoint, trust_remote_code: bool) -> Description:

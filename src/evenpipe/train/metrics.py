@@ -232,10 +232,19 @@ class Metrics:
     """All metrics of a run, for the training loop."""
 
     def __init__(
-        self, folder: Path, *, steps: int, resume_step: int = 0, tensorboard: bool = True, stream: TextIO | None = None
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        resume_step: int = 0,
+        goes_back: bool = False,
+        tensorboard: bool = True,
+        stream: TextIO | None = None,
     ) -> None:
-        """`folder`: folder of the run; `steps`: planned number; `resume_step`: step of the loaded checkpoint, or 0."""
+        """`folder`: folder of the run; `steps`: planned number; `resume_step`: step of the loaded checkpoint, or 0;
+        `goes_back`: later steps are taken again with other results, for new runs of the trackers."""
         self._file = MetricsFile(folder / "metrics.jsonl", resume_step)
+        self._tracked_step = 0 if goes_back else self._file.last_step
         self._tensorboard = TensorBoard(folder / "tensorboard", resume_step) if tensorboard else None
         self._trackers: list[Tracker] = []
         self._progress = Progress(steps, resume_step, stream)
@@ -270,7 +279,7 @@ class Metrics:
         self._file.write(record)
         if self._tensorboard is not None:
             self._tensorboard.write(record)
-        if record["step"] > self._file.last_step:
+        if record["step"] > self._tracked_step:
             for tracker in self._trackers:
                 tracker.write(record)
 

@@ -148,12 +148,16 @@ class CheckpointConfig(Section):
     every_steps: int | None = 100
     """Steps between checkpoints; none: one at the end."""
     keep: int = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted, except the newest healthy one."""
+    resume_from: int | None = None
+    """Step of an older checkpoint to go back to, for example after a divergence. Later checkpoints are renamed to
+    `step-NNNNNNNN.abandoned`, and each is deleted when training has passed its step. Repeated with the same value, the
+    command continues what it has begun. Default: the newest checkpoint."""
     folder: str | None = None
     """Folder of the checkpoints. Default: `checkpoints` in output.folder."""
 
     def check(self) -> None:
-        self.at_least(1, "every_steps", "keep")
+        self.at_least(1, "every_steps", "keep", "resume_from")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

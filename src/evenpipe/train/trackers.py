@@ -1,7 +1,8 @@
 """Sends the metrics of metrics.jsonl to Weights & Biases or trackio.
 
-Only the first process of a run has trackers. A run that starts again continues the same run of the tracker; its id is
-in RUN/trackers.json. If a tracker fails while the run trains, the run continues without it.
+Only the first process of a run has trackers. A run that starts again continues the same run of the tracker, unless it
+goes back to an older checkpoint (`checkpoint.resume_from`); its id is in RUN/trackers.json. If a tracker fails while
+the run trains, the run continues without it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -41,6 +43,12 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{name}/{of} {number}", item
         elif name != "step":
             yield name, value
+
+
+def forget_runs(folder: Path) -> None:
+    """Let the next trackers of a run begin new runs, because it has gone back to an earlier step: they cannot replace
+    the metrics that they have of later steps."""
+    (folder / FILE).unlink(missing_ok=True)
 
 
 class Tracker:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from evenpipe.checkpoints import Checkpoint, find_latest, prepare_folder
+from evenpipe.checkpoints import Checkpoint, abandon_later, mark_unhealthy, prepare_folder
+from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.lock import Claim, join
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.stopping import StopRequest
@@ -34,14 +35,23 @@ from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbac
 from evenpipe.train.config import Config
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
+from evenpipe.train.health import Health, are_finite
 from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import ExpertMetrics, Metrics, RunningMean, StepMetrics
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches, Sequences
 from evenpipe.train.position import resumed_position, saved_position
+from evenpipe.train.recovery import (
+    RESUMED_FROM,
+    diverged,
+    find_start,
+    first_ruined,
+    refuse_unhealthy,
+    said_of_abandoned,
+)
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
-from evenpipe.train.trackers import Tracker
+from evenpipe.train.trackers import Tracker, forget_runs
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 """In a run with a time box: steps that do not count, and steps whose speed decides the number of steps."""
@@ -59,6 +69,9 @@ class _Progress:
     """Position in the data: training rows read, as `Batches` counts them."""
     tokens: int = 0
     mean: RunningMean = field(default_factory=RunningMean)
+    health: Health = field(default_factory=Health)
+    resumed_from: int | None = None
+    """The last `checkpoint.resume_from` that the run went back to."""
 
 
 def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Callback] = ()) -> int:
@@ -127,11 +140,12 @@ class _Run:
     # --- resuming and saving ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint, if there is one."""
+        """Load the checkpoint to continue from, if there is one."""
         config, group = self.config, self.pipeline.process_group
         prepare_folder(config.checkpoint_folder, group)
-        found = find_latest(config.checkpoint_folder, group)
-        checkpoint = found.sound()
+        start = find_start(config, group)
+        checkpoint = start.checkpoint
+        abandoned: list[int] = []
         if checkpoint is not None:
             state = checkpoint.extra
             if state["data"]["data"] != self.data.fingerprint:  # token ids have another meaning; shapes may differ, too
@@ -139,7 +153,6 @@ class _Run:
                     f"output.folder is {config.output.folder!r}, where {checkpoint.path.name} was trained on other text"
                     " or with another tokenizer; expected the same data, or another folder"
                 )
-            self._load(checkpoint)
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
             self.progress.mean = RunningMean(**state["running_mean"])
@@ -148,6 +161,14 @@ class _Run:
             decided = state["decided_steps"]
             if decided is not None and decided["for"].items() <= self._decided_for.items():
                 self.progress.steps, self.box_open = decided["steps"], False
+            if self.progress.step < self.progress.steps:
+                refuse_unhealthy(checkpoint, config)
+            self._load(checkpoint)
+            self.progress.resumed_from = config.checkpoint.resume_from or state.get(RESUMED_FROM)
+            if checkpoint.unhealthy is None and "health" in state:
+                self.progress.health = Health(**state["health"])
+            if start.goes_back:
+                abandoned = Team(group).first(lambda: abandon_later(config.checkpoint_folder, checkpoint.step))
         self.started_step = self.progress.step
         self._arrangement.begin(self.started_step, None if checkpoint is None else checkpoint.extra.get("arrangement"))
         if not self.is_first:
@@ -156,8 +177,11 @@ class _Run:
             config.run_folder,
             steps=self.progress.steps,
             resume_step=self.progress.step,
+            goes_back=start.goes_back,
             tensorboard=config.output.tensorboard,
         )
+        if start.goes_back:
+            forget_runs(config.run_folder)
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
         apart = self.pipeline.keeps_documents_apart
         said = "joined, one stream of text" if apart is None else f"separate, kept apart by {apart}"
@@ -168,10 +192,14 @@ class _Run:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         if self.pipeline.chosen_slices is not None:
             self.metrics.say(f"slices: {self.pipeline.chosen_slices}")
-        for rejected in found.rejected:
+        for rejected in start.found.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
+            if checkpoint.unhealthy is not None:
+                self.metrics.say(f"this checkpoint is marked as unhealthy: {checkpoint.unhealthy}")
+            if abandoned:
+                self.metrics.say(said_of_abandoned(abandoned))
             changes = changes_of_data(state["data"], data_identity(config, self.data))
             order = changes_of_order(self.pipeline, state.get("arranged_by", "flops"))
             for line in [*order, *changes, *said_of_position]:
@@ -205,6 +233,8 @@ class _Run:
             "position": saved_position(progress.rows, self.batches),
             "arranged_by": self.pipeline.layout.arranged_by,
             "running_mean": asdict(progress.mean),
+            "health": asdict(progress.health),
+            RESUMED_FROM: progress.resumed_from,
             "data": data_identity(self.config, self.data),
             "arrangement": self._arrangement.state(),
             "config": asdict(self.config),
@@ -212,14 +242,31 @@ class _Run:
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
             ),
         }
+        fault = self._fault()
         path = self.pipeline.save_checkpoint(
             self.config.checkpoint_folder,
             progress.step,
             self.optimizer,
             extra=extra,
             keep=self.config.checkpoint.keep,
+            unhealthy=fault,
         )
+        if self.metrics is not None and fault is not None:
+            self.metrics.say(f"the checkpoint of step {progress.step} is marked as unhealthy: {fault}")
         self._call("on_save", path)
+
+    def _fault(self) -> str | None:
+        """Return why the state may be ruined, in words, or None; mark the earlier checkpoints that were ruined before.
+        Collective."""
+        health, folder = self.progress.health, self.config.checkpoint_folder
+        trained = (held.parameter for held in self.pipeline.held_parameters() if held.parameter.requires_grad)
+        finite = min(row[0] for row in self.pipeline.gather_numbers([are_finite(trained)]))
+        fault = health.fault() if finite else "a parameter is not finite"
+        fault = self.pipeline.from_the_first(fault, "the mark of health")
+        if fault is not None:
+            ruined = first_ruined(health, self.progress.step + 1)
+            Team(self.pipeline.process_group).first(lambda: mark_unhealthy(folder, ruined, fault))
+        return fault
 
     # --- the loop --------------------------------------------------------------------------------------------
 
@@ -358,15 +405,12 @@ class _Run:
         if not self._pending:
             return
         progress, steps, loss = self.progress, len(self._pending), math.nan
-        for result, norm, _ in self._pending:
+        for step, (result, norm, _) in enumerate(self._pending, progress.step - steps + 1):
             loss = result.loss
-            if not (abs(loss) < float("inf") and norm < float("inf")):
-                first = progress.step - steps + 1
-                raise RunError(
-                    f"loss {loss} and gradient norm {norm} in one of the steps {first} to {progress.step}: training has"
-                    " diverged; earlier checkpoints have not changed"
-                )
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise RunError(diverged(self.config, progress.health, step, loss, norm, marks=self.is_first))
             progress.mean.add(loss)
+            progress.health.add(loss)
         result, norm, rate = self._pending[-1]
         now = time.perf_counter()
         seconds = now - self._since
