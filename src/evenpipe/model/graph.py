@@ -25,4 +25,4 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     gradients may leave a tensor without a graph."""
     pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
     if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
