@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import signals_handled
+from evenpipe.processes.environment import is_alone, rank_and_size, whole_number
 from evenpipe.processes.names import processes
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
@@ -160,8 +161,8 @@ def initialise_worker(
         one. It becomes the current one.
 
     Raises:
-        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to; or
-            this process has a pipeline already.
+        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to;
+            torchrun's environment variables are incomplete or wrong; or this process has a pipeline already.
         RunError: some processes did not start; names them.
     """
     if _this is not None:
@@ -253,7 +254,7 @@ def start_worker(
     global _this, _starts  # noqa: PLW0603  (one process is one worker)
     owned = owner is not None
     timeout = timedelta(seconds=timeout_seconds)
-    if not dist.is_initialized() and "RANK" not in os.environ:
+    if not dist.is_initialized() and is_alone():
         _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None), None, owned)
         return _this
     store, groups, rank, world_size = _meeting_place(start_seconds)
@@ -313,11 +314,12 @@ def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
     """Return where this process meets the others: the store for messages, torch's store for groups, its rank and their
     number."""
     if folder := os.environ.get(STORE_FOLDER):
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world_size = rank_and_size(meets_by_address=False)
         return FolderStore(Path(folder)), FileStore(str(Path(folder) / "groups"), world_size), rank, world_size
     if dist.is_initialized():
         store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
+        rank_and_size()  # complete, or torch raises an error of its own
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
     store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_starts}", store)
     return NetworkStore(store), PrefixStore("groups", store), rank, world_size
@@ -405,8 +407,8 @@ def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
 def _index_of_gpu(count: int) -> int:
     """Return the index among the `count` GPUs that this process sees, which may be only its own."""
     for name in LOCAL_RANKS:
-        if number := os.environ.get(name):
-            return int(number) % count
+        if os.environ.get(name):
+            return whole_number(name, 0) % count
     return torch.cuda.current_device()
 
 
