@@ -21,6 +21,7 @@ from evenpipe.train.metrics import (
     TensorBoard,
     kept_lines,
     progress_text,
+    time_text,
 )
 
 
@@ -36,6 +37,8 @@ def step(number, **changes):
         "gradient_norm": 0.5,
         "busy": (0.934, 0.5),
         "seconds": 0.25,
+        "teraflops_per_second": 0.01,
+        "peak_memory_bytes": (300, 200),
     }
     return StepMetrics(**{**figures, **changes})
 
@@ -151,18 +154,61 @@ def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
 
 def test_progress_in_words():
     text = progress_text(step(2, loss=4.9, running_mean_loss=5.1234, tokens_per_second=12345.6, busy=(0.934, 0.5, 1.0)))
-    assert text == "epoch 0.50  loss 4.900  running mean 5.123  12,346 tokens/s  busy 93 50 100 %"
+    beginning = "epoch 0.50  loss 4.900  running mean 5.123  rate 1.0e-03  norm 0.5  12,346 tokens/s"
+    assert text == f"{beginning}  busy 93 50 100 %"
+    many = step(2, busy=tuple(number / 100 for number in range(31, 95)))
+    assert progress_text(many).endswith("1,234 tokens/s  busy 31 to 94 %")
+
+
+def test_a_line_of_a_large_run_is_not_too_long():
+    figures = {"epoch": 12.34, "loss": 2.234, "running_mean_loss": 2.345, "tokens_per_second": 1234567.0}
+    figures |= {"gradient_norm": 123.456, "busy": (0.99,) * 8}
+    stream, now = io.StringIO(), iter([0.0, 100.0])
+    progress = Progress(100000, stream=stream, clock=lambda: next(now))
+    for number in (12345, 12346):
+        progress.show(step(number, **figures))
+    assert stream.getvalue().splitlines()[1].endswith("  101 d 10 h left")
+    assert max(map(len, stream.getvalue().splitlines())) <= 140
+
+
+TIMES = [
+    # seconds, words
+    (0.2, "1 s"),
+    (59.0, "59 s"),
+    (60.0, "1 min"),
+    (3540.5, "1 h 00 min"),
+    (3 * 3600 + 250, "3 h 05 min"),
+    (55 * 3600, "2 d 7 h"),
+]
+
+
+@pytest.mark.parametrize(("seconds", "words"), TIMES)
+def test_times_in_words(seconds, words):
+    assert time_text(seconds) == words
+
+
+def test_the_time_left_is_that_of_steps_after_the_first_which_is_slow():
+    stream, now = io.StringIO(), iter([60.0, 62.0, 64.0, 70.0, 72.0])
+    progress = Progress(20, done=10, stream=stream, clock=lambda: next(now))
+    for number in range(11, 16):
+        progress.show(step(number))
+        progress.set_steps(21)
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 11/20", "step 14/21"]
+    assert "left" not in lines[0]
+    assert lines[1].endswith("busy 93 50 %  24 s left")
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_the_end():
-    stream, now = io.StringIO(), iter([0.0, 0.0, 4.0, 9.9, 10.0, 10.0, 12.0, 13.0, 13.0])
+    stream, now = io.StringIO(), iter([0.0, 4.0, 9.9, 10.0, 12.0, 13.0])
     progress = Progress(6, stream=stream, clock=lambda: next(now))
     for number in range(1, 7):
         progress.show(step(number))
     progress.close()
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/6", "step 4/6", "step 6/6"]
-    assert lines[0].endswith("epoch 0.25  loss 10.000  running mean 11.000  1,234 tokens/s  busy 93 50 %")
+    assert lines[0].endswith("loss 10.000  running mean 11.000  rate 1.0e-03  norm 0.5  1,234 tokens/s  busy 93 50 %")
+    assert "left" not in lines[2]
 
 
 class Terminal(io.StringIO):
@@ -205,6 +251,8 @@ def test_all_three_together(tmp_path):
         "gradient_norm": 0.5,
         "busy": [0.934, 0.5],
         "seconds": 0.25,
+        "teraflops_per_second": 0.01,
+        "peak_memory_bytes": [300, 200],
     }
     assert lines[1] == {"step": 1, "validation_loss": 4.5, "validation_tokens": 2048}
     assert lines[2]["step"] == 2

@@ -68,6 +68,8 @@ def step(number):
         gradient_norm=0.5,
         busy=(0.5, 0.25),
         seconds=1.0,
+        teraflops_per_second=0.01,
+        peak_memory_bytes=(300, 200),
     )
 
 
@@ -99,7 +101,8 @@ def test_trackers_get_what_the_file_of_metrics_gets(packages, tmp_path):
     assert start(tmp_path / "run", 2) == []
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line.update({f"busy/device {device}": share for device, share in enumerate(line.pop("busy", []))})
+        for name in ("busy", "peak_memory_bytes"):
+            line.update({f"{name}/device {device}": value for device, value in enumerate(line.pop(name, []))})
     for recorder in packages.values():
         assert [{"step": number, **figures} for number, figures in recorder.logged] == lines
         assert [number for number, _ in recorder.logged] == [1, 2, 2]

@@ -23,7 +23,7 @@ from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
-from evenpipe.model import Stage
+from evenpipe.model import ModuleStage, Stage
 from evenpipe.parallel.parameters import StageParameters
 from evenpipe.parallel.running import Running
 
@@ -146,7 +146,7 @@ class Bench:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: ModuleStage | Stage,
         names: Sequence[str],
         choices: Sequence[str],
         *,

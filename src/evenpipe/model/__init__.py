@@ -9,7 +9,7 @@ from __future__ import annotations
 from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, check_compute_dtype, describe
 from evenpipe.model.export import dtypes_to_write, save_tensors, write_folder_metadata
-from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
+from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, training_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
@@ -52,5 +52,6 @@ __all__ = [
     "self_check",
     "slice_ends",
     "stored_dtypes",
+    "training_flops",
     "write_folder_metadata",
 ]

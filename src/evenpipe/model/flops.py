@@ -59,6 +59,22 @@ def head_flops(description: Description) -> float:
     return 2.0 * description.vocabulary_size * description.hidden_size
 
 
+def training_flops(description: Description, sequence: int) -> float:
+    """Return the model's FLOPs per token of a training step, as MFU is defined:
+
+        3 * (layers + head), the forward and a backward of twice its work
+
+    with `matrix_flops` and `Attention.flops` of each layer, and `head_flops`. What is computed again, the optimizer,
+    and masked pairs of a causal sequence do not count; documents in a row, frozen parameters and ignored labels make no
+    difference.
+    """
+    layers = 0.0
+    for index in range(description.layers):
+        attention = attention_of(description, index)
+        layers += matrix_flops(description, index) + attention.flops(attention.pairs(sequence))
+    return 3.0 * (layers + head_flops(description))
+
+
 ARRANGING_SEQUENCE = 2048
 """Assumed tokens per sequence for the cost of attention if the length is unknown, unless the model allows fewer."""
 

@@ -32,7 +32,7 @@ class FieldHelp:
 def describe_section(section: type[Section]) -> list[FieldHelp]:
     """Return the fields of one section, in the order of the source."""
     texts = _docstrings(section)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(section)}
+    defaults = default_of(section)
     return [
         FieldHelp(section.section, name, type_words(annotation), show(defaults[name]), texts[name])
         for name, annotation in field_types(section).items()
@@ -48,6 +48,11 @@ def configuration_help() -> str:
             lines.append(f"  {field.name} = {field.default}   ({field.type})")
             lines += textwrap.wrap(field.text, WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines).strip("\n")
+
+
+def default_of(section: type[Section]) -> dict[str, Any]:
+    """Return the default of every field of a section, by name."""
+    return {field.name: _default(field) for field in dataclasses.fields(section)}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

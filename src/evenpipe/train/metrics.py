@@ -2,7 +2,7 @@
 
 Only the first process of the run writes them. A line of metrics.jsonl is one JSON object: a logged step
 (`StepMetrics`), or an evaluation (step, validation_loss, validation_tokens). Loss fields of a resumed run equal those
-of an uninterrupted one; only fields that measure time differ.
+of an uninterrupted one; only fields that measure time and memory differ.
 
 "loss" is always the loss of one step, also on the console and in report.json; the smoothed loss is "running mean".
 """
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WINDOW_STEPS = 50
 PLAIN_LINE_SECONDS = 10.0
+SHOWN_SHARES = 4
+"""Devices whose busy shares are shown one by one on the console."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,15 @@ class StepMetrics:
     line."""
     seconds: float
     """Wall time since the previous line."""
+    teraflops_per_second: float
+    """Model TFLOP/s of each process since the previous line: `training_flops` per token (forward and backward, without
+    recomputation and masked pairs of attention) * tokens per second / processes / 1e12."""
+    peak_memory_bytes: tuple[int, ...]
+    """Peak memory of each process in steps since the previous line: allocated on a GPU; on the CPU the largest resident
+    set of the process so far."""
+    model_flops_utilization: float | None = None
+    """Model FLOP/s over the peak of all GPUs (MFU, 0 to 1); the line does not have it if the peak of one is not
+    known."""
     entropy: float | None = None
     """`StepResult.entropy` with `[loss] entropy`; else the line does not have it."""
     experts: ExpertMetrics | None = None
@@ -182,6 +193,8 @@ class Progress:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._next_line = -math.inf
+        self._first: tuple[int, float] | None = None
+        """The first step that was shown, which is slower than others, and when."""
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
@@ -201,9 +214,19 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(metrics.step - self._bar.n)
-        elif self._clock() >= self._next_line or metrics.step >= self._steps:
-            self._next_line = self._clock() + PLAIN_LINE_SECONDS
-            self.say(f"step {metrics.step}/{self._steps}  {text}")
+            return
+        now = self._clock()
+        if now >= self._next_line or metrics.step >= self._steps:
+            self._next_line = now + PLAIN_LINE_SECONDS
+            self.say(f"step {metrics.step}/{self._steps}  {text}{self._time_left(metrics.step, now)}")
+        self._first = self._first or (metrics.step, now)
+
+    def _time_left(self, step: int, now: float) -> str:
+        """Return the time left at the speed since the first step, evaluations and saves included, in words."""
+        if self._first is None or step >= self._steps:
+            return ""
+        first, then = self._first
+        return f"  {time_text((self._steps - step) * (now - then) / (step - first))} left"
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -219,13 +242,37 @@ class Progress:
 
 
 def progress_text(metrics: StepMetrics) -> str:
-    """Return losses, speed and busy shares of devices:
+    """Return losses, learning rate, gradient norm, speed and busy shares of devices:
 
-    `epoch 1.24  loss 5.123  running mean 5.345  1,234 tokens/s  busy 93 91 95 92 %`
+    `epoch 1.24  loss 5.123  running mean 5.345  rate 2.9e-04  norm 1.23  1,234 tokens/s  busy 93 91 95 92 %`
+
+    Of more devices only the least and the most busy one are shown.
     """
-    busy = " ".join(f"{100 * share:.0f}" for share in metrics.busy)
-    loss = f"loss {metrics.loss:.3f}  running mean {metrics.running_mean_loss:.3f}"
-    return f"epoch {metrics.epoch:.2f}  {loss}  {metrics.tokens_per_second:,.0f} tokens/s  busy {busy} %"
+    shares = [f"{100 * share:.0f}" for share in metrics.busy]
+    busy = " ".join(shares) if len(shares) <= SHOWN_SHARES else f"{min(shares, key=int)} to {max(shares, key=int)}"
+    return "  ".join(
+        [
+            f"epoch {metrics.epoch:.2f}",
+            f"loss {metrics.loss:.3f}",
+            f"running mean {metrics.running_mean_loss:.3f}",
+            f"rate {metrics.learning_rate:.1e}",
+            f"norm {metrics.gradient_norm:.3g}",
+            f"{metrics.tokens_per_second:,.0f} tokens/s",
+            f"busy {busy} %",
+        ]
+    )
+
+
+def time_text(seconds: float) -> str:
+    """Return, for example, `45 s`, `12 min`, `3 h 05 min` or `2 d 7 h`."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"
 
 
 class Metrics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,14 +136,15 @@ class RunReport:
 
 
 def gather_report(
-    pipeline: Pipeline, *, training: TrainingReport, schedule: str, busy_seconds: float
+    pipeline: Pipeline, *, training: TrainingReport, schedule: str, busy_seconds: float, peak_memory_bytes: int
 ) -> RunReport | None:
     """Return the report on the first process of the run, None on the others. Collective.
 
     schedule: the schedule's name in the configuration.
     busy_seconds: time that this process spent in passes.
+    peak_memory_bytes: `PeakMemory.of_run` of this process.
     """
-    table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
+    table = pipeline.gather_numbers([busy_seconds, peak_memory_bytes])
     if not pipeline.feeds or pipeline.replica:
         return None
     from evenpipe.plan.configuration_search import cores  # only the first process should import planning
@@ -194,12 +194,6 @@ def gather_report(
 
 def _prediction(timeline: Timeline, mode: str) -> Prediction:
     return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
-
-
-def _peak_memory_bytes(torch_device: torch.device) -> int:
-    if torch_device.type == "cuda":
-        return torch.cuda.max_memory_allocated(torch_device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report_text(report: RunReport) -> str:

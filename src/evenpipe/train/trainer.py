@@ -32,6 +32,7 @@ from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.arrangement import Arrangement, changes_of_order
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.callbacks import Callback, TrainingState, call, find_callbacks, make_callbacks
+from evenpipe.train.changed_values import changed_values
 from evenpipe.train.config import Config
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
@@ -51,6 +52,7 @@ from evenpipe.train.recovery import (
 )
 from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
+from evenpipe.train.throughput import PeakMemory, Throughput
 from evenpipe.train.trackers import Tracker, forget_runs
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
@@ -125,6 +127,8 @@ class _Run:
         self.stop: StopRequest
         self.box_open = config.training.minutes is not None
         self._since = time.perf_counter()
+        self._memory = PeakMemory(torch_device)
+        self._throughput = Throughput(self.pipeline, config)
         self._pending: list[tuple[StepResult, float, float]] = []
         self._step_seconds: list[float] = []
         self._busy_seconds = self._busy_in_all = self._training_seconds = 0.0
@@ -146,6 +150,7 @@ class _Run:
         start = find_start(config, group)
         checkpoint = start.checkpoint
         abandoned: list[int] = []
+        changed: dict[str, str] = {}
         if checkpoint is not None:
             state = checkpoint.extra
             if state["data"]["data"] != self.data.fingerprint:  # token ids have another meaning; shapes may differ, too
@@ -165,7 +170,9 @@ class _Run:
                 refuse_unhealthy(checkpoint, config)
             self._load(checkpoint)
             self.progress.resumed_from = config.checkpoint.resume_from or state.get(RESUMED_FROM)
-            if checkpoint.unhealthy is None and "health" in state:
+            changed = changed_values(state["config"], config) if "config" in state else {}
+            comparable = not any(name.startswith(("data.", "loss.")) for name in changed)
+            if checkpoint.unhealthy is None and comparable and "health" in state:
                 self.progress.health = Health(**state["health"])
             if start.goes_back:
                 abandoned = Team(group).first(lambda: abandon_later(config.checkpoint_folder, checkpoint.step))
@@ -196,6 +203,9 @@ class _Run:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
+            if changed:
+                values = ", ".join(f"{name}: {change}" for name, change in changed.items())
+                self.metrics.say(f"changed since then: {values}")
             if checkpoint.unhealthy is not None:
                 self.metrics.say(f"this checkpoint is marked as unhealthy: {checkpoint.unhealthy}")
             if abandoned:
@@ -313,7 +323,7 @@ class _Run:
     def to_the_end(self) -> int:
         """Train until the last step or a signal; return the number of the signal, or 0."""
         config, progress = self.config, self.progress
-        self._since = time.perf_counter()
+        self._restart_clock()
         asked = 0
         while progress.step < progress.steps and not asked:
             self._step()
@@ -332,7 +342,7 @@ class _Run:
             if number == progress.steps or asked or (every is not None and number % every == 0):
                 self._log()
                 self.save()
-                self._since = time.perf_counter()
+                self._restart_clock()
         if progress.step == progress.steps and self.steps_taken:
             self._report()
         self._call("on_end")
@@ -414,7 +424,8 @@ class _Run:
         result, norm, rate = self._pending[-1]
         now = time.perf_counter()
         seconds = now - self._since
-        busy = [values[0] / seconds for values in self.pipeline.gather_numbers([self._busy_seconds])]
+        table = self.pipeline.gather_numbers([self._busy_seconds, self._memory.take()])
+        tokens_per_second = steps * self.batches.tokens_per_batch / seconds
         self._training_seconds += seconds
         self._busy_in_all += self._busy_seconds
         if self.metrics is not None:
@@ -427,16 +438,24 @@ class _Run:
                     loss=loss,
                     running_mean_loss=progress.mean.mean,
                     tokens=progress.tokens,
-                    tokens_per_second=steps * self.batches.tokens_per_batch / seconds,
+                    tokens_per_second=tokens_per_second,
                     learning_rate=rate,
                     gradient_norm=norm,
-                    busy=tuple(busy),
+                    busy=tuple(busy / seconds for busy, _ in table),
                     seconds=seconds,
+                    teraflops_per_second=self._throughput.teraflops_per_second(tokens_per_second),
+                    peak_memory_bytes=tuple(int(peak) for _, peak in table),
+                    model_flops_utilization=self._throughput.utilization(tokens_per_second),
                     entropy=result.entropy if self.config.loss.entropy else None,
                     experts=None if self._expert_load is None else ExpertMetrics.of(self._expert_load),
                 )
             )
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
+
+    def _restart_clock(self) -> None:
+        """Begin to measure time and memory of the next line, after what is not part of a step."""
+        self._since = time.perf_counter()
+        self._memory.restart()
 
     def _evaluate(self) -> None:
         """Compute the mean loss over the validation rows, always the same ones. Collective."""
@@ -454,7 +473,7 @@ class _Run:
         if self.metrics is not None:
             self.metrics.log_evaluation(self.progress.step, self._validation, tokens)
         self._call("on_evaluate")
-        self._since = time.perf_counter()
+        self._restart_clock()
 
     def _decide_steps(self, step_seconds: float) -> None:
         """Decide how many steps fit into the time box at the speed of the slowest process, evaluations and saves aside.
@@ -486,7 +505,11 @@ class _Run:
             validation_loss=self._validation,
         )
         report = gather_report(
-            self.pipeline, training=training, schedule=self.config.pipeline.schedule, busy_seconds=self._busy_in_all
+            self.pipeline,
+            training=training,
+            schedule=self.config.pipeline.schedule,
+            busy_seconds=self._busy_in_all,
+            peak_memory_bytes=self._memory.of_run,
         )
         if report is not None and self.metrics is not None:
             write_report(report, self.config.run_folder / "report.json")

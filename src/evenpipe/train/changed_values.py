@@ -1,0 +1,48 @@
+"""Which values of the configuration have changed since a checkpoint was saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import sections
+from evenpipe.train.config_help import default_of
+from evenpipe.train.section import show
+
+
+def changed_values(before: Mapping[str, Any], config: Config) -> dict[str, str]:
+    """Return what has changed, by field: `{"training.seed": "0 -> 1"}`.
+
+    before: the configuration in a checkpoint. A field that it does not have, because it is of an older version, had its
+    default value.
+    """
+    earlier, now = _flat(_with_defaults(before)), _flat(json.loads(json.dumps(asdict(config))))
+    names = [*now, *(name for name in earlier if name not in now)]
+    return {
+        name: f"{show(earlier.get(name))} -> {show(now.get(name))}"
+        for name in names
+        if earlier.get(name) != now.get(name)
+    }
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: json.loads(json.dumps(default_of(section))) | dict(values.get(name) or {})
+        for name, section in sections().items()
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by their dotted names."""
+    return dict(_leaves(values, prefix))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
