@@ -16,8 +16,8 @@ a checkpoint of one layout loads in any other. Of several copies the first one i
 Steps of saving: take or check the folder's lock (lock.py) -> write all files into `step-00000020.ID.tmp` -> wait
 for every process -> write the manifest -> wait for the disk -> check the lock -> rename -> wait for the disk -> verify
 that the published save is this one -> delete old checkpoints. A process killed at any point leaves the previous
-checkpoint unchanged. States of random generators are not saved: all random numbers of a run follow from a seed and the
-step.
+checkpoint unchanged. Tensors that belong to a process, not to a parameter (states of its random generators), are named
+`process.3.random_state`. As many processes, or the first one of any number, get them back.
 
 Processes exchange only JSON.
 
@@ -55,7 +55,16 @@ from evenpipe.checkpoints.manifest import (
     write_synced,
 )
 from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
-from evenpipe.checkpoints.state import Parameters, State, StatePlan, parameter_names, plan_state, tensors_to_save
+from evenpipe.checkpoints.state import (
+    Parameters,
+    State,
+    StatePlan,
+    parameter_names,
+    plan_state,
+    process_state,
+    saved_process_state,
+    tensors_to_save,
+)
 from evenpipe.checkpoints.storage import (
     INDEX,
     RUN,
@@ -81,12 +90,14 @@ def save(  # noqa: PLR0917
     process_group: dist.ProcessGroup | None = None,
     *,
     scheduler: Any = None,
+    of_process: Mapping[str, torch.Tensor] | None = None,
     keep: int | None = 2,
 ) -> Path:
     """Save a checkpoint, as `Pipeline.save_checkpoint` explains; return its folder. Collective.
 
     Args:
         shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
+        of_process: further tensors of this process by name.
         metadata: further JSON values that resuming needs. Only the first process's are saved.
         keep: checkpoints of later steps (left over if a run was resumed at an earlier one) stay, too, unless
             `abandon_later` has renamed them.
@@ -104,6 +115,7 @@ def save(  # noqa: PLR0917
 
     def collect() -> dict[str, Any]:
         state.update(tensors_to_save(shards, optimizer))
+        state.update(process_state(of_process or {}, team.rank))
         own = describe_settings(optimizer, scheduler, _names(shards))
         if team.rank == 0:
             run_json(metadata, {}, "")
@@ -194,9 +206,13 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     *,
     scheduler: Any = None,
+    of_process: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into parameters, optimizer and scheduler, as `Pipeline.load_checkpoint` explains; return its
     metadata. Collective.
+
+    of_process: tensors of this process by name, overwritten by the saved ones: on all processes if as many have saved
+        theirs, else on the first one. They are undefined if the load fails.
 
     All tensors are first read into new memory, or into host memory that a `HostAdamW` has not used yet: if anything
     fails on any process, parameters and optimizer have not changed. Then the parameters are overwritten in place, and
@@ -215,6 +231,7 @@ def load(
 
     def prepare() -> list[str]:
         plan = plan_state(checkpoint.manifest, shards, optimizer)
+        plan.state |= saved_process_state(checkpoint.manifest, of_process or {}, team.rank, team.size)
         plans.append((plan, plan_settings(checkpoint.settings, optimizer, scheduler, _names(shards), where=where)))
         return sorted(shards)
 

@@ -1,8 +1,10 @@
-"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it."""
+"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it. And says what makes a
+resumed run differ from an uninterrupted one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from evenpipe.checkpoints.folder import RUN, Checkpoint
 from evenpipe.errors import InputError
@@ -34,3 +36,16 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
                 " that was trained, or another folder for a new run"
             )
     return [f"the model's {change}" for change in changes]
+
+
+def changes_of_draws(before: Any, now: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if layers draw other random numbers than in the run that has saved a checkpoint.
+
+    before, now: what they depend on, by name; None: an older checkpoint does not say.
+    """
+    if not isinstance(before, Mapping):
+        return []
+    changes = [f"{name} {value}, was {before[name]}" for name, value in now.items() if before.get(name, value) != value]
+    if not changes:
+        return []
+    return [f"layers with dropout draw other random numbers than in an uninterrupted run: {'; '.join(changes)}"]

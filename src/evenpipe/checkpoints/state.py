@@ -1,7 +1,8 @@
 """The tensors of this process in a checkpoint: their keys, and their destinations when they are loaded.
 
 Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names, without numbers of groups or
-processes. Optimizer state that is cut like its parameter has the same placement; other tensors are whole.
+processes. Optimizer state that is cut like its parameter has the same placement; other tensors are whole. What belongs
+to a process has the key `process.<rank>.<name>`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from evenpipe.optimizers.adafactor import Adafactor
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."
+PROCESS = "process."
 
 Parameters = Mapping[str, Held[nn.Parameter]]
 """This process's parts, by Hugging Face name, as from `Pipeline.parameter_shards()`. First copies are saved."""
@@ -70,6 +72,26 @@ def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None)
             elif placement.is_first_part:  # the same on every process
                 state[f"{OPTIMIZER}{key}.{name}"] = Held.whole(value.detach())
     return state
+
+
+def process_state(tensors: Mapping[str, Tensor], rank: int) -> State:
+    """Return tensors that belong to a process, as they are saved."""
+    return {f"{PROCESS}{rank}.{name}": Held.whole(tensor) for name, tensor in tensors.items()}
+
+
+def saved_process_state(manifest: Manifest, tensors: Mapping[str, Tensor], rank: int, processes: int) -> State:
+    """Return those of this process's tensors that are read: saved with this shape, and by as many processes as there
+    are now. The first process reads its tensors in any case."""
+    saved = {key.split(".")[1] for key in manifest.tensors if key.startswith(PROCESS)}
+    state = process_state(tensors, rank)
+    if rank and len(saved) != processes:
+        return {}
+    return {key: held for key, held in state.items() if _is_saved(manifest, key, held.tensor)}
+
+
+def _is_saved(manifest: Manifest, key: str, tensor: Tensor) -> bool:
+    entry = manifest.tensors.get(key)
+    return entry is not None and entry.shape == tuple(tensor.shape) and entry.dtype == dtype_name(tensor.dtype)
 
 
 @dataclass(slots=True)

@@ -53,6 +53,18 @@ def check_no_autocast(torch_device: torch.device) -> None:
         )
 
 
+def check_memory_budget() -> None:
+    """With compiled layers that draw random numbers: below 1, torch (2.11 to 2.13) recomputes dropout with others."""
+    from torch._functorch import config
+
+    if config.activation_memory_budget < 1:
+        raise InputError(
+            f"torch._functorch.config.activation_memory_budget: {config.activation_memory_budget:g}, expected 1 with"
+            ' compile_layers and dropout, for which torch computes wrong gradients otherwise; checkpointing="selective"'
+            " saves memory too"
+        )
+
+
 _NORMS = {"clip_grad_norm_", "get_total_norm", "_get_total_norm"}
 _NEED_WHOLE_MATRICES = {kind.__init__.__module__: kind.__name__ for kind in (torch.optim.Adafactor, torch.optim.Muon)}
 

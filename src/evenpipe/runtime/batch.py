@@ -112,6 +112,8 @@ class Totals:
     """Of any replica's batch."""
     of_update: float | None = None
     """The `weight` of all steps of the update together; None: unknown, all of them count equally."""
+    drawn: int = 0
+    """The number that the first replica has drawn for the step."""
 
     @property
     def divisor(self) -> float:
@@ -135,12 +137,13 @@ def distribute(
     replicas: Communicator | None = None,
     begin: Begin,
     trained: Trained,
+    drawn: int = 0,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
     """Check the step's inputs on the first process of the pipeline and send them to all others.
 
-    Collective. Over the data axis: all gather seven numbers of each, six of which count only from first processes. Then
-    over the pipeline axis: all gather the first process's header of eleven numbers and the flags of the others'
+    Collective. Over the data axis: all gather eight numbers of each, seven of which count only from first processes.
+    Then over the pipeline axis: all gather the first process's header of twelve numbers and the flags of the others'
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any. The first
     of these exchanges goes to everyone, and shows that all were called for the same method.
 
@@ -150,6 +153,7 @@ def distribute(
         replicas: of the processes that are this one in their replicas; None for one replica.
         begin: makes the first of these exchanges, over everyone.
         trained: flags read for this step.
+        drawn: a random number of this process for the step; that of the very first process counts.
 
     Returns:
         The same inputs on every process of the pipeline, with labels: those given, or the ids without padding; ids,
@@ -169,6 +173,7 @@ def distribute(
         replicas=replicas,
         begin=begin,
         trained=trained,
+        drawn=drawn,
         torch_device=torch_device,
     )
     numbers, what = [*header, *trained.for_pipeline()], "the size of the batch"
@@ -183,8 +188,8 @@ def distribute(
         assert fault is not None
         raise fault
     check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, torch_device)
-    *_, weight, valid_tokens, accumulate, fewest, of_update = head
-    totals = Totals(_as_float(weight), valid_tokens, accumulate, fewest, _total_of(of_update))
+    *_, weight, valid_tokens, accumulate, fewest, of_update, drawn = head
+    totals = Totals(_as_float(weight), valid_tokens, accumulate, fewest, _total_of(of_update), drawn)
     if communicator is not None:
         return _send(own, head, communicator, torch_device), totals
     assert own is not None
@@ -203,17 +208,18 @@ def _agree(
     replicas: Communicator | None,
     begin: Begin,
     trained: Trained,
+    drawn: int,
     torch_device: torch.device,
 ) -> tuple[Inputs | None, list[int], InputError | None]:
     """Check the inputs on the first process of a pipeline, `given` there only, and agree over replicas on their totals.
 
     Returns:
-        The inputs with labels and positions, on the CPU; the header of eleven numbers, zeros if a batch is refused; and
+        The inputs with labels and positions, on the CPU; the header of twelve numbers, zeros if a batch is refused; and
         then the reason, if it is known here.
     """
     fault: InputError | None = None
     inputs: Inputs | None = None
-    own = [0] * 6
+    own = [0] * 7
     if given is not None:
         try:
             inputs = _on_cpu(given, microbatches=microbatches, model=model, tokens=tokens)
@@ -223,16 +229,16 @@ def _agree(
             total = _own_total(*_weights(inputs))
             assert inputs.input_ids is not None
             numbers = (total.valid_tokens, len(inputs.input_ids), inputs.steps, _bits_of_total(inputs.total_tokens))
-            own = [1, _as_integer(total.weight), *numbers]
+            own = [1, _as_integer(total.weight), *numbers, drawn]
     table = begin(replicas, [*own, trained.fingerprint], "the weight of all batches", "the step")
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
-    header = [0] * 11
+    header = [0] * 12
     if all(good for good, *_ in table):  # as the first processes see it
         assert inputs is not None
         weight, valid = sum(_as_float(row[1]) for row in table), sum(row[2] for row in table)
-        updates = [(steps, _total_of(bits)) for *_, steps, bits, _ in table]
-        totals = Totals(weight, valid, updates[0][0], min(row[3] for row in table), updates[0][1])
+        updates = [(steps, _total_of(bits)) for *_, steps, bits, _, _ in table]
+        totals = Totals(weight, valid, updates[0][0], min(row[3] for row in table), updates[0][1], table[0][-2])
         fault = _fault_of_update(updates, totals)
         if fault is None:
             header = _header(inputs, totals)
@@ -330,12 +336,12 @@ def _send(given: Inputs | None, header: list[int], communicator: Communicator, t
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """Return the header that others need to receive the inputs: eleven numbers, the first one not 0."""
+    """Return the header that others need to receive the inputs: twelve numbers, the first one not 0."""
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
     numbers = (totals.valid_tokens, totals.accumulate, totals.fewest_sequences, _bits_of_total(totals.of_update))
-    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), *numbers]
+    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), *numbers, totals.drawn]
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:

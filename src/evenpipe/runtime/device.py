@@ -17,6 +17,7 @@ from evenpipe.experts.load import Load
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
+from evenpipe.layers.random_state import Draws
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, ModuleStage, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
@@ -109,6 +110,8 @@ class LayerOptions:
 
     checkpointing: tuple[str, ...]
     """By layer of the model."""
+    draws: Draws | None = None
+    """Seeds the random numbers of each; None: they draw none."""
     compiled: bool = False
     activations: Activations | None = None
     """Moves activations to the host; None: they stay."""
@@ -324,6 +327,8 @@ class Builder:
                 checkpoint_layer(layer, choice, held.checkpointing, self.torch_device)
             if options.activations is not None and index in options.kept:
                 keep_on_device(layer, options.activations)
+            if options.draws is not None:
+                options.draws.seeded(layer, index)
         return unsplit
 
     def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,6 +19,7 @@ from evenpipe.errors import InputError
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
 from evenpipe.layers.checkpointing import check_choices
+from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
     Origin,
@@ -29,6 +30,7 @@ from evenpipe.model import (
     read_files,
     stored_dtypes,
 )
+from evenpipe.model.draws import may_draw
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
@@ -38,6 +40,7 @@ from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.arguments import (
     PipelineOptions,
     check_kinds,
+    check_memory_budget,
     check_no_autocast,
     check_positive,
     check_shardable,
@@ -258,13 +261,18 @@ class Pipeline(SpreadModel):
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
+        self._draws = None
+        if may_draw(self.description):
+            self._draws = Draws(self.torch_device, self.context_rank * self.tensor_ranks + self.tensor_rank)
         gives_all = replicas is not None and self.description.model is not None
         self._held = Builder(
             description=self.description,
             layout=self.layout,
             grid=self._grid,
             loss=options,
-            layers=LayerOptions(self._checkpointing, self.recipe.compile_layers, self._activations, self._kept_layers),
+            layers=LayerOptions(
+                self._checkpointing, self._draws, self.recipe.compile_layers, self._activations, self._kept_layers
+            ),
             weights=Weights(parameter_dtype, seed, self._broadcast if gives_all else None),
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
@@ -329,6 +337,7 @@ class Pipeline(SpreadModel):
             router_losses=self._router_losses,
             activations=self._activations,
             running=groups.running,
+            draws=self._draws,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -450,6 +459,8 @@ class Pipeline(SpreadModel):
         if self._closed:
             raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
         check_no_autocast(self.torch_device)
+        if training and self.recipe.compile_layers and self._draws is not None:
+            check_memory_budget()
         started = time.perf_counter()
         groups = self._groups
         self._trained.read()
@@ -462,6 +473,7 @@ class Pipeline(SpreadModel):
             replicas=groups.data,
             begin=partial(groups.begin, "step" if training else "evaluate"),
             trained=self._trained,
+            drawn=self._draws.draw() if training and self._draws is not None and self.feeds else 0,
             torch_device=self.torch_device,
         )
         self._trained.follow()
@@ -474,6 +486,9 @@ class Pipeline(SpreadModel):
         if self._pieces is not None:
             batch = self._pieces.pieces(batch)
         hooked = self._trained.hooked if training else {}
+        drawing: AbstractContextManager[None] = nullcontext()
+        if training and self._draws is not None:
+            drawing = self._draws.step(totals.drawn, self.replica * program.microbatches * program.slices)
         with self._ending_with_all():
             self._held.refresh()
             if self._router_losses is not None:
@@ -482,7 +497,7 @@ class Pipeline(SpreadModel):
             before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
             shared = self._shared_gradients if training else None
             tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
-            with set_aside(hooked) as of_hooked, tied:
+            with set_aside(hooked) as of_hooked, drawing, tied:
                 if shared is not None:
                     shared.begin()
                 record = self._walker.walk(program, batch)

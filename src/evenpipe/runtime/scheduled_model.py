@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.model.shape import has_dropout
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
@@ -49,13 +47,12 @@ class ScheduledModel:
     @property
     def order_matters(self) -> bool:
         """Whether another order of the same passes changes gradients: in their last bits, where one device adds those
-        of both vocabulary layers up in one matrix; or because passes of a device draw other numbers for dropout.
+        of both vocabulary layers up in one matrix.
 
-        In all other models each parameter gets its gradients from one microbatch after the other, in any order.
+        In all other models each parameter gets its gradients from one microbatch after the other, in any order. Random
+        numbers of layers do not depend on it (`layers/random_state.py`).
         """
-        config, modules = self.description.config, self.description.skeleton.modules()
-        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
-        return self.description.tied or drops or (config is not None and has_dropout(config.get_text_config()))
+        return self.description.tied
 
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
         """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.

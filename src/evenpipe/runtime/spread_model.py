@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
-from evenpipe.checkpoints.resumed_model import check_same_model
+from evenpipe.checkpoints.resumed_model import changes_of_draws, check_same_model
 from evenpipe.communication.messages import dtype_name, dtype_of
 from evenpipe.errors import InputError, RunError
 from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.experts.load import Load
+from evenpipe.layers.random_state import Draws, RandomState
 from evenpipe.model import (
     STORED_DTYPES,
     Origin,
@@ -72,6 +73,8 @@ class SpreadModel(ScheduledModel):
     _load: Load | None
     _origin: Origin
     """What the model was made from: its files on the very first process, the dtypes of this process's tensors."""
+    _draws: Draws | None
+    """None: layers draw no random numbers."""
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
@@ -322,8 +325,9 @@ class SpreadModel(ScheduledModel):
         `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
 
         `evenpipe.newest_checkpoint` never finds an incomplete checkpoint, even after a failure of a process or disk.
-        The first save locks the folder until the first process ends; saves of other runs are refused. Random generators
-        are not saved: if they matter, seed them by the step, such as `torch.manual_seed(step)` for dropout. Collective.
+        The first save locks the folder until the first process ends; saves of other runs are refused. The states of
+        torch's random generators are saved: of the CPU, and of the GPU that a process computes on; those of Python and
+        numpy are not. Collective.
 
         Args:
             folder: folder of all checkpoints of the run, visible to all processes.
@@ -348,12 +352,23 @@ class SpreadModel(ScheduledModel):
         config = self.description.config
         metadata = {
             **({} if config is None else {"model_config": config.to_dict(), "origin": self._whole_origin().to_json()}),
+            **({} if self._draws is None else {"draws": self._drawn_by}),
             "tied": self.description.tied,
             "extra": dict(extra or {}),
             **({} if unhealthy is None else {"unhealthy": unhealthy}),
         }
         shards = self.parameter_shards()
-        return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)
+        return save(
+            folder,
+            step,
+            shards,
+            optimizer,
+            metadata,
+            self.process_group,
+            scheduler=scheduler,
+            of_process=RandomState.of(self.torch_device).tensors,
+            keep=keep,
+        )
 
     def load_checkpoint(
         self,
@@ -364,7 +379,9 @@ class SpreadModel(ScheduledModel):
         """Load parameters, optimizer and scheduler from a checkpoint; return its `extra`.
 
         If anything fails, none of them has changed. The options of optimizer groups, such as learning rates, become the
-        saved ones; to use others, set them afterwards. Collective.
+        saved ones; to use others, set them afterwards. With an optimizer, torch's random generators continue too: those
+        of all processes if as many have saved theirs, else that of the first process, which dropout follows.
+        Collective.
 
         Args:
             checkpoint: from `evenpipe.newest_checkpoint`, or the folder of a checkpoint.
@@ -379,10 +396,23 @@ class SpreadModel(ScheduledModel):
         self._groups.agree("load_checkpoint")
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint, self.process_group)
-        for change in check_same_model(checkpoint, self.description):
+        changes = check_same_model(checkpoint, self.description)
+        if self._draws is not None:
+            changes += changes_of_draws(checkpoint.metadata.get("draws"), self._drawn_by)
+        for change in changes:
             if self._is_very_first:
                 logger.warning(change)
-        load(checkpoint, self.parameter_shards(), optimizer, self.process_group, scheduler=scheduler)
+        state = RandomState.of(self.torch_device)
+        load(
+            checkpoint,
+            self.parameter_shards(),
+            optimizer,
+            self.process_group,
+            scheduler=scheduler,
+            of_process=state.tensors,
+        )
+        if any(trains for trains, *_ in self.gather_numbers([optimizer is not None])):
+            state.restore()
         return checkpoint.extra
 
     def _whole_origin(self) -> Origin:
@@ -394,6 +424,18 @@ class SpreadModel(ScheduledModel):
         return replace(
             self._origin, dtypes={name: dtype_of(dtype) for table in tables for name, dtype in table.items()}
         )
+
+    @property
+    def _drawn_by(self) -> dict[str, Any]:
+        """What the random numbers of layers depend on, besides the number of each step, in the words of messages."""
+        return {
+            "microbatches of all replicas": self.replicas * self.microbatches,
+            "slices": self.layout.program.slices,
+            "context ranks": self.context_ranks,
+            "tensor ranks": self.tensor_ranks,
+            "compiled layers": self.recipe.compile_layers,
+            "device": self.torch_device.type,
+        }
 
     def save_pretrained(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.

@@ -21,7 +21,7 @@ from evenpipe.errors import InputError
 from evenpipe.host.offload import Activations, Packed
 from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.entrance import StageGraph
-from evenpipe.layers.random_state import RandomState
+from evenpipe.layers.random_state import Draws, RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.parallel.running import Running
 from evenpipe.runtime.accounting import ByteCounter
@@ -80,6 +80,7 @@ class Walker:
         router_losses: of a model with a router loss; None for others.
         activations: moves activations to the host, for orders with O, D and L; None: there are none.
         running: for the exchanges of the processes that share a pass.
+        draws: seeds the random numbers of stages; None: they draw none.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Walker:
         router_losses: RouterLosses | None = None,
         activations: Activations | None = None,
         running: Running | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -112,6 +114,7 @@ class Walker:
         self._router_losses = router_losses
         self._activations = activations
         self._running = Running() if running is None else running
+        self._draws = draws
         self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
@@ -323,6 +326,8 @@ class Walker:
     def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
         module, microbatch = self._stages[stage], self._microbatches[unit]
         self._running.place = (stage, unit) if self._gradients else None
+        if self._draws is not None:
+            self._draws.begin(unit)
         if self._router_losses is not None:
             return self._router_losses.call(stage, module, hidden, microbatch)
         return microbatch.through(stage, module, hidden)

@@ -1,0 +1,35 @@
+"""Whether a model draws random numbers in training: dropout, noise of routers, layers that are left out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.nn.modules.dropout import _DropoutNd
+
+from evenpipe.model.description import Description
+
+_NAME = re.compile(r"(?!classifier|summary).*(drop|jitter|noise)")
+"""Heads for other tasks are not built."""
+
+
+def may_draw(description: Description) -> bool:
+    """Return whether layers of a model may draw random numbers in training. Those of plain modules always may: a call
+    of `torch.nn.functional.dropout` is not seen."""
+    config = description.config
+    if config is None:
+        return True
+    if any(_draws(holder) for holder in (config, config.get_text_config())):
+        return True
+    return any(map(_draws, description.skeleton.modules()))
+
+
+def _draws(holder: Any) -> bool:
+    """Return whether a config or a module has a share of something that is dropped, or of noise."""
+    if isinstance(holder, _DropoutNd):
+        return holder.p > 0
+    return any(_is_share(value) and _NAME.match(name) for name, value in vars(holder).items())
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
