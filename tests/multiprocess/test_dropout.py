@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import check_cases, run_processes
 from test_training import STEPS, curve, run_part, write_config
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import evenpipe
 from evenpipe import Pipeline
@@ -30,6 +30,7 @@ from evenpipe.layers.random_state import BEFORE_LAYERS, Draws, seed_of_layer
 from evenpipe.model import describe
 from evenpipe.model.draws import may_draw
 from evenpipe.schedule import add_recompute, plan_order
+from evenpipe.tensor.check import cut_of_model
 from evenpipe.train.config_file import load_config
 from evenpipe.train.data import prepare
 
@@ -280,6 +281,12 @@ def test_and_also_in_another_layout_or_says_why_not(tmp_path: Path) -> None:
         " was 4"
     ]
     assert not elsewhere
+    compiled = Case(schedule="zbv", other=(("microbatches", 2), ("compile_layers", True)))
+    (_, _, said), _ = run_processes(loop, 2, tmp_path / "parts", compiled, 4)
+    assert [line.partition(":")[0] for line in said] == [
+        "layers with dropout draw other random numbers than in an uninterrupted run",
+        "compiled layers with a split backward run their first microbatch uncompiled",
+    ]
 
 
 # --- runs of the trainer ----------------------------------------------------------------------------------------------
@@ -314,6 +321,12 @@ def with_budget(budget: float) -> str:
 def test_a_memory_budget_of_torch_is_refused_with_compiled_layers() -> None:
     for said in run_processes(with_budget, 2, 0.5):
         assert said.startswith("torch._functorch.config.activation_memory_budget: 0.5, expected 1 with compile_layers")
+
+
+def test_noise_of_routers_is_refused_with_tensor_ranks() -> None:
+    noisy = MixtralConfig(router_jitter_noise=0.1)
+    with pytest.raises(InputError, match=r"^tensor_parallel: router_jitter_noise is 0.1 in the model's config"):
+        cut_of_model(describe(noisy), 2)
 
 
 @pytest.mark.parametrize(

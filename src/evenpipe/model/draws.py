@@ -24,6 +24,14 @@ def may_draw(description: Description) -> bool:
     return any(map(_draws, description.skeleton.modules()))
 
 
+def noise_of_routers(description: Description) -> tuple[str, float] | None:
+    """Return a field of the model's config, and its value, by which routers get noise in training; None: there is
+    none."""
+    config = description.config
+    fields = {} if config is None else vars(config) | vars(config.get_text_config())
+    return next(((name, float(value)) for name, value in fields.items() if "jitter" in name and _is_share(value)), None)
+
+
 def _draws(holder: Any) -> bool:
     """Return whether a config or a module has a share of something that is dropped, or of noise."""
     if isinstance(holder, _DropoutNd):

@@ -23,7 +23,7 @@ from evenpipe.model.structure import first_line
 from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.runtime.inputs import IGNORE_INDEX
-from evenpipe.schedule import Kind, Order, parts_of
+from evenpipe.schedule import Order
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
     uncut one does; None if it does."""
     apart = recipe.batch.separate
     beside = ' and documents = "separate"' if apart else ""
-    splits = any(part.kind is Kind.I for row in order.rows for item in row if item for part in parts_of(item))
+    splits = any(map(order.splits_backward, range(order.devices)))
     try:
         self_check(description, split_once if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:

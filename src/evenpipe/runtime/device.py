@@ -27,7 +27,6 @@ from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
 from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.schedule import Kind, parts_of
 from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions, Shard
 
@@ -179,7 +178,7 @@ class Builder:
         description, layout, device, held = self.description, self.layout, self.grid.coordinate("pp"), self.held
         placement = layout.program.placement
         unsplit = [name for stage in placement.stages_of(device) for name in self._add_stage(stage)]
-        if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
+        if layout.program.order.splits_backward(device):
             report_unsplit(unsplit)
         ranks, exchange = self.grid.size("tp"), None if self.ranks.tensor is None else self.ranks.tensor[1]
         own = device * ranks + self.grid.coordinate("tp")

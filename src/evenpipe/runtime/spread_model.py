@@ -399,6 +399,12 @@ class SpreadModel(ScheduledModel):
         changes = check_same_model(checkpoint, self.description)
         if self._draws is not None:
             changes += changes_of_draws(checkpoint.metadata.get("draws"), self._drawn_by)
+            order = self.layout.program.order
+            if self.recipe.compile_layers and any(map(order.splits_backward, range(self.devices))):
+                changes.append(
+                    "compiled layers with a split backward run their first microbatch uncompiled: with dropout it draws"
+                    " other random numbers than in an uninterrupted run"
+                )
         for change in changes:
             if self._is_very_first:
                 logger.warning(change)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from evenpipe.errors import InputError
 
-from .passes import Item, Pass, Rows, Transfer
+from .passes import Item, Kind, Pass, Rows, Transfer, parts_of
 from .placement import Edge, Placement
 from .text import cell_name, infer, rows_from_csv, rows_to_csv
 from .words import count
@@ -129,6 +129,10 @@ class Order(DeviceRows):
     def passes(self, device: int) -> Iterator[Pass]:
         """Return the passes of one device, without idle slots."""
         return (item for item in self.rows[device] if item is not None)
+
+    def splits_backward(self, device: int) -> bool:
+        """Return whether a backward of this device is split into I and W."""
+        return any(part.kind is Kind.I for item in self.passes(device) for part in parts_of(item))
 
     @classmethod
     def _check_items(cls, rows: Rows) -> None:

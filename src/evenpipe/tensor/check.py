@@ -23,6 +23,7 @@ from evenpipe.model.comparison import (
     whole_result,
 )
 from evenpipe.model.description import Description
+from evenpipe.model.draws import noise_of_routers
 from evenpipe.model.fp64 import InFp64
 from evenpipe.model.graph import run_backward
 from evenpipe.model.loading import copy_parameters
@@ -50,6 +51,11 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
     """
     if description.config is None:
         raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
+    if (noise := noise_of_routers(description)) is not None:
+        raise InputError(
+            f"tensor_parallel: {noise[0]} is {noise[1]:g} in the model's config, expected 0: every tensor rank routes"
+            " all tokens, and would add noise of its own to them"
+        )
     with undisturbed(), torch.enable_grad(), one_thread():
         small, dtype, kept = _small_model(description)
         with _throughout(dtype):

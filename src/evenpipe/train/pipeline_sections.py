@@ -76,8 +76,7 @@ class PipelineConfig(Section):
     `evenpipe plan --hardware`) or on the hardware of a file of `evenpipe profile --hardware`; "flops"; "auto": the GPU
     of the run if it is known, else FLOPs; or "measured": so at the start, and anew by the passes of steps 3 to 6,
     between two steps, if a step is predicted to become more than 1 % shorter without more activations on a device, and
-    again when passes drift. Orders of models with tied vocabulary matrices or dropout stay, since results depend on
-    them."""
+    again when passes drift. Orders of models with tied vocabulary matrices stay, since results depend on them."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
