@@ -180,7 +180,6 @@ def run_cases(cases: list[Case]) -> list[str]:
     return [fault for case in cases if (fault := run_case(case)) is not None]
 
 
-@pytest.mark.sampled(8)
 def test_every_label_of_an_update_counts_equally(sample) -> None:
     check_cases(run_cases, sample(CASES, 8))
 
