@@ -17,6 +17,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import reference
@@ -88,9 +89,9 @@ def one_process(case: Case) -> nn.Module:
     return copy.deepcopy(described(*case.model).model).train()
 
 
-def open_pipeline(case: Case, **dtypes: torch.dtype) -> Pipeline:
+def open_pipeline(case: Case, **options: Any) -> Pipeline:
     offload = None if case.offload == "none" else OffloadOptions(activations=case.offload)
-    return opened(case, case.microbatches, checkpointing=case.checkpointing, offload=offload, **dtypes)
+    return opened(case, case.microbatches, checkpointing=case.checkpointing, offload=offload, **options)
 
 
 # --- every hook of every parameter -----------------------------------------------------------------------
@@ -123,12 +124,12 @@ def register(parameters: Iterable[tuple[str, nn.Parameter]], placed: Placed, sha
     return calls
 
 
-def hooks_of(case: Case) -> Iterator[str]:
+def hooks_of(case: Case, **options: Any) -> Iterator[str]:
     model, shapes = one_process(case), described(*case.model).shapes
     register(model.named_parameters(), lambda _, whole: whole, shapes)
     for ids, labels in data_of(case):
         reference.loss_of(model, ids, labels).backward()
-    with contextlib.closing(open_pipeline(case)) as pipeline:
+    with contextlib.closing(open_pipeline(case, **options)) as pipeline:
         calls = register(pipeline.named_parameters(), placed_of(pipeline), shapes)
         for ids, labels in data_of(case, pipeline.replica):
             pipeline.step(ids, labels)
@@ -186,6 +187,17 @@ def run_optimizers(cases: list[Case]) -> list[str]:
 
 def test_hooks_of_every_parameter(sample) -> None:
     check_cases(run_cases, sample(LAYOUTS, 8))
+
+
+def test_a_process_without_parameters() -> None:
+    case = Case("llama", devices=3, mode="first-last")
+    faults = run_processes(list_hooks_of, case.processes, case, [2, 0, 2])
+    assert not any(faults), faults
+
+
+def list_hooks_of(case: Case, layers_per_stage: list[int]) -> list[str]:
+    with case.arithmetic():
+        return list(hooks_of(case, layers_per_stage=layers_per_stage))
 
 
 def test_optimizers_in_hooks(sample) -> None:

@@ -67,7 +67,7 @@ class Trained:
         """Trained parameters with hooks, in the order of the model."""
         self.fingerprint = self._common_fingerprint = 0
         """Of the flags, an int64; and of those that tensor ranks have in common."""
-        self._of_vocabulary: list[int] = []
+        self._of_vocabulary = [0] * len(vocabulary)
         """As in `by_name`, of the vocabulary matrices."""
 
     def read(self) -> None:
