@@ -59,6 +59,8 @@ class Model(Shown):
     """Of plain modules."""
     norm: bool = True
     """Of plain modules."""
+    unusual_layers: bool = False
+    """Of plain modules: some are skipped, pass no gradient on, or change their input in place."""
     router_loss: float = 0.0
     """Its coefficient; 0: there is none."""
     frozen: str = "nothing"
@@ -110,6 +112,8 @@ class Step(Shown):
     """What is frozen from this step on; None: as before."""
     updates: bool = True
     clears: bool = True
+    total: bool = False
+    """Every batch is divided by the weight of the labels of all of them, which makes them one batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,10 @@ class Case(Shown):
     communicators: str = "per-pair"
     offload: dict[str, Any] | None = None
     self_check: bool = False
+    hooks: str = "none"
+    """Of some parameters: "tensor" (`register_hook`), "accumulated" (`register_post_accumulate_grad_hook`) or both."""
+    bf16: bool = False
+    """Computes in bf16: one step, measured by the error of transformers' own bf16."""
     optimizer: str = "AdamW"
     share_on_host: float = 0.0
     fused: bool = False
@@ -172,10 +180,21 @@ class Case(Shown):
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of a seed and a number. Some have tensor ranks or sequences in pieces, from `FIRST_WITH_RANKS` on: the
-    bits of earlier ones are kept."""
+    """The case of a seed and a number. What was added later is drawn from `FIRST_WITH_RANKS` on: the bits of earlier
+    cases are kept."""
     case = _draw_whole(seed, number)
-    return case if number < FIRST_WITH_RANKS else _with_shared_experts(_in_pieces(_with_tensor_ranks(case)))
+    if number < FIRST_WITH_RANKS:
+        return case
+    for change in (
+        _with_tensor_ranks,
+        _in_pieces,
+        _with_shared_experts,
+        _with_unusual_layers,
+        _with_totals,
+        _with_hooks,
+    ):
+        case = change(case)
+    return _in_bf16(case)
 
 
 FIRST_WITH_RANKS = 1000
@@ -234,6 +253,52 @@ def _with_shared_experts(case: Case) -> Case:
         return case
     members = [count for count in range(2, case.replicas + 1) if case.replicas % count == 0]
     return replace_field(case, expert_parallel=dice.choice(members))
+
+
+def _with_unusual_layers(case: Case) -> Case:
+    if case.model.family != MODULES or case.compile_layers or case.random("unusual layers").random() < 0.3:
+        return case
+    return replace_field(case, model=replace_field(case.model, unusual_layers=True))
+
+
+def _with_totals(case: Case) -> Case:
+    dice = case.random("totals")
+    steps = [replace_field(step, total=dice.random() < 0.4) for step in case.steps]
+    return replace_field(case, steps=tuple(steps))
+
+
+def _with_hooks(case: Case) -> Case:
+    dice = case.random("hooks")
+    hooks = dice.choice(("none", "none", "none", "tensor", "accumulated", "both"))
+    return replace_field(case, hooks=hooks)
+
+
+KEPT_IN_FP32 = ("ernie4_5_moe", "deepseek_v3")
+"""Families with parameters that transformers does not round to bf16."""
+
+
+def _in_bf16(case: Case) -> Case:
+    """With a model that transformers can save, so that it also loads it in bf16."""
+    dice = case.random("bf16")
+    model, batch = case.model, case.steps[0].batches[0][0]
+    if model.family == MODULES or model.given_as == "config" or case.compile_layers or dice.random() > 0.1:
+        return case
+    batches = (tuple(Batch(sequences=batch.sequences, tokens=max(batch.tokens, 4)) for _ in range(case.replicas)),)
+    return replace_field(
+        case,
+        bf16=True,
+        hooks="none",
+        loss={},
+        saves=False,
+        model=replace_field(
+            model,
+            family=dice.choice((model.family, *KEPT_IN_FP32)),
+            given_as="live",
+            differs=False,
+            router_loss=0.0,
+        ),
+        steps=(Step(batches=batches),),
+    )
 
 
 def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:

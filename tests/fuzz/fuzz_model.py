@@ -31,7 +31,8 @@ class PlainModel(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(model.vocabulary, HIDDEN, padding_idx=model.padding)
-        self.layers = nn.ModuleList(_plain_layer((seed + index) % 6) for index in range(model.layers))
+        layers = [_plain_layer((seed + index) % 6) for index in range(model.layers)]
+        self.layers = nn.ModuleList(unusual(layers, random.Random(seed)) if model.unusual_layers else layers)
         self.norm = nn.LayerNorm(HIDDEN) if model.norm else nn.Identity()
         self.head = nn.Linear(HIDDEN, model.vocabulary, bias=model.head_bias)
         self.to(FP64)
@@ -77,6 +78,64 @@ class OverTime(nn.Module):
         return hidden + torch.tanh(self.mix(hidden.transpose(1, 2))[..., :-2].transpose(1, 2))
 
 
+class Skipped(nn.Module):
+    """A layer that some microbatches skip: those whose first number is negative, which is a throw of dice that comes
+    out alike in one process and when it is computed again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden if hidden.flatten()[0] < 0 else self.layer(hidden)
+
+
+class Cut(nn.Module):
+    """A layer below which nothing is trained, in all microbatches or in those that `Skipped` would skip."""
+
+    def __init__(self, layer: nn.Module, *, always: bool, without_graph: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.always, self.without_graph = always, without_graph
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.always and hidden.flatten()[0] < 0:
+            return self.layer(hidden)
+        if self.without_graph:
+            with torch.no_grad():
+                return self.layer(hidden)
+        return self.layer(hidden.detach())
+
+
+class InPlace(nn.Module):
+    """A layer that changes its input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden.mul_(0.9)
+        hidden[..., :3] = 0.1
+        return self.layer(hidden)
+
+
+def unusual(layers: list[nn.Module], dice: random.Random) -> list[nn.Module]:
+    """Wrap some layers. A layer may change its input where the one before has saved nothing of it for its backward."""
+    wrapped = []
+    for index, layer in enumerate(layers):
+        may_change = index == 0 or isinstance(layers[index - 1], (OverTime, Residual))
+        match dice.choice(("plain", "plain", "skipped", "cut", "in place", "in place")):
+            case "skipped":
+                layer = Skipped(layer)
+            case "cut" if dice.random() < 0.5:
+                layer = Cut(layer, always=dice.random() < 0.4, without_graph=dice.random() < 0.5)
+            case "in place" if may_change:
+                layer = InPlace(layer)
+        wrapped.append(layer)
+    return wrapped
+
+
 def _plain_layer(number: int) -> nn.Module:
     if number == 0:
         return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
@@ -120,6 +179,15 @@ def config_of(case: Case) -> Any:
         changes["moe_layer_end_index"] = model.layers - 1
     if model.family in WITHOUT_BIAS:
         changes["attention_bias"] = False
+    if case.bf16:  # every expert, since rounding decides which ones are chosen
+        everyone = {"num_experts_per_tok": "num_local_experts", "moe_k": "moe_num_experts"}
+        numbers = {key: value for name in everyone.values() for key, value in known.items() if key == name}
+        changes |= {key: numbers[name] for key, name in everyone.items() if key in known and name in numbers}
+        for name in ("num_experts", "n_routed_experts"):
+            if name in known:
+                changes["num_experts_per_tok"] = known[name]
+        if "n_group" in known:
+            changes |= {"n_group": 1, "topk_group": 1}
     if model.router_loss:
         changes |= {"output_router_logits": True, "router_aux_loss_coef": model.router_loss}
     return tiny_config(model.family, tied=model.tied, **changes)
@@ -129,14 +197,19 @@ def seed_of(case: Case) -> int:
     return case.random("weights").randrange(2**31)
 
 
+def dtype_of(case: Case) -> torch.dtype:
+    """Of the parameters."""
+    return torch.float32 if case.bf16 else FP64
+
+
 def live_model(case: Case) -> nn.Module:
-    """The whole model of a case in fp64, with what is frozen frozen."""
+    """The whole model of a case, in fp64 unless it is to compute in bf16, with what is frozen frozen."""
     if case.model.family == MODULES:
         model: nn.Module = PlainModel(case.model, seed_of(case))
     else:
-        model = whole_model(config_of(case), FP64, seed_of(case))
+        model = whole_model(config_of(case), dtype_of(case), seed_of(case))
     for _, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(FP64)  # some families make routers in fp32 whatever the dtype
+        parameter.data = parameter.data.to(dtype_of(case))  # some families make routers in fp32 whatever the dtype
     freeze(model.named_parameters(), case, case.model.frozen)
     return model.train()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fuzz_case import MODULES, TORCH_CLASSES, Case, base_order, torch_class
-from fuzz_model import FP64, PlainModel, config_of, live_model, seed_of
+from fuzz_model import PlainModel, config_of, dtype_of, live_model, seed_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,7 +70,8 @@ def open_pipeline(case: Case, folder: Path) -> Pipeline:
         "slices": case.slices,
         "data_parallel": case.data_parallel,
         "loss": LossOptions(**case.loss),
-        "parameter_dtype": FP64,
+        "parameter_dtype": dtype_of(case),
+        "compute_dtype": torch.bfloat16 if case.bf16 else None,
         "seed": seed_of(case),
         "layers_per_stage": case.layers_per_stage,
         "checkpointing": case.checkpointing,

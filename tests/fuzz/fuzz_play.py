@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
-from fuzz_model import FP64, Data, data_of
+from fuzz_model import FP64, Data, data_of, freeze
 from fuzz_pipeline import gathered, open_pipeline, shared_folder
-from fuzz_sides import InProcesses, Observed, OneProcess, judge_model
-from torch import Tensor
+from fuzz_sides import InProcesses, Observed, OneProcess, judge_model, weight_of
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from evenpipe import Pipeline
@@ -38,9 +38,14 @@ VANISHING = 1e-4
 queries and keys of a sequence of one token are nothing but rounding, for one."""
 
 
+BF16_ERRORS, BF16_LOSS = 3.0, 2e-2
+"""Times the error of transformers' own bf16; and of a loss, whose error there may be nothing by chance."""
+
+
 class Side(Protocol):
     def freeze(self, what: str, number: int) -> None: ...
-    def step(self, data: list[Data], recorded: bool) -> Observed: ...
+    def add_hooks(self) -> None: ...
+    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed: ...
     def evaluate(self, data: list[Data]) -> Observed: ...
     def clip(self, max_norm: float) -> float: ...
     def update(self) -> None: ...
@@ -52,6 +57,8 @@ class Side(Protocol):
 def play(case: Case, side: Side) -> Observed:
     """All that is seen on the way."""
     seen: Observed = []
+    if case.hooks != "none":
+        side.add_hooks()
     changed = False  # since the start: then errors are those of training
     for number, step in enumerate(case.steps):
         late = "late " if changed else ""
@@ -63,8 +70,9 @@ def play(case: Case, side: Side) -> Observed:
             side.freeze(step.frozen, number)
         if step.evaluates:
             seen += _named(f"{late}evaluated", side.evaluate(batches[-1]))
+        total = sum(map(weight_of, batches)) if step.total else None
         for data in batches:
-            seen += _named(f"{late}step", side.step(data, step.recorded))
+            seen += _named(f"{late}step", side.step(data, step.recorded, total or None))
         seen.append((f"{late}gradients of step {number}", side.gradients()))
         if step.clips_to is not None:
             seen.append((f"{late}norm", side.clip(step.clips_to)))
@@ -90,6 +98,8 @@ def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
     """Plays a case; what is wrong and the hashes of what was seen, on every process. Raises what the pipeline
     raises."""
     with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
+        if case.bf16:
+            return outcome_in_bf16(case, pipeline, folder / "narrow")
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
         found = play(case, InProcesses(case, pipeline))
         scalars = [(what, value) for what, value in found if isinstance(value, (int, float))]
@@ -102,6 +112,58 @@ def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
         everywhere = gathered((own, hashes))
         complaints += [text for texts, _ in everywhere for text in texts]
         return complaints, next(one for _, one in everywhere if one)
+
+
+def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """As `outcome_of`. Rounding is a throw of dice: the gradients of all parameters together may be as far from fp32 as
+    a few times those of transformers' own bf16, which keeps some parameters in fp32."""
+    ((batches,),) = (step.batches for step in case.steps)
+    data = [data_of(case, batch, 0, 0, replica) for replica, batch in enumerate(batches)]
+    side = InProcesses(case, pipeline)
+    loss = dict(side.step(data, recorded=False, total=None))["loss"]
+    gradients = side.gradients()
+    stages = () if pipeline._sharded else pipeline._held.stages.values()  # shards are gathered in a step
+    dtypes = {name: str(tensor.dtype) for stage in stages for name, tensor in stage.named_parameters()}
+    dtypes = {name: dtype for held in gathered(dtypes) for name, dtype in held.items()}
+    complaints: list[str] = []
+    hashes: dict[str, str] = {}
+    if has_whole_tensors(pipeline):
+        hashes = {"programs": hash_of_programs(pipeline), "seen": hash_of([("loss", loss), ("gradients", gradients)])}
+        model = judge_model(case, {})
+        model.save_pretrained(folder)  # type: ignore[operator]
+        narrow_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        narrow_model.config._experts_implementation = "eager"
+        freeze(narrow_model.named_parameters(), case, case.model.frozen)
+        complaints += _other_dtypes(dtypes, narrow_model)
+        exact, narrow = OneProcess(case, model), OneProcess(case, narrow_model)
+        exact_loss, narrow_loss = (dict(one.step(data, recorded=False, total=None))["loss"] for one in (exact, narrow))
+        if not abs(loss - exact_loss) <= BF16_ERRORS * abs(narrow_loss - exact_loss) + BF16_LOSS:
+            complaints.append(f"the loss in bf16 is {loss}, expected {exact_loss} ({narrow_loss} in one process)")
+        wanted = exact.gradients()
+        if gradients.keys() != wanted.keys():
+            complaints.append(f"gradients in bf16: {sorted(gradients.keys() ^ wanted.keys())} on one side only")
+        else:
+            error, yardstick = (_distance(side, wanted) for side in (gradients, narrow.gradients()))
+            if not error <= BF16_ERRORS * yardstick + VANISHING:
+                complaints.append(f"gradients in bf16 are off by {error:.1e}, in one process by {yardstick:.1e}")
+    everywhere = gathered((complaints, hashes))
+    return [text for texts, _ in everywhere for text in texts], next(one for _, one in everywhere if one)
+
+
+def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Relative error of all tensors together."""
+    squares = sum(float((gradients[name].double() - exact[name]).square().sum()) for name in exact)
+    return (squares / (sum(float(tensor.double().square().sum()) for tensor in exact.values()) or 1.0)) ** 0.5
+
+
+def _other_dtypes(dtypes: dict[str, str], narrow: nn.Module) -> list[str]:
+    """What is computed with in another dtype than in transformers, which keeps some parameters in fp32."""
+    expected = {name: str(tensor.dtype) for name, tensor in (*narrow.named_parameters(), *narrow.named_buffers())}
+    return [
+        f"{name} is computed with as {dtype}, expected {expected[name]}"
+        for name, dtype in sorted(dtypes.items())
+        if expected.get(name, dtype) != dtype
+    ]
 
 
 def has_whole_tensors(pipeline: Pipeline) -> bool:

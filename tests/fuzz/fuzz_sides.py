@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ class OneProcess:
     def freeze(self, what: str, number: int) -> None:
         freeze(self._model.named_parameters(), self._case, what, number)
 
-    def step(self, data: list[Data], recorded: bool) -> Observed:
-        loss, seen = self._loss(data)
+    def add_hooks(self) -> None:
+        add_hooks(self._model.named_parameters(), self._case)
+
+    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed:
+        loss, seen = self._loss(data, total)
         if loss.requires_grad:
             loss.backward()
         return seen
@@ -73,8 +77,9 @@ class OneProcess:
             if name in saved
         }
 
-    def _loss(self, data: list[Data]) -> tuple[Tensor, Observed]:
-        total = sum(float(one.weights.sum()) for one in data)
+    def _loss(self, data: list[Data], total: float | None = None) -> tuple[Tensor, Observed]:
+        if total is None:
+            total = weight_of(data)
         loss = entropy = router = torch.zeros((), dtype=FP64)
         for one in data:
             logits, router_loss = self._logits(one)
@@ -100,7 +105,8 @@ class OneProcess:
         """
         nothing = torch.zeros((), dtype=FP64)
         if isinstance(self._model, PlainModel):
-            logits = self._model(data.input_ids) * self._options.logit_scale
+            ids = data.input_ids.chunk(self._case.microbatches if self._case.model.unusual_layers else 1)
+            logits = torch.cat([self._model(microbatch) for microbatch in ids]) * self._options.logit_scale
             cap = self._options.soft_cap
             return logits if cap is None else cap * torch.tanh(logits / cap), nothing
         given = {name: getattr(data, name) for name in ("input_ids", "position_ids", "attention_mask")}
@@ -117,7 +123,29 @@ class OneProcess:
             for index in range(self._case.microbatches)
         ]
         router = [coefficient * one.aux_loss.double() for one in parts] if coefficient else [nothing]
-        return torch.cat([one.logits for one in parts]), sum(router, nothing) / len(router)
+        return torch.cat([one.logits.double() for one in parts]), sum(router, nothing) / len(router)
+
+
+def weight_of(data: list[Data]) -> float:
+    """Of the labels of all replicas."""
+    return sum(float(replica.weights.sum()) for replica in data)
+
+
+def add_hooks(parameters: Iterable[tuple[str, nn.Parameter]], case: Case) -> None:
+    """Hooks on some parameters, which say by their curvature what they were called with: twice with a half is not once
+    with all of it. They look at single numbers, so they mean the same for any rows of a parameter."""
+    for name, parameter in parameters:
+        if not parameter.requires_grad or case.random("hooks", name).random() < 0.5:
+            continue
+        if case.hooks in ("tensor", "both"):
+            parameter.register_hook(lambda gradient: gradient / (1 + gradient.abs()))
+        if case.hooks in ("accumulated", "both"):
+            parameter.register_post_accumulate_grad_hook(_bend)
+
+
+def _bend(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(1 + parameter.grad.abs())
 
 
 def losses_of(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
@@ -158,8 +186,13 @@ class InProcesses:
     def freeze(self, what: str, number: int) -> None:
         freeze(self.pipeline.named_parameters(), self._case, what, number)
 
-    def step(self, data: list[Data], recorded: bool) -> Observed:
+    def add_hooks(self) -> None:
+        add_hooks(self.pipeline.named_parameters(), self._case)
+
+    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed:
         ids, named = self._given(data)
+        if total is not None:
+            named["total_tokens"] = total
         result = self.pipeline.step(ids, **named, record_passes=recorded)
         if recorded:
             self.pipeline.trace(result)

@@ -50,6 +50,10 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "optimizer": lambda case: case.optimizer,
     "communicators": lambda case: case.communicators,
     "frozen": lambda case: case.model.frozen,
+    "layers": lambda case: "unusual" if case.model.unusual_layers else "usual",
+    "hooks": lambda case: case.hooks,
+    "totals": lambda case: "some" if any(step.total for step in case.steps) else "none",
+    "dtype": lambda case: "bf16" if case.bf16 else "fp64",
     "model given as": lambda case: case.model.given_as,
 }
 """By which the figures are told apart."""
