@@ -11,6 +11,8 @@ from evenpipe.model.description import Description, check_compute_dtype, describ
 from evenpipe.model.export import dtypes_to_write, save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, training_flops
 from evenpipe.model.initialization import initial_rows, initialize
+from evenpipe.model.live import left_out
+from evenpipe.model.live_forward import check_forward
 from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
@@ -32,6 +34,7 @@ __all__ = [
     "as_stored",
     "build_stage",
     "check_compute_dtype",
+    "check_forward",
     "copy_parameters",
     "describe",
     "describe_modules",
@@ -44,6 +47,7 @@ __all__ = [
     "initial_rows",
     "initialize",
     "layer_flops",
+    "left_out",
     "load_parameters",
     "load_rows",
     "persistent_buffers",

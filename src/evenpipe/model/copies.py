@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evenpipe.model.description import Description
+from evenpipe.model.live import set_attributes
 from evenpipe.model.rules import restore_buffers
 from evenpipe.model.structure import build_skeleton, layers_of, strip
 
@@ -31,6 +32,7 @@ class Copies:
     def __init__(self, description: Description, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
+        set_attributes(self.whole, description.changed)
         self._layers_name = description.structure.layers_name
         self._layers = layers_of(self.whole, self._layers_name)
 

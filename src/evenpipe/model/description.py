@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
+from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
 from evenpipe.model.logits import forward_of_logits, probe_logits
 from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
@@ -56,6 +57,8 @@ class Description:
     """Hub name or folder with the weights; None: fresh weights, or the weights of `model`."""
     model: Any = field(default=None, repr=False)
     """A live model from which the stages copy their weights."""
+    changed: Attributes = field(default_factory=dict, repr=False)
+    """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
     trust_remote_code: bool = False
 
     @property
@@ -166,6 +169,8 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
         InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence gives
             the reason.
     """
+    if isinstance(source, nn.Module):
+        check_wrappers(source)
     live, name = None, None
     model_class: type[PreTrainedModel] | None = None
     if isinstance(source, PreTrainedModel):
@@ -197,7 +202,7 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
 
 
 def _describe(
-    config: PreTrainedConfig, model_class: Any, live: nn.Module | None, name: str | None, trust_remote_code: bool
+    config: PreTrainedConfig, model_class: Any, live: PreTrainedModel | None, name: str | None, trust_remote_code: bool
 ) -> Description:
     try:
         skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
@@ -220,6 +225,7 @@ def _describe(
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     check_sharing(architecture, skeleton, embedding, head)
+    changed: Attributes = {}
     if live is not None:
         _check_parameters(architecture, live, skeleton)
         live_embedding, live_head = live.get_submodule(embedding_module), live.get_submodule(head_module)
@@ -227,8 +233,12 @@ def _describe(
         tied = live_embedding.weight is live_head.weight
         if tied != (embedding.weight is head.weight):
             skeleton = _tied_otherwise(architecture, config, model_class, tied)
+        changed = _changes(live, skeleton)
+        set_attributes(skeleton, changed)
+        embedding, head = _ends(skeleton)
 
     fresh = build_skeleton(without_router_loss(config), torch.float64, model_class)
+    set_attributes(fresh, changed)
     structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now runs on hidden states without layers and weights.
     scale, cap = probe_logits(architecture, forward_of_logits(fresh, structure), head.weight.shape[0])
@@ -247,8 +257,22 @@ def _describe(
         and probe_counted_positions(fresh, structure, padding),
         source=name,
         model=live,
+        changed=changed,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _changes(live: PreTrainedModel, skeleton: PreTrainedModel) -> Attributes:
+    """Return what a live model has set otherwise than its skeleton, for another reason than its dtype."""
+    try:
+        changed = changed_attributes(live, skeleton)
+    except InputError:
+        if live.dtype == torch.float32:
+            raise
+        changed = {"": {}}
+    if changed and live.dtype != torch.float32:
+        return changed_attributes(live, build_skeleton(skeleton.config, live.dtype, type(skeleton)))
+    return changed
 
 
 def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
 
 
 def copy_parameters(stage: Stage | ModuleStage, description: Description) -> None:
-    """Copy a stage's parameters and persistent buffers from the description's live model.
+    """Copy a stage's parameters and buffers from the description's live model, those that are not saved too.
 
     Parameters frozen there (`requires_grad` off) become frozen here.
     """
@@ -59,6 +59,18 @@ def copy_parameters(stage: Stage | ModuleStage, description: Description) -> Non
             given = getattr(description.model.get_submodule(parent), attribute)
             held.copy_(stage.part_of(name, given))
             held.requires_grad_(given.requires_grad)
+        if isinstance(stage, Stage):  # modules of plain models were copied with their buffers
+            _copy_unsaved(stage.whole, description.model)
+
+
+def _copy_unsaved(whole: nn.Module, live: nn.Module) -> None:
+    """Copy buffers that are in no checkpoint, such as rotary frequencies, also those that have grown."""
+    given = dict(live.named_buffers(remove_duplicate=False))
+    for prefix, module in whole.named_modules():
+        for key in module._non_persistent_buffers_set:
+            buffer, name = module._buffers.get(key), f"{prefix}.{key}" if prefix else key
+            if buffer is not None and name in given:
+                module._buffers[key] = given[name].detach().to(buffer.device, buffer.dtype, copy=True)
 
 
 def load_parameters(stage: Stage | ModuleStage, description: Description, folder: str | Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends, check_sharing
 from evenpipe.model.interface import check_returned
+from evenpipe.model.live import check_wrappers
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
@@ -45,6 +46,7 @@ def describe_modules(
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)
+    check_wrappers(whole)
     check_sharing("the model", whole, embedding, head, layers="layers")
     return Description(
         config=None,

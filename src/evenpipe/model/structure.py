@@ -285,12 +285,17 @@ def call_embedded(
 
 def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
     """Return the first token id without a special meaning in the config, such as images or padding."""
+    return neutral_tokens(config, padding_index, 1)[0]
+
+
+def neutral_tokens(config: PreTrainedConfig, padding_index: int | None, count: int, below: int = 2**31) -> list[int]:
+    """Return the first `count` token ids below a limit that have no special meaning in the config."""
     configs = (config, config.get_text_config())
     meant = {padding_index}
     for name, value in itertools.chain.from_iterable(vars(one).items() for one in configs):
         if name.endswith(("token_id", "token_index")):
             meant.update(value if isinstance(value, (list, tuple)) else [value])  # GLM ends texts with one of three
-    return next(token for token in itertools.count() if token not in meant)
+    return list(itertools.islice((token for token in range(below) if token not in meant), count))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
 from evenpipe.given import is_whole
-from evenpipe.model import Description, self_check
+from evenpipe.model import Description, check_forward, self_check
 from evenpipe.model.structure import first_line
 from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
@@ -226,6 +226,8 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
     beside = ' and documents = "separate"' if apart else ""
     splits = any(map(order.splits_backward, range(order.devices)))
     try:
+        if description.model is not None:
+            check_forward(description)
         self_check(description, split_once if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
             check_pieces(description, f"context_parallel{beside}", slices=False, apart=apart)

@@ -27,6 +27,7 @@ from evenpipe.model import (
     check_compute_dtype,
     describe,
     describe_modules,
+    left_out,
     read_files,
     stored_dtypes,
 )
@@ -169,9 +170,10 @@ class Pipeline(SpreadModel):
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
             self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
-            lost = None if self.description.model is None else lost_hooks(self.description.model)
-            if lost is not None and self._is_very_first:
-                logger.warning(lost)
+            if self._is_very_first and self.description.model is not None:
+                live = self.description.model
+                for sentence in filter(None, (lost_hooks(live), *left_out(live))):
+                    logger.warning(sentence)
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)

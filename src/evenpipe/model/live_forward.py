@@ -1,0 +1,111 @@
+"""Compares a short forward of a live model with that of a model built from its config, as stages are.
+
+The built one has no weights of its own: its forward runs on the live model's tensors. Whatever differs then is what
+`changed_attributes` cannot see, such as what a module keeps in objects of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from evenpipe.errors import InputError
+from evenpipe.model.copies import copies
+from evenpipe.model.description import Description
+from evenpipe.model.packed_rows import nothing_packed
+from evenpipe.model.rules import undisturbed
+from evenpipe.model.structure import neutral_tokens
+
+TOKENS = 6
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+ROUNDED = 1e-2
+"""In narrower dtypes."""
+PARTS = ("_modules", "_parameters", "_buffers")
+LARGEST_ON_CPU = 4_000_000_000
+"""Parameters; a forward of a larger model takes more than some seconds."""
+
+
+def check_forward(description: Description) -> None:
+    """Check that the live model's logits are those of a model built from its config; neither is changed.
+
+    A model that does not run here, is spread over devices, or is large and on the CPU is not checked.
+
+    Raises:
+        InputError: they differ; the sentence names the first module that does.
+    """
+    live = description.model
+    parameters = list(live.parameters())
+    on_cpu = parameters[0].device.type == "cpu"
+    if len({one.device for one in parameters}) > 1 or on_cpu * sum(map(Tensor.numel, parameters)) > LARGEST_ON_CPU:
+        return
+    token_ids = neutral_tokens(description.config, description.padding_index, TOKENS, description.vocabulary_size)
+    inputs = {"input_ids": torch.tensor([token_ids], device=parameters[0].device), "use_cache": False}
+    built = copies(description, live.dtype).of(range(description.layers)).eval()
+    names = {name for name, _ in (*built.named_parameters(remove_duplicate=False), *built.named_buffers())}
+    held = (*live.named_parameters(remove_duplicate=False), *live.named_buffers())
+    tensors = {name: tensor for name, tensor in held if name in names}
+
+    def of_built() -> Tensor:
+        return functional_call(built, tensors, (), inputs).logits
+
+    with undisturbed(), torch.no_grad(), nothing_packed(), _in_evaluation(live):
+        try:
+            expected = live(**inputs).logits
+        except Exception:  # families raise many types where a kernel is missing
+            return
+        found = of_built()
+        error = float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
+        if error <= TOLERANCE.get(live.dtype, ROUNDED):
+            return
+        marks = _marks_of(live, lambda: live(**inputs)), _marks_of(built, of_built)
+    pairs = zip_longest(*marks, fillvalue=("", None))
+    name = next((one[0] for one, other in pairs if one != other), "")
+    raise InputError(
+        f"model: {name or 'it'} computes something else than in a {description.architecture} built from its config, as"
+        f" stages are (relative error {error:.1e} of the logits of {TOKENS} tokens): change the config or the class"
+        " instead of the model."
+    )
+
+
+@contextlib.contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model, not compiled; set back whatever its modules set meanwhile, such as grown rotary tables."""
+    before = [
+        (module, {key: dict(value) if key in PARTS else value for key, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    model.eval()
+    for module, _ in before:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _marks_of(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Return (name, a number that depends on its result) of each module in the order in which they return."""
+    marks: list[tuple[str, Any]] = []
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            tensor = output[0] if isinstance(output, (tuple, list)) and output else output
+            marks.append((name, float(tensor.double().abs().sum()) if isinstance(tensor, Tensor) else None))
+
+        return hook
+
+    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return marks
