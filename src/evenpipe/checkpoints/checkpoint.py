@@ -28,10 +28,11 @@ timeout must exceed the time in which one process writes and hashes its part.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from evenpipe.checkpoints.manifest import (
 )
 from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
 from evenpipe.checkpoints.state import (
+    OPTIMIZER,
     Parameters,
     State,
     StatePlan,
@@ -76,6 +78,11 @@ from evenpipe.checkpoints.storage import (
     tensor_entries,
 )
 from evenpipe.errors import InputError, RunError
+
+SHOWN_NAMES = 4
+"""Names of parameters in a warning."""
+
+_log = logging.getLogger(__name__)
 
 _BYTES_PER_TENSOR = 4096
 """Upper bound of a tensor's overhead on disk: its zip archive, its lines in index and manifest."""
@@ -216,7 +223,8 @@ def load(
 
     All tensors are first read into new memory, or into host memory that a `HostAdamW` has not used yet: if anything
     fails on any process, parameters and optimizer have not changed. Then the parameters are overwritten in place, and
-    the optimizer's state is replaced: created if it has never stepped, removed if the checkpoint has none. Every
+    the optimizer's state is replaced: created if it has never stepped, removed if the checkpoint has none. A warning
+    names parameters whose state begins anew although that of others was saved, such as newly trained ones. Every
     parameter gets the options that it was saved with, even if the groups of processes were different.
 
     Raises:
@@ -229,13 +237,14 @@ def load(
 
     plans: list[tuple[StatePlan, Callable[[], None]]] = []
 
-    def prepare() -> list[str]:
+    def prepare() -> tuple[list[str], list[str]]:
         plan = plan_state(checkpoint.manifest, shards, optimizer)
         plan.state |= saved_process_state(checkpoint.manifest, of_process or {}, team.rank, team.size)
         plans.append((plan, plan_settings(checkpoint.settings, optimizer, scheduler, _names(shards), where=where)))
-        return sorted(shards)
+        return list(shards), plan.without_state
 
-    known = {name for names in team.everywhere(prepare) for name in names}
+    prepared = team.everywhere(prepare)
+    known = {name for names, _ in prepared for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
@@ -253,7 +262,32 @@ def load(
     team.everywhere(read)
     plan.put_in_place()
     put_settings_in_place()
+    anew = sorted({name for _, without_state in prepared for name in without_state})
+    if anew and team.rank == 0 and _has_states(checkpoint):
+        _log.warning(
+            "%s has no optimizer state of %s, which %s trained now: %s begins anew",
+            where,
+            _names_in_words(anew),
+            "is" if len(anew) == 1 else "are",
+            "its state" if len(anew) == 1 else "theirs",
+        )
     return checkpoint.metadata
+
+
+def _has_states(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has optimizer state, or was saved without an optimizer; neither is true before the
+    first step, and of an optimizer that keeps no state."""
+    if any(key.startswith(OPTIMIZER) for key in checkpoint.manifest.tensors):
+        return True
+    return checkpoint.manifest.step > 0 and "optimizer" not in checkpoint.settings
+
+
+def _names_in_words(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others."""
+    shown, more = [repr(name) for name in names[:SHOWN_NAMES]], len(names) - SHOWN_NAMES
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more parameter{'' if more == 1 else 's'}"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def _names(shards: Parameters) -> dict[nn.Parameter, str]:

@@ -103,6 +103,8 @@ class StatePlan:
     parameters: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     optimizer_states: list[tuple[dict[Any, Any], nn.Parameter, dict[str, Tensor]]] = field(default_factory=list)
     """The optimizer's dictionary, the parameter, its new state."""
+    without_state: list[str] = field(default_factory=list)
+    """Parameters that the optimizer trains, but of which the checkpoint has no state."""
 
     def put_in_place(self) -> None:
         """Overwrite the parameters in place (there may be views of them) and replace the optimizer's state."""
@@ -157,6 +159,8 @@ def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Op
             fresh_state[key] = fresh
             plan.state[f"{OPTIMIZER}{key}.{name}"] = Held(fresh, placement)
         plan.optimizer_states.append((optimizer.state, parameter, fresh_state))
+        if not fresh_state and parameter.requires_grad:
+            plan.without_state.append(name)
     return plan
 
 

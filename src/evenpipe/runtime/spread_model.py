@@ -379,9 +379,10 @@ class SpreadModel(ScheduledModel):
         """Load parameters, optimizer and scheduler from a checkpoint; return its `extra`.
 
         If anything fails, none of them has changed. The options of optimizer groups, such as learning rates, become the
-        saved ones; to use others, set them afterwards. With an optimizer, torch's random generators continue too: those
-        of all processes if as many have saved theirs, else that of the first process, which dropout follows.
-        Collective.
+        saved ones; to use others, set them afterwards. Parameters that are trained now, but were not when the
+        checkpoint was saved, begin with new optimizer state; a warning names them. With an optimizer, torch's random
+        generators continue too: those of all processes if as many have saved theirs, else that of the first process,
+        which dropout follows. Collective.
 
         Args:
             checkpoint: from `evenpipe.newest_checkpoint`, or the folder of a checkpoint.
