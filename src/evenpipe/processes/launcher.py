@@ -41,6 +41,7 @@ import cloudpickle
 import torch
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.processes import names
 from evenpipe.processes.bell import STOPS, signals_handled
 from evenpipe.processes.environment import default_variable
 from evenpipe.processes.names import process
@@ -51,6 +52,7 @@ from evenpipe.processes.stopping import Wish
 from evenpipe.processes.store import FolderStore
 from evenpipe.processes.supervisor import Beats, Ending, end, supervise
 from evenpipe.processes.temporary import temporary_folder
+from evenpipe.processes.user_line import user_line
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import (
     SILENCE_SECONDS,
@@ -106,8 +108,10 @@ def launch(
         on request (`stopping`); it ends nothing then. Without `on_stop`, or if they cannot, the first one ends them.
 
     Raises:
-        InputError: `function` raised one, or an argument of launch is wrong. Same text.
-        RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
+        InputError: `function` raised one, or an argument of launch is wrong. Same text; notes with the lines of your
+            program where processes raised it.
+        RunError: anything else that ended a process: the first cause; a note with the line of your program and the
+            traceback of the process.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes have ended by then.
     """
     _end_if_unguarded()
@@ -302,7 +306,7 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
     if records and (records[0]["kind"] != "dead" or first.exit_code == EXIT_CODE):
         text = records[0]["text"]
         if records[0]["kind"] == "input":
-            return InputError(text)
+            return _with_lines(InputError(text), records, board)
     else:
         how = first.why or f"ended with exit code {first.exit_code}"
         if not first.why and first.exit_code < 0:
@@ -316,7 +320,20 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
         text += f"; {ABORTED}"
     error = RunError(text)
     if records and records[0]["rank"] == culprit:
-        error.add_note(f"in {process(culprit, place=board.place(culprit))}:\n{records[0]['traceback']}")
+        below = "\n".join(filter(None, (records[0]["line"], records[0]["traceback"])))
+        error.add_note(f"in {process(culprit, place=board.place(culprit))}:\n{below}")
+    return error
+
+
+def _with_lines(error: InputError, records: Sequence[dict[str, Any]], board: Board) -> InputError:
+    """Add a note for each line of the user's program where processes raised this error themselves."""
+    ranks: dict[str, list[int]] = {}
+    for record in records:
+        if record["line"] and record["raised"] == str(error):
+            ranks.setdefault(record["line"], []).append(record["rank"])
+    for line, raised in ranks.items():
+        who = process(raised[0], place=board.place(raised[0])) if len(raised) == 1 else names.processes(sorted(raised))
+        error.add_note(f"in {who}:\n{line}")
     return error
 
 
@@ -385,6 +402,8 @@ def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None =
         "kind": cause.kind,
         "text": cause.text,
         "traceback": "" if error is None else "".join(traceback.format_exception(error)),
+        "line": "" if error is None else user_line(error),
+        "raised": "" if error is None else str(error),
     }
     part = folder / f"failure-{rank}-{threading.get_ident()}.part"
     with contextlib.suppress(OSError):  # disk full: the launcher still sees the exit code
