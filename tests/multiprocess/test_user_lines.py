@@ -83,7 +83,8 @@ def test_the_line_of_the_program_comes_first(
     shown = [(note[1].strip(), note[2].strip().partition("  #")[0]) for note in notes]
     own = [line.strip().partition("  #")[0] for line in Path(__file__).read_text().splitlines()]
     for name, text in lines:
-        place = f'File "{__file__}", line {own.index(text, next(n for n, line in enumerate(own) if line.startswith(f"def {name}("))) + 1}, in {name}'
+        begin = next(number for number, line in enumerate(own) if line.startswith(f"def {name}("))
+        place = f'File "{__file__}", line {own.index(text, begin) + 1}, in {name}'
         assert (place, text) in shown
     if kind is evenpipe.InputError:  # then nothing of what lies below
         library = str(Path(evenpipe.__file__).parent)

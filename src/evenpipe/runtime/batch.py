@@ -32,6 +32,7 @@ from evenpipe.runtime.inputs import (
     Inputs,
     check,
     fields_of,
+    unpacked,
     with_labels,
     with_positions,
 )
@@ -249,6 +250,7 @@ def _agree(
 
 def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor) -> Inputs:
     """Check the inputs of a first process; return them with labels and positions, on the CPU."""
+    inputs = unpacked(inputs)
     check(inputs, microbatches=microbatches, model=model, tokens=tokens)
     inputs = with_positions(inputs, model)
     fields = zip(INPUT_NAMES, fields_of(inputs), strict=True)

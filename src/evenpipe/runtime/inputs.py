@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from evenpipe.attention.sight import documents_of
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
+from evenpipe.schedule.words import join
 
 IGNORE_INDEX = -100
 
@@ -34,6 +37,15 @@ class Inputs:
     """Documents of a row are trained as if each were alone."""
     total_tokens: float | None = None
     """Total weight of the labels of an update, over its steps and all replicas; None: not given."""
+    batch: Mapping[str, Any] | None = None
+    """Tensors by name, instead of `input_ids` and others, until `unpacked`."""
+
+    @classmethod
+    def of(cls, batch: Tensor | Mapping[str, Any] | None, *others: Any, **options: Any) -> Inputs:
+        """Return the inputs of a call, whose first argument is `input_ids` or all tensors by name."""
+        if isinstance(batch, Mapping):
+            return replace(cls(None, *others, **options), batch=batch)
+        return cls(batch, *others, **options)
 
     @property
     def steps(self) -> int:
@@ -65,6 +77,26 @@ class Divisor(NamedTuple):
 WHOLE = Divisor(1, 1, "")
 
 
+def unpacked(inputs: Inputs) -> Inputs:
+    """Return the same inputs, with the tensors of `batch` in their places.
+
+    Raises:
+        InputError: a batch with another name, with one that is also an argument, or without token ids.
+    """
+    if inputs.batch is None:
+        return inputs
+    tensors: dict[str, Any] = {name: value for name, value in inputs.batch.items() if value is not None}
+    accepted = join(INPUT_NAMES)
+    for name in tensors:
+        if name not in INPUT_NAMES:
+            raise InputError(f"batch: it has {shown(name)}, which a step does not take, expected only {accepted}")
+        if getattr(inputs, name) is not None:
+            raise InputError(f"{name}: given in the batch and as an argument too, expected one of both")
+    if "input_ids" not in tensors:
+        raise InputError(f"batch: it has {join(list(tensors)) or 'nothing'}, expected at least input_ids")
+    return replace(inputs, batch=None, **tensors)
+
+
 def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor = WHOLE) -> None:
     """Check the inputs of the first process.
 
@@ -79,7 +111,8 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
     vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
     for name, value in zip(INPUT_NAMES, fields_of(inputs), strict=True):
         if value is not None and not isinstance(value, Tensor):
-            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
+            which = " or a mapping of tensors by name" if name == "input_ids" else ""
+            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor{which}")
     if inputs.accumulate is not None and (type(inputs.accumulate) is not int or inputs.accumulate < 1):
         raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
     if inputs.total_tokens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -362,7 +362,7 @@ class Pipeline(SpreadModel):
 
     def step(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor | Mapping[str, Tensor] | None,
         labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
@@ -390,7 +390,9 @@ class Pipeline(SpreadModel):
             loss = sum(pipeline.step(*batch, total_tokens=total).loss for batch in batches)
 
         Args:
-            input_ids: [batch, sequence] int64; batch must be a multiple of `microbatches`.
+            input_ids: [batch, sequence] int64; batch must be a multiple of `microbatches`. Or a mapping of tensors by
+                the names of these arguments, from `input_ids` to `token_weights`, as loaders and collators of
+                transformers make them; other names are refused.
             labels: same shape, aligned with `input_ids` and shifted inside; -100 is ignored. Default: `input_ids`.
             position_ids: same shape; default: 0, 1, 2, ...
             attention_mask: same shape, 1 for tokens and 0 for padding, which must be on the right.
@@ -411,12 +413,12 @@ class Pipeline(SpreadModel):
                 parameters whose hooks were called before have this step's.
         """
         tensors = (input_ids, labels, position_ids, attention_mask, token_weights)
-        inputs = Inputs(*tensors, accumulate, self._separate, total_tokens)
+        inputs = Inputs.of(*tensors, accumulate, self._separate, total_tokens)
         return self._run(inputs, training=True, record_passes=record_passes)
 
     def count_labels(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor | Mapping[str, Tensor] | None,
         labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
@@ -428,13 +430,14 @@ class Pipeline(SpreadModel):
         Labels of -100, of padding, and of the first token of a sequence (or separate document) do not count. Arguments
         and errors are those of `step`. The result is the same on every process. Collective.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
+        tensors = (input_ids, labels, position_ids, attention_mask, token_weights)
+        inputs = Inputs.of(*tensors, separate=self._separate)
         numbers_of_all = partial(self._groups.numbers, called="count_labels")
         return count_weight(inputs, model=self.description, numbers_of_all=numbers_of_all, feeds=self.feeds)
 
     def evaluate(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor | Mapping[str, Tensor] | None,
         labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
@@ -446,7 +449,7 @@ class Pipeline(SpreadModel):
         Arguments and errors are those of `step`, but the batch may have any size: it need not be a multiple of
         `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
+        inputs = Inputs.of(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
         modes = {stage: module.training for stage, module in self._held.stages.items()}
         for module in self._held.stages.values():
             module.eval()
