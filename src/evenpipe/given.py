@@ -111,6 +111,12 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
+def check_new(path: Path) -> None:
+    """Raise InputError if a file or folder to write exists."""
+    if path.exists():
+        raise InputError(f"{json.dumps(plain(path))} exists already; -o names another one")
+
+
 def read_text(path: str | Path, name: str = "") -> str:
     """Return the text of a UTF-8 file. Messages call it `name` instead of its path.
 

@@ -89,9 +89,7 @@ def test_folders_without_a_model(folder, tmp_path):
     with pytest.raises(InputError, match="is not a model folder"):
         generate(tmp_path, PROMPT)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(
-        InputError, match=r"has no tokenizer: .* put the tokenizer of the model into"
-    ):
+    with pytest.raises(InputError, match=r"has no tokenizer: .* put the tokenizer of the model into"):
         generate(tmp_path, PROMPT)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

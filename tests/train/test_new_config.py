@@ -16,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from evenpipe.cli.main import main
 from evenpipe.errors import InputError
 from evenpipe.train.config_file import load_config
-from evenpipe.train.new_config import example_configurations, examples, new_tables
+from evenpipe.train.examples import example_configurations, examples
+from evenpipe.train.found_data import find_data
+from evenpipe.train.new_config import new_tables
 from evenpipe.train.tokenizer import train_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n" * 2000
@@ -63,22 +65,22 @@ DATA = {
 def test_what_is_in_the_folder(folder: Path, files: dict[str, str | bytes], said: dict[str, object]) -> None:
     for name, content in files.items():
         (folder / "data" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    data = new_tables(None, "data", 2, "run")["data"]
+    data = new_tables(None, find_data("data"), 2, "run")["data"]
     assert {name: data[name] for name in data if name not in ("sequence_length", "validation_fraction")} == said
 
 
 def test_tables_and_what_save_to_disk_wrote(folder: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(RECORDS), "data/a.parquet")
-    found = new_tables(None, "data", 2, "run")["data"]
+    found = new_tables(None, find_data("data"), 2, "run")["data"]
     assert (found["files"], found["text_field"]) == (["data/**/*.parquet"], "body")
     datasets.Dataset.from_list([{"text": TEXT}]).save_to_disk("saved")
-    assert new_tables(None, "saved", 2, "run")["data"]["dataset"] == "saved"
+    assert new_tables(None, find_data("saved"), 2, "run")["data"]["dataset"] == "saved"
 
 
 def test_a_model_with_weights_is_continued_with_its_own_tokenizer() -> None:
     tokenizer = train_tokenizer([TEXT], 300, "<|end|>")
     LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=300)).save_pretrained("model")
-    with pytest.raises(InputError, match='the tokenizer "model" cannot be loaded'):
+    with pytest.raises(InputError, match=r'"model" has no tokenizer: it has no .*; give tokenizer\.source'):
         new_tables("model", None, 2, "run")
     tokenizer.save_pretrained("model")
     tables = new_tables("model", None, 8, "run")
@@ -90,7 +92,7 @@ def test_little_data_gets_short_sequences_and_a_lot_gets_long_ones(folder: Path)
     lengths = []
     for size in (4_000, 100_000, 10_000_000):
         (folder / "data" / "a.txt").write_text("x" * size)
-        lengths.append(new_tables(None, "data", 2, "run")["data"]["sequence_length"])
+        lengths.append(new_tables(None, find_data("data"), 2, "run")["data"]["sequence_length"])
     assert lengths == [16, 256, 1024]
 
 

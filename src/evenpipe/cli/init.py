@@ -8,6 +8,7 @@ from pathlib import Path
 from evenpipe.cli.printing import say
 from evenpipe.cli.values import check_output
 from evenpipe.errors import InputError
+from evenpipe.given import beside, check_new, plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a complete configuration, or examples."""
-    from evenpipe.train.new_config import ALL, new_tables, write_example, write_examples, write_new
+    """Write a complete configuration, or examples. Mistakes are found before torch is imported, where possible."""
+    from evenpipe.train.examples import ALL, write_example, write_examples
 
     if arguments.example and (arguments.model or arguments.data or arguments.processes):
         raise InputError(
@@ -46,16 +47,37 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.processes is not None and arguments.processes < 1:
         raise InputError(f"--processes is {arguments.processes}, but must be at least 1")
-    if arguments.example == ALL:
-        folder = Path(arguments.output or "examples")
-        write_examples(folder)
-        say(f"wrote {folder}")
+    all_examples = arguments.example == ALL
+    path = Path(arguments.output or ("examples" if all_examples else f"{arguments.example or 'train'}.toml"))
+    if not all_examples:
+        check_output(path, ".toml", "a configuration")
+    check_new(path)
+    data = None
+    if not arguments.example:
+        _check_model(arguments.model)
+        if arguments.data is not None:
+            from evenpipe.train.found_data import find_data
+
+            data = find_data(arguments.data)
+    if all_examples:
+        write_examples(path)
+        say(f"wrote {path}")
         return 0
-    path = Path(arguments.output or f"{arguments.example or 'train'}.toml")
-    check_output(path, ".toml", "a configuration")
     if arguments.example:
         write_example(arguments.example, path)
     else:
-        write_new(new_tables(arguments.model, arguments.data, arguments.processes, path.stem), path)
+        from evenpipe.train.new_config import new_tables, write_new
+
+        write_new(new_tables(arguments.model, data, arguments.processes, path.stem), path)
+    for remark in () if data is None else data.remarks:
+        say(remark)
     say(f"wrote {path}; next: evenpipe train {path}")
     return 0
+
+
+def _check_model(model: str | None) -> None:
+    """Refuse a path that does not exist, unless it may be a hub name."""
+    if model is None or Path(model).exists():
+        return
+    if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1:
+        raise InputError(f"--model is {plain(model)}, but there is no such file or folder{beside(model)}")

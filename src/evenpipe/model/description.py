@@ -119,6 +119,15 @@ class Description:
         return length if isinstance(length, int) and length > 0 else None
 
     @property
+    def longest_sequence(self) -> int | None:
+        """Number of tokens that the model's positions allow; None: any number."""
+        rows = self.position_rows
+        if rows is not None and self.counts_positions and self.padding_index is not None:
+            rows -= self.padding_index + 1  # positions begin behind that of padding
+        limits = [limit for limit in (self.maximum_length, rows) if limit is not None]
+        return min(limits, default=None)
+
+    @property
     def _embedding(self) -> nn.Embedding:
         return embedding_of(self.skeleton, self.structure.embedding_module)
 

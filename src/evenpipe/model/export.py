@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
-from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, Origin, changed_config
+from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, Origin, changed_config, generation_text
 from evenpipe.model.structure import persistent_buffers
 from evenpipe.model.weight_files import INDEX, SINGLE
 
@@ -54,7 +54,7 @@ def write_folder_metadata(
         files[CONFIG] = text
     if given is None and GENERATION_CONFIG not in files:
         generation = getattr(description.model or description.skeleton, "generation_config", None)
-        files[GENERATION_CONFIG] = (generation or GenerationConfig()).to_json_string(keys_to_pop=["compile_config"])
+        files[GENERATION_CONFIG] = generation_text(generation or GenerationConfig())
     for name, content in files.items():
         (folder / name).write_bytes(content.encode(errors=BYTES))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from evenpipe.errors import InputError
@@ -38,7 +39,7 @@ class Origin:
     """The files of a folder or hub name, and the dtypes of its tensors or of those of a live model."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """Text by name; empty for a live model and for fresh weights."""
+    """Text by name; no config.json for a live model and for fresh weights."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """By name in memory; empty for fresh weights."""
 
@@ -74,13 +75,21 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.v
 
 
 def read_files(description: Description) -> dict[str, str]:
-    """Return the files of a description's folder or hub name that are not trained, and the Python code of the model."""
+    """Return the files of a description's folder or hub name that are not trained, or a live model's generation config,
+    and the Python code that came with the model."""
     if description.config is None:
         return {}
     paths = {} if description.source is None else _files(description, description.source)
     for part in (type(description.skeleton), type(description.config)):
         paths |= {path.name: path for path in code_of(part)}
-    return {name: path.read_bytes().decode(errors=BYTES) for name, path in paths.items()}
+    files = {name: path.read_bytes().decode(errors=BYTES) for name, path in paths.items()}
+    generation = getattr(description.model, "generation_config", None)
+    return files if generation is None else {**files, GENERATION_CONFIG: generation_text(generation)}
+
+
+def generation_text(generation: GenerationConfig) -> str:
+    """Return a generation_config.json as transformers writes it, also with values that it warns about."""
+    return generation.to_json_string(keys_to_pop=["compile_config"])
 
 
 def stored_dtypes(description: Description, names: Iterable[str]) -> dict[str, torch.dtype]:

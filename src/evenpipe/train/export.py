@@ -48,7 +48,7 @@ from evenpipe.model import (
     write_folder_metadata,
 )
 from evenpipe.model.config import read_config
-from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG
+from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, generation_text
 from evenpipe.model.placement import Held
 from evenpipe.model.weight_files import INDEX
 from evenpipe.train.tokenizer import TEMPLATES, TOKENIZER_FILES, kept_files
@@ -205,7 +205,7 @@ def _origin(checkpoint: Checkpoint, description: Description) -> Origin:
     """Return what the trained model was made from, as far as the checkpoint says it."""
     origin = _read_origin(checkpoint, description.shapes)
     if "generation_config" in checkpoint.extra:
-        text = GenerationConfig.from_dict(dict(checkpoint.extra["generation_config"])).to_json_string()
+        text = generation_text(GenerationConfig.from_dict(dict(checkpoint.extra["generation_config"])))
         return replace(origin, files={GENERATION_CONFIG: text, **origin.files})
     return origin
 

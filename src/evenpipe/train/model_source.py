@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.errors import InputError
 from evenpipe.schedule.words import count
 from evenpipe.train.config import Config
-from evenpipe.train.input_sections import ModelConfig
+from evenpipe.train.input_sections import DataConfig, ModelConfig
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:
@@ -59,9 +59,12 @@ def check_pipeline(config: Config) -> None:
     _check_chunks(config)
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
+        length = config.data.sequence_length
+        value = (
+            f"{length}, its default" if length == DataConfig.__dataclass_fields__["sequence_length"].default else length
+        )
         raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}, but must be at most {longest}, the longest "
-            "sequence of the model"
+            f"data.sequence_length is {value}, but must be at most {longest}, the longest sequence of the model"
         )
     _check_schedule(config, layers)
 

@@ -25,6 +25,8 @@ from evenpipe.train.section import nearest, show
 
 READ_BYTES = 1 << 20
 LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is in memory as a whole
+CHAT_FIELDS = ("messages", "conversations", "conversation")
+"""Names under which data sets have the turns of a chat."""
 NOT_IN_CORPUS = frozenset({"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages"})
 
 
@@ -228,6 +230,8 @@ def _check_json_lines(path: Path, text_field: str, errors: str) -> None:
                 raise InputError(f"{where} must be a JSON object with the field {show(text_field)}")
             if text_field not in record:
                 raise InputError(_no_text_field(text_field, where, list(record)))
+            if text_field in CHAT_FIELDS and isinstance(record[text_field], list):
+                raise InputError(chat_refusal(f"data.text_field is {show(text_field)}, but {where}", text_field))
             if not isinstance(record[text_field], str | None):
                 raise InputError(f"{where}: the field {show(text_field)} must be text, not {line[:40].strip()}...")
 
@@ -252,7 +256,18 @@ def _parquet_texts(path: Path, text_field: str) -> Iterator[str]:
             yield from (text or "" for text in rows.column(0).to_pylist())
 
 
+def chat_refusal(where: str, field: str) -> str:
+    """Return the sentence about data with a list of messages per record."""
+    return (
+        f"{where} has chats, lists of messages in the field {show(field)}, on which evenpipe cannot train yet; expected"
+        ' one text per record, such as {"text": "..."}, as a chat template makes of the messages'
+    )
+
+
 def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
+    chats = [name for name in CHAT_FIELDS if name in names]
+    if chats:
+        return chat_refusal(f"data.text_field is {show(text_field)}, but {where}", chats[0])
     return (
         f"data.text_field is {show(text_field)}, but {where} has no text of that name"
         f"{nearest(text_field, names)}; it has {', '.join(names) or 'nothing'}"
