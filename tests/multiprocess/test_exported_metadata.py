@@ -265,7 +265,7 @@ def test_code_configs_of_several_models_and_other_tokenizers(tmp_path: Path) -> 
         make(tmp_path / name / "source")
     code = run_of(tmp_path / "code", f"{tmp_path}/code/source", model={"trust_remote_code": True})
     several = run_of(tmp_path / "several", f"{tmp_path}/several/source")
-    tokenizer = {"source": f"{tmp_path}/gpt2/source", "end_of_text": "a"}
+    tokenizer = {"source": f"{tmp_path}/gpt2/source", "end_of_text": "\u0100"}
     plain = run_of(tmp_path / "plain", f"{tmp_path}/plain/source", tokenizer=tokenizer)
     shape = {"source": f"{tmp_path}/plain/source", "fresh_weights": True, "self_check": False}
     (tmp_path / "fresh").mkdir()
@@ -291,10 +291,10 @@ def test_code_configs_of_several_models_and_other_tokenizers(tmp_path: Path) -> 
     out = export_checkpoint(plain.run_folder, tmp_path / "plain" / "exported")
     assert files_in(out)["config.json"] == files_in(tmp_path / "plain" / "source")["config.json"]
     settings = json.loads((out / "tokenizer_config.json").read_text())
-    assert settings == {"model_max_length": 1024, "tokenizer_class": "GPT2Tokenizer", "eos_token": "a"}
+    assert settings == {"model_max_length": 1024, "tokenizer_class": "GPT2Tokenizer", "eos_token": "\u0100"}
     assert (out / "merges.txt").read_bytes() == (tmp_path / "gpt2" / "source" / "merges.txt").read_bytes()
     tokenizers = [AutoTokenizer.from_pretrained(each) for each in (tmp_path / "gpt2" / "source", out)]
-    assert tokenizers[1].eos_token == "a"
+    assert tokenizers[1].eos_token == "\u0100"
     assert tokenizers[0](TEXT[:60])["input_ids"] == tokenizers[1](TEXT[:60])["input_ids"]
 
     out = export_checkpoint(fresh.run_folder, tmp_path / "fresh" / "exported")

@@ -28,7 +28,7 @@ from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
-from evenpipe.train.model_source import pipeline_model
+from evenpipe.train.model_source import model_config, pipeline_model
 from evenpipe.train.packing import (
     PLACE,
     TOKEN,
@@ -249,8 +249,10 @@ def _keep_tokenizer(config: Config, data: PreparedData, tokenizer: Any) -> None:
     if source is None:
         tokenizers_.copy_tokenizer(data.tokenizer_folder, target)
         return
-    of_model, end_of_text = source == config.model.source, config.tokenizer.end_of_text
-    tokenizers_.keep_tokenizer(tokenizer, source, target, end_of_text=end_of_text, of_model=of_model)
+    model_type = None if source == config.model.source else model_config(config.model).model_type
+    tokenizers_.keep_tokenizer(
+        tokenizer, source, target, end_of_text=config.tokenizer.end_of_text, model_type=model_type
+    )
 
 
 def _tokens(

@@ -93,7 +93,7 @@ def find_data(name: str) -> FoundData:
         table["text_field"] = seen.text_field
     paths = find_files(tuple(patterns))
     documents = FileDocuments(paths, seen.text_field, "strict", count(len(paths), "file"))
-    size = sum(one.stat().st_size for one in paths)
+    size = _bytes_of(paths)
     are_tables = kind_of(paths[0]) != "text"
     return FoundData(table=table, documents=documents, bytes=size, are_tables=are_tables, remarks=tuple(seen.remarks()))
 
@@ -104,7 +104,7 @@ class _Seen:
 
     name: str
     chosen: list[Path] = field(default_factory=list)
-    left_out: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
+    left_out: defaultdict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
     """By reason."""
     text_field: str = DEFAULT_FIELD
     others: list[str] = field(default_factory=list)
@@ -123,13 +123,17 @@ class _Seen:
                 of_kind[is_table].append(path)
             else:
                 self.left_out[reason].append(path)
-        sizes = {is_table: sum(path.stat().st_size for path in of_kind[is_table]) for is_table in of_kind}
-        tables = sizes[True] >= sizes[False] and bool(of_kind[True])
+        tables = bool(of_kind[True]) and _bytes_of(of_kind[True]) >= _bytes_of(of_kind[False])
         self.chosen = of_kind[tables]
         for path in of_kind[not tables]:
             self.left_out["text beside tables" if tables else f"{path.suffix} beside text"].append(path)
         if tables:
             self._choose_field()
+        chats, chosen = (
+            sum(path.stat().st_size for path in each) for each in (self.left_out.get(CHAT, []), self.chosen)
+        )
+        if chats > chosen:
+            raise InputError(chat_refusal(f"--data is {show(self.name)}, which", self.chat_field))
         if not self.chosen:
             raise InputError(self._nothing())
 
@@ -215,12 +219,14 @@ class _Seen:
 
     def _nothing(self) -> str:
         what = "folder" if Path(self.name).is_dir() else "file"
-        if self.left_out.keys() == {CHAT}:
-            return chat_refusal(f"--data is {show(self.name)}, which", self.chat_field)
         said = "; ".join(f"{self._names(paths)}: {reason}" for reason, paths in sorted(self.left_out.items()))
         return f"--data is {show(self.name)}, but that {what} has no text, JSON lines or parquet" + (
             f" to train on ({said})" if said else ""
         )
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def chat_field_of(record: Mapping[str, Any]) -> str | None:

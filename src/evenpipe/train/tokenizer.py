@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,36 +119,28 @@ def open_tokenizer(source: str, trust_remote_code: bool = False, remedy: str = _
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers and tokenizers raise many types on a damaged file
         is_model = Path(source).is_dir() or find_file(source, "config.json") is not None
-        if is_model and "trust_remote_code" not in str(error) and not _found(source, VOCABULARY_FILES):
-            missing = f"{', '.join(VOCABULARY_FILES[:3])} or other vocabulary"
-            raise InputError(f"{show(source)} has no tokenizer: it has no {missing}; {remedy}") from error
+        if is_model and "trust_remote_code" not in str(error):
+            _check_files(source, VOCABULARY_FILES, remedy)
         raise InputError(
             f"the tokenizer {show(source)} cannot be loaded: {reason_of(error)}{beside(source)}"
         ) from error
-    needed = tokenizer.vocab_files_names
-    if needed and not Path(source).is_file() and not _found(source, ["tokenizer.json"]):
-        _check_vocabulary(source, needed, remedy)
+    if tokenizer.vocab_files_names and not Path(source).is_file():
+        _check_files(source, (*tokenizer.vocab_files_names.values(), "tokenizer.json"), remedy)
     return tokenizer
 
 
-def _check_vocabulary(source: str, needed: Mapping[str, str], remedy: str) -> None:
-    """Refuse a tokenizer whose files are missing: transformers builds one that knows only special tokens.
+def _check_files(source: str, names: Iterable[str], remedy: str) -> None:
+    """Refuse a folder without the files of its tokenizer: transformers may build one that knows only special tokens.
 
-    needed: names of the files of a tokenizer of its class, of which tokenizer.json would replace all.
+    names: files of which it needs one; transformers itself also looks for other names.
     """
-    names = list(dict.fromkeys(needed.values()))
-    found, others = _found(source, names), _found(source, VOCABULARY_FILES)
-    if not (found or others):
-        missing = " or ".join(dict.fromkeys((*names, "tokenizer.json")))
-        raise InputError(f"{show(source)} has no tokenizer: it has no {missing}; {remedy}")
-    vocabulary = [needed[kind] for kind in ("vocab_file", "merges_file") if kind in needed]
-    missing = ", ".join(name for name in vocabulary if name not in found)
-    if missing and found:  # transformers itself looks for other names, if it finds none of these
-        raise InputError(f"{show(source)} has a part of a tokenizer: it has no {missing}; {remedy}")
-
-
-def _found(source: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if find_file(source, name) is not None]
+    found = {name for name in (*names, *VOCABULARY_FILES) if find_file(source, name) is not None}
+    if not found:
+        first = list(dict.fromkeys(names))[:3]
+        raise InputError(f"{show(source)} has no tokenizer: it has no {' or '.join(first)}; {remedy}")
+    halves = {"vocab.json", "merges.txt"}
+    if halves <= set(names) and "tokenizer.json" not in found and len(halves & found) == 1:
+        raise InputError(f"{show(source)} has half of a tokenizer: it has no {(halves - found).pop()}; {remedy}")
 
 
 def tokenizer_size(tokenizer: Any) -> int:
@@ -176,31 +168,57 @@ def kept_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in names}
 
 
-def keep_tokenizer(tokenizer: Any, source: str, target: Path, *, end_of_text: str | None, of_model: bool) -> None:
+def keep_tokenizer(
+    tokenizer: Any, source: str, target: Path, *, end_of_text: str | None, model_type: str | None = None
+) -> None:
     """Copy the files of a loaded tokenizer, as they are, from its hub name or folder.
 
+    Beside the config of another model they may stand for another tokenizer: then the copy is what transformers writes.
+
     end_of_text: becomes the `eos_token` of the copy.
-    of_model: whether it is the tokenizer of the model that it will lie beside, whose config may name its class.
+    model_type: of the model that the tokenizer will be exported with, unless it is the tokenizer's own.
     """
     paths = [find_file(source, name) for name in TOKENIZER_FILES]
     folder = next((path.parent for path in paths if path is not None), None)
     with _replaced(target) as fresh:
-        if folder is None:  # such as a single file
-            tokenizer.save_pretrained(fresh)
-            _change(fresh / _SETTINGS, lambda settings: {key: settings[key] for key in settings if key not in _LEAKS})
-            return
-        for name, path in kept_files(folder).items():
-            (fresh / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, fresh / name)
-        if not of_model:
-            name = type(tokenizer).__name__
-            _change(
-                fresh / _SETTINGS,
-                lambda settings: {**settings, "tokenizer_class": settings.get("tokenizer_class", name)},
-            )
-        if end_of_text is not None:
-            _change(fresh / _SETTINGS, lambda settings: _ending(settings, end_of_text))
-            _change(fresh / _SPECIAL, lambda tokens: _ending(tokens, end_of_text) if tokens else tokens)
+        if folder is not None:
+            for name, path in kept_files(folder).items():
+                (fresh / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, fresh / name)
+            if end_of_text is not None:
+                _change(fresh / _SETTINGS, lambda settings: _ending(settings, end_of_text))
+                _change(fresh / _SPECIAL, lambda tokens: _ending(tokens, end_of_text) if tokens else tokens)
+            if model_type is None:
+                return
+            own_class = type(tokenizer).__name__
+            _change(fresh / _SETTINGS, lambda settings: {"tokenizer_class": own_class, **settings})
+            if _is_same(tokenizer, fresh, model_type):
+                return
+            shutil.rmtree(fresh)
+        tokenizer.save_pretrained(fresh)
+        _change(fresh / _SETTINGS, lambda settings: {key: settings[key] for key in settings if key not in _LEAKS})
+
+
+def _is_same(tokenizer: Any, folder: Path, model_type: str) -> bool:
+    """Return whether the files in a folder give the same tokenizer beside the config of a model."""
+    from transformers import AutoTokenizer
+
+    config = folder / "config.json"
+    config.write_text(json.dumps({"model_type": model_type}))
+    try:
+        other = AutoTokenizer.from_pretrained(folder)
+    except Exception:  # transformers raises many types
+        return False
+    finally:
+        config.unlink()
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])[:: max(1, len(vocabulary) // 500)]
+    text = _SAMPLE + tokenizer.convert_tokens_to_string(tokens)
+    same = vocabulary == other.get_vocab() and tokenizer.eos_token_id == other.eos_token_id
+    return same and tokenizer(text)["input_ids"] == other(text)["input_ids"]
+
+
+_SAMPLE = "The quick  brown fox\n\tdef f(x): return -1.5e10, 'ünï' # 日本語 \U0001f44d <s>\r\n"
 
 
 def copy_tokenizer(folder: Path, target: Path) -> None:
