@@ -33,7 +33,7 @@ def exported(monkeypatch):
     """What is exported, (from, to), in place of exporting it."""
     calls: list[tuple[Path, Path]] = []
 
-    def export_checkpoint(source, target):
+    def export_checkpoint(source, target, **options):
         calls.append((source, target))
         return target
 

@@ -146,7 +146,7 @@ def test_another_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter.to(torch.bfloat16)), name
-    with pytest.raises(InputError, match=r"dtype is 'int8', but must be one of .*bfloat16"):
+    with pytest.raises(InputError, match=r"dtype is 'int8', but must be one of source, .*bfloat16"):
         export_checkpoint(tmp_path / "step-00000007", tmp_path / "other", dtype="int8")
 
 
@@ -317,3 +317,47 @@ def test_a_generation_config_of_the_run_is_kept(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(model, tmp_path, generation_config=model.generation_config.to_dict())
     export_checkpoint(checkpoint, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.5
+
+
+def test_an_older_checkpoint_has_all_values_of_its_generation_config(tmp_path: Path) -> None:
+    model = build()
+    model.generation_config.top_k, model.generation_config.do_sample = 7, True
+    values = model.generation_config.to_dict()
+    assert sum(value is None for value in values.values()) > 40
+    path = export_checkpoint(checkpoint_of(model, tmp_path, generation_config=values), tmp_path / "model")
+    model.generation_config.save_pretrained(tmp_path / "wanted")
+    name = "generation_config.json"
+    assert (path / name).read_text() == (tmp_path / "wanted" / name).read_text()
+
+
+def test_16_bits_leave_what_transformers_keeps_in_32(tmp_path: Path) -> None:
+    model = build("deepseek_v3")
+    path = export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model", dtype="bfloat16")
+    loaded, expected = AutoModelForCausalLM.from_pretrained(path), dict(model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name].to(parameter.dtype)), name
+    for (name, buffer), (_, other) in zip(persistent_buffers(loaded), persistent_buffers(model), strict=True):
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, other), name
+    with torch.no_grad():
+        model.model.layers[1].mlp.shared_experts.up_proj.weight.fill_(1e5)
+    checkpoint = checkpoint_of(model, tmp_path, step=8)
+    with pytest.raises(InputError, match=r"shared_experts\.up_proj\.weight has values that float16 cannot hold"):
+        export_checkpoint(checkpoint, tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()
+
+
+BAD_ORIGINS = [
+    {"files": {"../../evil.json": "x"}, "dtype": None, "other_dtypes": {}},
+    {"files": {"setup.cfg": "x"}, "dtype": None, "other_dtypes": {}},
+    {"files": {}, "dtype": "int8", "other_dtypes": {}},
+    {"files": ["config.json"], "dtype": None, "other_dtypes": {}},
+    "config.json",
+]
+
+
+@pytest.mark.parametrize("origin", BAD_ORIGINS, ids=str)
+def test_an_origin_that_no_run_has_written(tmp_path: Path, origin: Any) -> None:
+    checkpoint = checkpoint_of(build(), tmp_path, origin=origin)
+    with pytest.raises(InputError, match="step-00000007': the origin of the model"):
+        export_checkpoint(checkpoint, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
