@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from evenpipe.cli.model_argument import add_hardware, add_kernels, check_gpus, read_model
-from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.printing import progress_line, say, say_json
 from evenpipe.cli.schedule_arguments import add_json
 from evenpipe.cli.values import memory
 from evenpipe.errors import InputError
@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype="fp32" if hardware.torch_device == "cpu" else "bf16",
         kernels=arguments.kernels,
     )
-    found = explain(problem, arguments.model, pp=arguments.pp, tp=arguments.tp)
+    with progress_line() as show:
+        found = explain(problem, arguments.model, pp=arguments.pp, tp=arguments.tp, progress=show)
     if arguments.output is not None:
         draw(found.timelines(), arguments.output, title=f"{arguments.model}: one step", unit_seconds=1.0)
     if arguments.json:

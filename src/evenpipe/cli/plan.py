@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.cli.model_argument import add_hardware, add_kernels, add_skew, check_gpus, read_model
-from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.printing import progress_line, say, say_json
 from evenpipe.cli.schedule_arguments import add_json
 from evenpipe.cli.values import check_output, memory, whole_numbers, words
-from evenpipe.errors import InputError
+from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
 
 if TYPE_CHECKING:
@@ -88,13 +88,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="CONFIG.toml", type=Path, help="write the best plan for evenpipe train"
     )
+    parser.add_argument(
+        "--minutes",
+        metavar="N",
+        type=float,
+        default=math.inf,
+        help="end the search after so long, with the best plans found until then (default: when no better one is left)",
+    )
     parser.add_argument("--workers", metavar="N", type=int, help="processes (default: one per core)")
     parser.add_argument("--no-cache", action="store_true", help="neither use nor write the cache on disk")
     add_json(parser)
     parser.epilog = (
         "Every plan fits in memory, as estimated by `evenpipe estimate` for every device. Times come from `evenpipe\n"
         "simulate`, with pass times from the shapes of the model and the speed of the hardware.\n\n"
-        "exit codes: 0 a plan, 1 nothing fits, 2 the input is wrong"
+        "A search takes seconds to hours: it shows the best plan so far on stderr. Ctrl-C ends it, with that plan.\n\n"
+        "exit codes: 0 a plan, 1 nothing fits, 2 the input is wrong, 3 no plan was found within --minutes,\n"
+        "130 ended by Ctrl-C, with the plans found until then"
     )
 
 
@@ -103,49 +112,66 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.schedule.collection import collecting_rarely
 
     with collecting_rarely():
-        from evenpipe.plan.configuration_search import search_configurations
+        from evenpipe.plan.configuration_search import SearchInterrupted, search_configurations
         from evenpipe.plan.evaluation_cache import EvaluationCache
         from evenpipe.plan.nearest import nearest
-        from evenpipe.plan.ranking import Ranking
+        from evenpipe.plan.ranking import Ranking, progress_text
 
     if arguments.best < 1:
         raise InputError(f"--best is {arguments.best}, expected at least 1")
     if arguments.workers is not None and arguments.workers < 1:
         raise InputError(f"--workers is {arguments.workers}, expected at least 1")
+    if not arguments.minutes > 0:
+        raise InputError(f"--minutes is {arguments.minutes:g}, expected more than 0")
     if arguments.output is not None:
         check_output(arguments.output, ".toml", "a configuration")
     problem, base = _problem(arguments)
     space = _space(arguments, problem)
     cache = EvaluationCache() if arguments.no_cache else EvaluationCache.of(problem)
-    with _bar(quiet=arguments.json) as progress:
-        found = search_configurations(
-            problem,
-            space,
-            wanted=arguments.best,
-            each_vocabulary=arguments.explain,
-            workers=arguments.workers,
-            cache=cache,
-            progress=progress,
-        )
-    cache.save()
-    if found.best is None and found.failed and all(one.fault for one in found.failed):
-        raise InputError(found.failed[0].fault)
-    ranking = Ranking(found, arguments.best)
-    if found.best is None:
-        near = nearest(found, workers=arguments.workers, cache=cache)
+    seconds, near = 60 * arguments.minutes, None
+    with progress_line() as show:
+
+        def progress(found: Found) -> None:
+            show(progress_text(found))
+
+        try:
+            found = search_configurations(
+                problem,
+                space,
+                wanted=arguments.best,
+                each_vocabulary=arguments.explain,
+                workers=arguments.workers,
+                cache=cache,
+                progress=progress,
+                seconds=seconds,
+            )
+        except SearchInterrupted as ending:
+            found = ending.found()
+        interrupted = found.ended == "interrupt"
         cache.save()
-        if arguments.json:
-            say_json(ranking.to_dict() | near.to_dict())
-        else:
-            say(f"{ranking.text(explain=arguments.explain)}\n{near.text()}")
-        return 1
+        if found.best is None and not found.ended:
+            if found.failed and all(one.fault for one in found.failed):
+                raise InputError(found.failed[0].fault)
+            seconds -= found.seconds
+            try:
+                near = nearest(found, workers=arguments.workers, cache=cache, progress=progress, seconds=seconds)
+            except KeyboardInterrupt:
+                interrupted = True
+            cache.save()
+    ranking = Ranking(found, arguments.best)
     if arguments.json:
-        say_json(ranking.to_dict())
+        say_json(ranking.to_dict() | ({} if near is None else near.to_dict()))
     else:
         say(ranking.text(explain=arguments.explain))
-    if arguments.output is not None:
+        if near is not None:
+            say(near.text())
+    if arguments.output is not None and found.best is not None:
         _write(found, base, arguments)
-    return 0
+    if interrupted:
+        return 128 + signal.SIGINT
+    if found.best is not None:
+        return 0
+    return RunError.exit_code if found.ended else 1
 
 
 def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]:
@@ -237,20 +263,3 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
             else f" (plan {found.plans.index(plan) + 1}: the plans above it are estimates only)"
         )
         say(f"wrote {arguments.output}{note}; the run will write to {tables['output']['folder']}")
-
-
-@contextmanager
-def _bar(*, quiet: bool) -> Iterator[Any]:
-    """Give a function that shows progress on stderr, None if stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(unit=" plans", leave=False, bar_format="{desc} {n_fmt} simulated, {elapsed}") as shown:
-
-        def show(done: int, waiting: int, best: float) -> None:
-            shown.n = done
-            shown.set_description_str(f"best step {best:.3g} s, {waiting} left to look at")
-
-        yield show

@@ -1,12 +1,19 @@
-"""Printing on standard output."""
+"""Printing on standard output, and progress on standard error."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from evenpipe.given import plain_lines
+from evenpipe.given import plain, plain_lines
+
+EVERY_SECONDS = 60.0
+"""Time between two lines of progress where stderr is no terminal."""
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -17,3 +24,25 @@ def say(text: str, end: str = "\n") -> None:
 def say_json(values: Mapping[str, Any]) -> None:
     """Print one JSON object for programs."""
     print(json.dumps(values), flush=True)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Return a function that shows progress on stderr: on a terminal in one line that is removed at the end, elsewhere
+    in a line per minute."""
+    last, terminal = time.monotonic(), sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        nonlocal last
+        if terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\033[K{plain(text)[:width]}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= EVERY_SECONDS:
+            last = time.monotonic()
+            print(plain(text), file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -11,9 +11,10 @@ import torch
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork
+from evenpipe.model.small_model import SmallModel
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
-from evenpipe.tensor.check import cut_of_model
+from evenpipe.tensor.check import copy_to_cut, cut_of_model
 from evenpipe.tensor.layers import ModelCut
 
 from .bytes import StageBytes
@@ -57,6 +58,11 @@ class ModelBytes:
         """How the work of its layers grows along a row."""
         return RowWork.of(self.description)
 
+    @cached_property
+    def small_copy(self) -> SmallModel:
+        """The small copy on which cuts over tensor ranks are found. Raises InputError if there is none."""
+        return copy_to_cut(self.description)
+
     def cut(self, settings: Settings) -> ModelCut | None:
         """Return how layers are cut over tensor ranks; None for one, and in frameworks with other cuts.
 
@@ -67,7 +73,7 @@ class ModelBytes:
             return None
         if ranks not in self._cuts:
             try:
-                self._cuts[ranks] = cut_of_model(self.description, ranks, check=False)
+                self._cuts[ranks] = cut_of_model(self.description, ranks, self.small_copy, check=False)
             except InputError as error:
                 self._cuts[ranks] = str(error)
         found = self._cuts[ranks]

@@ -15,6 +15,10 @@ Most steps are extrapolated, and layouts share programs (`programs`). At the end
 programs of their own, and whole steps of the fastest are timed until one of these is the fastest. So their memory, and
 its time, are those of what runs.
 
+A search of many layouts answers roughly before it begins: with the best 1F1B of all layouts, then with the best
+schedule and vocabulary mode in that layout, each found by a search of its own. They are plans like all others if the
+search has to end early, and otherwise forgotten, so they change nothing in its result.
+
 Evaluations run in processes, a fixed number at a time, so the result does not depend on the number of processes.
 """
 
@@ -24,14 +28,20 @@ import heapq
 import math
 import multiprocessing
 import os
+import signal
+import threading
+import time
+from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ProcessPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, repeat
-from typing import Any, NamedTuple
+from itertools import count
+from multiprocessing.synchronize import Event
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -60,8 +70,14 @@ WORTH = 0.995
 """The search ignores plans that cannot be faster than this share of the time of the last wanted plan: pass times are
 not known more precisely, and many plans differ by less."""
 
-Progress = Callable[[int, int, float], None]
-"""Called with evaluations done, configurations waiting, and the time of the best plan so far (infinite without)."""
+MANY = 400
+"""Layouts of a search that first answers roughly."""
+
+QUICK = ("1f1b", "redistribute")
+"""Schedule and vocabulary mode of the first answer, if the space has them: their orders are quick to generate."""
+
+TOLD_SECONDS = 0.2
+"""Least time between two calls of `Progress`."""
 
 
 class Rejected(NamedTuple):
@@ -87,14 +103,57 @@ class Found:
     layouts: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     """Number of layouts that would be fast enough, but are not in the space, by the reason that `refuses` gives."""
+    ended: Literal["", "time", "interrupt"] = ""
+    """Why the search ended before it was done. Then times and memory of all plans but the first are those of shared
+    programs (`Programs.of`)."""
+    seconds: float = 0.0
+    """How long it took."""
+    layouts_left: int = 0
+    """Layouts that were not looked at and may have a faster plan than the last wanted one."""
+    configurations_left: int = 0
+    """Configurations of other layouts, likewise."""
+    least_seconds: float = 0.0
+    """A step of what is left takes at least so long, as far as bounds and losses tell."""
+
+    rough: list[Evaluation] = field(default_factory=list)
+    """Plans of the first, rough answer, fastest first; none any more when the search has ended."""
 
     @property
     def best(self) -> Evaluation | None:
-        return self.plans[0] if self.plans else None
+        return min((*self.plans[:1], *self.rough[:1]), key=_place, default=None)
+
+    @property
+    def left(self) -> int:
+        return self.layouts_left + self.configurations_left
 
     def best_of(self, vocabulary: str) -> Evaluation | None:
         """Return the fastest pipeline with a vocabulary mode among the plans seen."""
         return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
+
+
+Progress = Callable[[Found], None]
+"""Called now and then with what is known so far; its plans are sorted, and not yet as in `Found` of a complete search.
+`ended` is set already while the best plan of a search that ended early is checked."""
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a search."""
+
+    def __init__(self, search: _Search) -> None:
+        super().__init__()
+        self._search = search
+
+    def found(self) -> Found:
+        """Return what was found, with the best plan checked; another Ctrl-C meanwhile leaves it unchecked."""
+        with suppress(KeyboardInterrupt):
+            if not self._search.found.ended:
+                self._search.end_early("interrupt")
+        self._search.found.ended = "interrupt"
+        return self._search.result()
+
+
+class _TimeIsUpError(Exception):
+    """The search has reached its time limit."""
 
 
 @collecting_rarely()
@@ -107,18 +166,55 @@ def search_configurations(
     workers: int | None = None,
     cache: EvaluationCache | None = None,
     progress: Progress | None = None,
+    seconds: float = math.inf,
 ) -> Found:
     """Return the `wanted` fastest plans; with `each_vocabulary` also the fastest pipeline of every vocabulary mode.
 
     space: None: `usual_space`.
-    workers: processes, by default one per core; 1 evaluates in this process. Raises InputError as `layouts`.
+    workers: processes, by default one per core; 1 evaluates in this process.
+    seconds: after them the search ends, when the evaluation at hand is done and the best plan checked.
+
+    Raises InputError as `layouts`, and SearchInterrupted on Ctrl-C.
     """
-    run = _Search(problem, space or usual_space(problem), wanted, each_vocabulary, cache or EvaluationCache())
-    with _pool(problem, workers) as evaluate_all:
-        run.to_the_end(evaluate_all, progress)
-        run.settle(evaluate_all)
-    run.found.failed.sort(key=lambda plan: plan.configuration.name)
-    return run.found
+    watch = _Watch(seconds, progress)
+    run = _Search(problem, space or usual_space(problem), wanted, watch, cache, each=each_vocabulary)
+    watch.search = run
+    try:
+        try:
+            with _pool(problem, workers, watch) as evaluate_all:
+                run.answer_roughly(evaluate_all)
+                run.to_the_end(evaluate_all)
+                run.settle(evaluate_all, wanted)
+        except _TimeIsUpError:
+            run.end_early("time")
+    except KeyboardInterrupt:
+        raise SearchInterrupted(run) from None
+    return run.result()
+
+
+class _Watch:
+    """Says how far a search is, and ends it at its time limit."""
+
+    def __init__(self, limit: float, progress: Progress | None) -> None:
+        self.started = self.told = time.monotonic()
+        self.limit, self.progress = limit, progress
+        self.search: _Search | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def look(self) -> None:
+        """Tell the progress now and then. Raises _TimeIsUpError."""
+        if self.seconds >= self.limit:
+            raise _TimeIsUpError
+        if self.search is not None and time.monotonic() - self.told >= TOLD_SECONDS:
+            self.tell(self.search.standing())
+
+    def tell(self, found: Found) -> None:
+        if self.progress is not None:
+            self.progress(found)
+        self.told = time.monotonic()
 
 
 _Sizes = list[tuple[float, Recipe]]
@@ -127,10 +223,18 @@ _Sizes = list[tuple[float, Recipe]]
 
 class _Search:
     def __init__(
-        self, problem: Problem, space: Space, wanted: int, each_vocabulary: bool, cache: EvaluationCache
+        self,
+        problem: Problem,
+        space: Space,
+        wanted: int,
+        watch: _Watch,
+        cache: EvaluationCache | None = None,
+        *,
+        each: bool = False,
     ) -> None:
-        self.problem, self.space, self.wanted, self.each = problem, space, wanted, each_vocabulary
-        self.cache = cache
+        """each: also the fastest plan of each vocabulary mode is wanted."""
+        self.problem, self.space, self.wanted, self.each = problem, space, wanted, each
+        self.watch, self.cache = watch, cache or EvaluationCache()
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
@@ -152,8 +256,36 @@ class _Search:
                 alike.setdefault(_axes(layout), []).append((bound.seconds, layout))
         for sizes in alike.values():
             self._push_layouts(sorted(sizes, key=lambda one: one[1].batch.microbatch_size))
+        self.found.least_seconds = min((bound for bound, *_ in self.heap), default=0.0)
 
-    def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
+    def answer_roughly(self, evaluate_all: _EvaluateAll) -> None:
+        """Of many layouts, search among the usual pipelines of all of them, and then among all pipelines of the best
+        of these."""
+        schedule, mode = QUICK
+        modes = self.space.vocabularies
+        usual = replace(
+            self.space,
+            schedules=(schedule,) if schedule in self.space.schedules else self.space.schedules[:1],
+            vocabularies=(mode,) if mode in modes else modes[:1],
+            offload=self.space.offload[:1],
+            host_shares=self.space.host_shares[:1],
+        )
+        if self.found.layouts < MANY or usual == self.space:
+            return
+        self._search_part(usual, evaluate_all)
+        if self.found.rough:
+            recipe = self.found.rough[0].configuration.recipe
+            axes: dict[str, Any] = {axis: (getattr(recipe.parallelism, axis),) for axis in (*AXES, "zero")}
+            sizes = (recipe.batch.microbatch_size,)
+            self._search_part(replace(self.space, **axes, microbatch_sizes=sizes), evaluate_all)
+
+    def _search_part(self, space: Space, evaluate_all: _EvaluateAll) -> None:
+        """Add the fastest plans of a part of the space to the rough ones."""
+        search = _Search(self.problem, space, 1, self.watch)
+        search.asked, search.found.plans = self.asked, self.found.rough
+        search.to_the_end(evaluate_all)
+
+    def to_the_end(self, evaluate_all: _EvaluateAll) -> None:
         """Search until no better plan is possible."""
         while batch := self._next():
             limits = [self._limit(_mode(one)) for one in batch]
@@ -165,18 +297,46 @@ class _Search:
                     loss = evaluation.seconds / self.sharp[one]
                     for family in _families(one):
                         self.losses[family].append(loss)
-            if progress is not None:
-                progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
+            self.watch.look()
+        self.found.rough.clear()
 
-    def settle(self, evaluate_all: _EvaluateAll) -> None:
-        """Sort the plans, evaluate those that are wanted as they run, and time whole steps of the fastest until one of
-        these is the fastest; with `each_vocabulary` of every mode."""
+    def standing(self) -> Found:
+        """Return what is known, with how much is left."""
+        found, limit = self.found, self._limit(*self.space.vocabularies)
+        left = [node for bound, _, node in self.heap if bound < limit]
+        found.layouts_left = sum(len(node) for node in left if isinstance(node, list))
+        found.configurations_left = sum(isinstance(node, Configuration) for node in left)
+        found.seconds = self.watch.seconds
+        return found
+
+    def end_early(self, why: Literal["time", "interrupt"]) -> None:
+        """Take the rough plans for plans like the others, and check which is the fastest, in this process."""
+        found = self.found
+        found.ended = why
+        known = {plan.configuration for plan in found.plans}
+        for plan in found.rough:
+            if plan.configuration not in known:
+                known.add(plan.configuration)
+                insort(found.plans, plan, key=_place)
+        found.rough.clear()
+        self.watch.tell(self.standing())
+        self.settle(partial(_evaluate_alone, self.problem), 0)
+
+    def result(self) -> Found:
+        """Return what was found when nothing more is done."""
+        self.found.seconds = self.watch.seconds
+        self.found.failed.sort(key=lambda plan: plan.configuration.name)
+        return self.found
+
+    def settle(self, evaluate_all: _EvaluateAll, wanted: int) -> None:
+        """Sort the plans, evaluate the `wanted` fastest and the best as they run, and time whole steps of the best
+        until one of these is the fastest; with `each` of every mode."""
         plans, own, whole = self.found.plans, set[Configuration](), set[Configuration]()
         while True:
             self.found.failed += (plan for plan in plans if not plan.fits)
             plans[:] = sorted((plan for plan in plans if plan.fits), key=_place)
             leading = self._leading()
-            shown = sorted({*range(len(plans))[: self.wanted], *leading})
+            shown = sorted({*range(len(plans))[:wanted], *leading})
             rough = [n for n in shown if plans[n].configuration not in own]
             first = next((n for n in leading if plans[n].configuration not in whole), None)
             if rough:
@@ -211,7 +371,10 @@ class _Search:
         batch: list[Configuration] = []
         unknown: set[Any] = set()
         while self.heap and len(batch) < TOGETHER:
+            self.watch.look()
             seconds, _, node = heapq.heappop(self.heap)
+            if not batch:
+                self.found.least_seconds = max(self.found.least_seconds, seconds)
             if seconds >= self._limit(*self.space.vocabularies):
                 self.heap.clear()
             elif isinstance(node, list):
@@ -293,7 +456,7 @@ class _Search:
             return
         if evaluation.late:
             return
-        found.plans.append(evaluation)
+        insort(found.plans, evaluation, key=_place)
         self.times.append(evaluation.seconds)
         self.times.sort()
         mode = _mode(one)
@@ -343,30 +506,98 @@ _EvaluateAll = Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], 
 _problem: Problem | None = None
 """Problem of this process, if it is a worker."""
 
+_idle = threading.Lock()
+"""Held by a worker except during an evaluation: half a result in the pipe to the parent would block it forever."""
+
 
 @contextmanager
-def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
-    """Return worker processes. They are forked if possible, so that they have the model and the libraries at once."""
+def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_EvaluateAll]:
+    """Return worker processes. They are forked if possible, so that they have the model and the libraries at once, and
+    end with the context, whatever they do."""
     processes = cores() if workers is None else workers
     if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield lambda batch, limits, by: map(partial(evaluate, replace(problem, arranged_by=by)), batch, limits)
+        yield partial(_evaluate_alone, problem, watch=watch)
         return
     global _problem  # noqa: PLW0603 - what forked processes find
     _problem = problem
-    # One thread each: the pool of threads of OpenMP does not survive a fork, so a product that wants it never ends.
-    executor: Executor = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)
-    )
+    context = multiprocessing.get_context("fork")
+    ending = context.Event()
+    executor: Executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(ending,))
     try:
-        yield lambda batch, limits, by: executor.map(_evaluate_here, batch, limits, repeat(by))
+        yield partial(_evaluate_in, executor, watch)
     finally:
-        executor.shutdown(cancel_futures=True)
+        with _undivided():
+            ending.set()
+            executor.shutdown(cancel_futures=True)
         _problem = None
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the context: an executor that it reaches in the middle of a call never ends."""
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        yield
+        return
+    pressed: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+        if pressed:
+            answer(signal.SIGINT, pressed[0])
+
+
+def _start_worker(ending: Event) -> None:
+    # One thread each: the pool of threads of OpenMP does not survive a fork, so a product that wants it never ends.
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
+    _idle.acquire()
+    threading.Thread(target=_end_worker, args=(ending,), daemon=True).start()
+
+
+def _end_worker(ending: Event) -> None:
+    ending.wait()
+    _idle.acquire()
+    os._exit(0)
+
+
+def _evaluate_in(
+    executor: Executor, watch: _Watch, batch: Sequence[Configuration], limits: Sequence[float], by: ArrangedBy
+) -> Iterator[Evaluation]:
+    """Evaluate in worker processes, with a look at the watch while they compute."""
+    with _undivided():
+        running = [executor.submit(_evaluate_here, one, limit, by) for one, limit in zip(batch, limits, strict=True)]
+    for future in running:
+        while not future.done():
+            watch.look()
+            with _undivided():
+                wait([future], timeout=TOLD_SECONDS)
+        yield future.result()
 
 
 def _evaluate_here(one: Configuration, limit: float, by: ArrangedBy) -> Evaluation:
     assert _problem is not None
-    return evaluate(replace(_problem, arranged_by=by), one, limit)
+    _idle.release()
+    try:
+        return evaluate(replace(_problem, arranged_by=by), one, limit)
+    finally:
+        _idle.acquire()
+
+
+def _evaluate_alone(
+    problem: Problem,
+    batch: Sequence[Configuration],
+    limits: Sequence[float],
+    by: ArrangedBy,
+    watch: _Watch | None = None,
+) -> Iterator[Evaluation]:
+    """Evaluate in this process."""
+    for one, limit in zip(batch, limits, strict=True):
+        if watch is not None:
+            watch.look()
+        yield evaluate(replace(problem, arranged_by=by), one, limit)
 
 
 def cores() -> int:

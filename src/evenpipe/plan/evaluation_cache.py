@@ -54,16 +54,16 @@ class EvaluationCache:
         evaluate_all: Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], Iterable[Evaluation]],
         by: ArrangedBy,
     ) -> Iterator[Evaluation]:
-        """Return evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
+        """Yield evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
         known if it is beyond today's limit too."""
         keys = {one: f"{by} {one!r}" for one in batch}
-        unknown = [(one, most) for one, most in zip(batch, limits, strict=True) if not self._knows(keys[one], most)]
-        if unknown:
-            todo, their_limits = zip(*unknown, strict=True)
-            for one, evaluation in zip(todo, evaluate_all(todo, their_limits, by), strict=True):
-                self._entries[keys[one]] = _to_entry(evaluation)
+        unknown = {one: most for one, most in zip(batch, limits, strict=True) if not self._knows(keys[one], most)}
+        evaluations = iter(evaluate_all(list(unknown), list(unknown.values()), by) if unknown else ())
         self.hits += len(batch) - len(unknown)
         for one in batch:
+            if one in unknown:
+                del unknown[one]
+                self._entries[keys[one]] = _to_entry(next(evaluations))
             yield _from_entry(one, self._entries[keys[one]])
 
     def whole(self, plan: Evaluation, time: Callable[[Evaluation], Evaluation]) -> Evaluation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,11 @@ from evenpipe.simulate import simulate
 
 from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of
-from .configuration_search import head_layers, search_configurations
+from .configuration_search import Found, head_layers, search_configurations
 from .evaluation import Evaluation, evaluate
 from .problem import Problem
 from .programs import Shape
-from .ranking import arrangement_in_words, arranging_gain
+from .ranking import arrangement_in_words, arranging_gain, progress_text
 from .space import Space, divisors, layouts
 from .splits import splits
 
@@ -244,21 +244,32 @@ class Explanation:
 
 
 @collecting_rarely()
-def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | None = None) -> Explanation:
+def explain(
+    problem: Problem,
+    name: str,
+    *,
+    pp: int | None = None,
+    tp: int | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Explanation:
     """Evaluate the usual configuration and the alternatives in one layout.
 
     Args:
         name: of the model, for the report and the commands in it.
         pp: devices of the pipeline; None: 4 or more, if there are so many GPUs.
         tp: size of the tensor axis; None: any.
+        progress: called now and then with a line about what is done.
 
     Raises InputError if there is no such layout, for one GPU, and if nothing can be estimated in the layout.
     """
     if problem.gpus < 2:
         raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
-    layout = _layout(problem, pp, tp)
+    layout = _layout(problem, pp, tp, progress)
     compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
-    found = [_evaluated(problem, layout, *one) for one in compared]
+    found = []
+    for number, choice in enumerate(compared, 1):
+        progress(f"alternative {number} of {len(compared)}: {', '.join(choice)}")
+        found.append(_evaluated(problem, layout, *choice))
     if all(one.fault for one in found):
         raise InputError(found[0].fault)
     works = problem.works
@@ -272,7 +283,7 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
     )
 
 
-def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
+def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable[[str], None]) -> Recipe:
     """Return the layout in which the usual configuration is fastest, or that with the most model parallelism if none
     fits."""
     least = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
@@ -288,8 +299,12 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
         schedules=USUAL[:1],
         vocabularies=USUAL[1:],
     )
+
+    def show(found: Found) -> None:
+        progress(progress_text(found))
+
     # In this process: what it learns of the model's memory is needed again.
-    best = search_configurations(problem, space, wanted=1, workers=1).best
+    best = search_configurations(problem, space, wanted=1, workers=1, progress=show).best
     if best is not None:
         return best.configuration.recipe
     return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +12,7 @@ from evenpipe.memory.sizes import gib_text
 from evenpipe.schedule.words import count
 
 from .configuration import LEAST
-from .configuration_search import Found, search_configurations
+from .configuration_search import Found, Progress, search_configurations
 from .evaluation import Evaluation
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
@@ -43,11 +45,15 @@ class Nearest:
 
     rejection: Rejection | None
     remedies: tuple[Remedy, ...]
+    finished: bool = True
+    """Whether all remedies were searched for to the end."""
 
     def text(self) -> str:
         lines = [] if self.rejection is None else [f"nearest: {self.rejection.text()}"]
         if self.remedies:
             lines += ["would fit:", *(f"  {one.text()}" for one in self.remedies)]
+        elif not self.finished:
+            lines.append("what would fit was not found in this time")
         else:
             lines.append(f"would not fit either: moments and activations on the host, {MORE[-1]} times the GPUs")
         return "\n".join(lines)
@@ -56,15 +62,33 @@ class Nearest:
         return {
             "nearest": None if self.rejection is None else self.rejection.to_dict(),
             "would_fit": [one.to_dict() for one in self.remedies],
+            "would_fit_finished": self.finished,
         }
 
 
-def nearest(found: Found, *, workers: int | None = None, cache: EvaluationCache | None = None) -> Nearest:
+def nearest(
+    found: Found,
+    *,
+    workers: int | None = None,
+    cache: EvaluationCache | None = None,
+    progress: Progress | None = None,
+    seconds: float = math.inf,
+) -> Nearest:
     """Return what a search without a plan came nearest to, and the best plans after one change each: the optimizer's
-    moments on the host, activations too, and the least of `MORE` that suffices."""
+    moments on the host, activations too, and the least of `MORE` that suffices. seconds: for all of them."""
+    started, finished = time.monotonic(), True
 
     def searched(problem: Problem, space: Space) -> Evaluation | None:
-        return search_configurations(problem, space, wanted=1, workers=workers, cache=cache).best
+        nonlocal finished
+        left = seconds - (time.monotonic() - started)
+        if left <= 0:
+            finished = False
+            return None
+        more = search_configurations(
+            problem, space, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
+        )
+        finished = finished and not more.ended
+        return more.best
 
     remedies = []
     for change, problem, space in _on_the_host(found):
@@ -80,7 +104,7 @@ def nearest(found: Found, *, workers: int | None = None, cache: EvaluationCache 
             remedies.append(Remedy(count(gpus, "GPU"), plan))
             break
     lacking = by_lack(found)
-    return Nearest(lacking[0] if lacking else None, tuple(remedies))
+    return Nearest(lacking[0] if lacking else None, tuple(remedies), finished)
 
 
 def _on_the_host(found: Found) -> Iterator[tuple[str, Problem, Space]]:

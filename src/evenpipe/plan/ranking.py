@@ -127,6 +127,11 @@ class Ranking:
             "layouts": found.layouts,
             "bounded": found.bounded,
             "evaluated": found.evaluated,
+            "finished": not found.ended,
+            "ended_by": found.ended or None,
+            "layouts_left": found.layouts_left if found.ended else 0,
+            "configurations_left": found.configurations_left if found.ended else 0,
+            "least_seconds_left": found.least_seconds if found.ended and found.left else None,
             "plans": [
                 {
                     **plan.to_dict(),
@@ -137,7 +142,7 @@ class Ranking:
                 }
                 for plan in self.plans
             ],
-            "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans else None,
+            "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not found.ended else None,
             "vocabulary": [gain.to_dict() for gain in gains(self.found)],
             "rejected": [one.to_dict() for one in explained(self.found)],
         }
@@ -157,8 +162,10 @@ class Ranking:
             f" {found.evaluated} simulated"
         )
         yield from _about_measured(problem)
+        if found.ended:
+            yield _about_the_end(found)
         if not self.plans:
-            yield "no plan fits"
+            yield "no plan was found so far" if found.ended else "no plan fits"
             for reason, number in found.refused.items():
                 yield f"left out: {count(number, 'layout')}: {reason}"
             return
@@ -186,7 +193,7 @@ class Ranking:
             one = plan.configuration
             split = f"; layers: {split_in_words(one.layers_per_stage)}" if namesakes[one.name] > 1 else ""
             yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
-        said = arrangement_in_words(arranging_gain(problem, self.plans[0]))
+        said = "" if found.ended else arrangement_in_words(arranging_gain(problem, self.plans[0]))
         if said:
             yield f"plan 1: {said}"
 
@@ -398,6 +405,35 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 
 
 # --- text --------------------------------------------------------------------------------------------------------
+
+
+def progress_text(found: Found) -> str:
+    """Return how far a search is, in a line."""
+    best = found.best
+    plan = "no plan yet" if best is None else f"best step {_seconds(best.seconds)}: {best.configuration.name}"
+    if found.ended:
+        return f"{_duration(found.seconds)}, checking {plan} (Ctrl-C: leave it unchecked)"
+    return f"{_duration(found.seconds)}, {plan}; {_left(found)}"
+
+
+def _left(found: Found) -> str:
+    layouts = count(found.layouts, "layout")
+    return f"{found.layouts_left} of {layouts} and {count(found.configurations_left, 'configuration')} left"
+
+
+def _about_the_end(found: Found) -> str:
+    """Return why a search ended early, and what that means."""
+    why = "the time is up" if found.ended == "time" else "interrupted"
+    said = f"unfinished, {why} after {_duration(found.seconds)}: {_left(found)}"
+    if found.left:
+        said += f", with steps of {_seconds(found.least_seconds)} or more"
+    if len(found.plans) > 1:
+        said += "; steps of all plans but the first are rough"
+    return said
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
 
 
 def _about_measured(problem: Problem) -> Iterator[str]:

@@ -35,7 +35,11 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
 
 def refusal_of_cut(problem: Problem, ranks: int) -> str:
     """Return why the layers cannot be cut over so many tensor ranks."""
-    return "" if ranks == 1 else _once(problem, cut_of_model, partial(cut_of_model, problem.description, ranks), ranks)
+    if ranks == 1:
+        return ""
+    return _once(
+        problem, cut_of_model, lambda: cut_of_model(problem.description, ranks, problem.bytes.small_copy), ranks
+    )
 
 
 def refusal_of_experts(problem: Problem, members: int) -> str:

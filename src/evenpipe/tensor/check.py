@@ -40,36 +40,36 @@ MORE_THAN_HEADS = 4
 """Ranks of a small copy that are more than its heads of keys and values."""
 
 
-def cut_of_model(description: Description, ranks: int, *, check: bool = True) -> ModelCut:
+def cut_of_model(
+    description: Description, ranks: int, small_copy: SmallModel | None = None, *, check: bool = True
+) -> ModelCut:
     """Return how the layers of a model are cut over tensor ranks, found on a small copy. Takes a second on a CPU.
 
     Args:
+        small_copy: as `copy_to_cut` returns it, for several numbers of ranks; None: a new one.
         check: compare the small copy, cut, with the whole one: some more seconds.
 
     Raises:
         InputError: the model cannot be cut, or would be trained wrongly; one sentence names the reason.
     """
-    if description.config is None:
-        raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
     if (noise := noise_of_routers(description)) is not None:
         raise InputError(
             f"tensor_parallel: {noise[0]} is {noise[1]:g} in the model's config, expected 0: every tensor rank routes"
             " all tokens, and would add noise of its own to them"
         )
-    with undisturbed(), torch.enable_grad(), one_thread():
-        small, dtype, kept = _small_model(description)
-        with _throughout(dtype):
-            few = 2  # ranks of the small copy
-            of_copy = find_model_cut(small)
+    small, dtype, kept = small_copy or copy_to_cut(description)
+    with undisturbed(), torch.enable_grad(), one_thread(), _throughout(dtype):
+        few = 2  # ranks of the small copy
+        of_copy = find_model_cut(small)
+        cut = of_copy.for_model(description, small, kept)
+        if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
+            few = MORE_THAN_HEADS
+            of_copy = find_model_cut(small, repeats=True)
             cut = of_copy.for_model(description, small, kept)
-            if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
-                few = MORE_THAN_HEADS
-                of_copy = find_model_cut(small, repeats=True)
-                cut = of_copy.for_model(description, small, kept)
-            for index in range(description.layers):
-                cut.placements(description, index, ranks - 1, ranks)
-            if check:
-                _compare(small, dtype, of_copy, few)
+        for index in range(description.layers):
+            cut.placements(description, index, ranks - 1, ranks)
+        if check:
+            _compare(small, dtype, of_copy, few)
     return cut
 
 
@@ -92,13 +92,16 @@ def _compare(small: Description, dtype: torch.dtype, cut: ModelCut, ranks: int) 
         compare(refuse, TOLERANCE[dtype], found, expected, floor=torch.finfo(dtype).eps / TOLERANCE[dtype])
 
 
-def _small_model(description: Description) -> SmallModel:
-    """Return a small copy for the comparison: in fp64 throughout, if it runs so."""
-    try:
-        with InFp64():
-            return small_model(description, dtypes=(torch.float64,))
-    except InputError:
-        return small_model(description, dtypes=(torch.float32,))
+def copy_to_cut(description: Description) -> SmallModel:
+    """Return a small copy for `cut_of_model`: in fp64 throughout, if it runs so. Raises InputError if there is none."""
+    if description.config is None:
+        raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
+    with undisturbed(), torch.enable_grad(), one_thread():
+        try:
+            with InFp64():
+                return small_model(description, dtypes=(torch.float64,))
+        except InputError:
+            return small_model(description, dtypes=(torch.float32,))
 
 
 def _throughout(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
