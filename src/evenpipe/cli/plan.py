@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import signal
-from collections.abc import Mapping
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from evenpipe.plan.configuration_search import Found
     from evenpipe.plan.problem import Problem
     from evenpipe.plan.space import Space
+    from evenpipe.train.planned_run import PlannedRun
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
@@ -89,6 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="CONFIG.toml", type=Path, help="write the best plan for evenpipe train"
     )
     parser.add_argument(
+        "--data",
+        metavar="FOLDER|FILE",
+        help="with -o: what the run trains on, as for evenpipe init (default: a placeholder, to replace in the file)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME|FOLDER",
+        help="with -o: the tokenizer of the run (default: that of the model, or one that the run trains)",
+    )
+    parser.add_argument(
         "--minutes",
         metavar="N",
         type=float,
@@ -125,7 +137,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--minutes is {arguments.minutes:g}, expected more than 0")
     if arguments.output is not None:
         check_output(arguments.output, ".toml", "a configuration")
-    problem, base = _problem(arguments)
+    for name in ("data", "tokenizer"):
+        if getattr(arguments, name) is not None and arguments.output is None:
+            raise InputError(f"--{name} goes into the configuration that -o writes, but there is no -o")
+    problem, planned = _problem(arguments)
     space = _space(arguments, problem)
     cache = EvaluationCache() if arguments.no_cache else EvaluationCache.of(problem)
     seconds, near = 60 * arguments.minutes, None
@@ -166,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
         if near is not None:
             say(near.text())
     if arguments.output is not None and found.best is not None:
-        _write(found, base, arguments)
+        _write(found, planned, arguments)
     if interrupted:
         return 128 + signal.SIGINT
     if found.best is not None:
@@ -174,52 +189,67 @@ def run(arguments: argparse.Namespace) -> int:
     return RunError.exit_code if found.ended else 1
 
 
-def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]:
-    """Return the problem, and the tables of the configuration to write."""
+def _problem(arguments: argparse.Namespace) -> tuple[Problem, PlannedRun]:
+    """Return the problem, and the rest of the configuration to write."""
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.plan.problem import problem_of
+    from evenpipe.train.planned_run import PlannedRun, planned_run
 
     hardware = find_hardware(arguments.hardware)
     memory_bytes = memory(arguments)
     check_gpus(arguments.gpus)
     sequence, batch = arguments.sequence, arguments.batch
-    if arguments.model.endswith(".toml"):
+    from_configuration = arguments.model.endswith(".toml")
+    if from_configuration:
         from evenpipe.model import describe
         from evenpipe.train.config_file import config_from_dict, read_toml
         from evenpipe.train.planned_config import configured_model
 
-        base = read_toml(arguments.model)
-        config = config_from_dict(base)
+        for name in ("data", "tokenizer"):
+            if getattr(arguments, name) is not None:
+                raise InputError(
+                    f"--{name} is for models given by name, folder or config.json, but {plain(arguments.model)} has its"
+                    " own"
+                )
+        run = PlannedRun(tables=read_toml(arguments.model))
+        config = config_from_dict(run.tables)
         description = describe(configured_model(config))
         sequence = sequence or config.data.sequence_length
         batch = batch or config.pipeline.sequences_per_step
     else:
-        from evenpipe.train.planned_config import model_tables
-
         description = read_model(arguments.model)
-        base = model_tables(description, arguments.model)
+        run = PlannedRun(tables={})
+        if arguments.output is not None:
+            run = planned_run(description, arguments.model, arguments.data, arguments.tokenizer)
     sequence = 4096 if sequence is None else sequence
     if batch is None:
-        batch = max(arguments.gpus, BATCH_TOKENS // max(1, sequence))
-    return (
-        problem_of(
-            description,
-            hardware,
-            gpus=arguments.gpus,
-            sequence=sequence,
-            sequences_per_step=batch,
-            memory_bytes=memory_bytes,
-            dtype=arguments.dtype or ("fp32" if hardware.torch_device == "cpu" else "bf16"),
-            kernels=arguments.kernels,
-            skew=arguments.skew,
-        ),
-        base,
+        usual = max(arguments.gpus, BATCH_TOKENS // max(1, sequence))
+        batch = run.sequences_per_step(sequence, usual)
+        if batch < usual:
+            _note(f"a step has {batch} sequences instead of {usual}: --data is small (--batch gives another number)")
+    problem = problem_of(
+        description,
+        hardware,
+        gpus=arguments.gpus,
+        sequence=sequence,
+        sequences_per_step=batch,
+        memory_bytes=memory_bytes,
+        dtype=arguments.dtype or ("fp32" if hardware.torch_device == "cpu" else "bf16"),
+        kernels=arguments.kernels,
+        skew=arguments.skew,
     )
+    if arguments.data is not None:
+        run.check_amount(sequence, batch)
+    if arguments.output is not None and not from_configuration:
+        run = replace(run, tables=run.with_sections(sequence, batch))
+    return problem, run
+
+
+def _note(text: str) -> None:
+    print(f"evenpipe: {plain(text)}", file=sys.stderr)
 
 
 def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
-    from dataclasses import replace
-
     from evenpipe.plan.space import usual_space
 
     given: dict[str, Any] = {}
@@ -245,21 +275,26 @@ def _share(text: str) -> float | None:
         raise InputError(f"--host-share is '{plain(text)}', expected numbers between 0 and 1, or least") from None
 
 
-def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Write the best plan that can run, and say if better plans are estimates only."""
+def _write(found: Found, run: PlannedRun, arguments: argparse.Namespace) -> None:
+    """Write the best plan that can run, and say if better plans are estimates only, and what is to be replaced."""
     from evenpipe.plan.runnable import refusal
+    from evenpipe.train.config_file import sections
+    from evenpipe.train.new_config import how_to_train
     from evenpipe.train.planned_config import planned_tables, write_tables
 
     assert found.best is not None
     runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe))
     plan = next(runnable, found.best)
-    tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem, arguments.hardware)
+    path = Path(arguments.output)
+    tables = planned_tables(found.problem, plan, run.tables, path.stem, arguments.hardware)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
-    write_tables(tables, arguments.output, notes)
-    if not arguments.json:
-        note = (
-            ""
-            if plan is found.best
-            else f" (plan {found.plans.index(plan) + 1}: the plans above it are estimates only)"
-        )
-        say(f"wrote {arguments.output}{note}; the run will write to {tables['output']['folder']}")
+    tables = {section: tables[section] for section in sections() if section in tables}
+    write_tables(tables, path, f"{notes}\n{how_to_train(path)}", run.comments)
+    if arguments.json:
+        return
+    note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: the plans above it are estimates only)"
+    say(f"wrote {path}{note}; the run will write to {tables['output']['folder']}")
+    for remark in run.remarks:
+        say(remark)
+    if run.replace:
+        say(f"replace {', '.join(run.replace)} in {path} before evenpipe train, or give --data")

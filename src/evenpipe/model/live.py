@@ -1,10 +1,10 @@
 """What a live model computes beyond its config: stages are built from the config, so the rest is carried over or refused.
 
-    parameters, buffers              copied when a stage is filled (loading.py), those that are not saved too
-    numbers, texts and flags         set on every model that is built: `changed_attributes`, `set_attributes`
-    other modules, hooks, forwards   refused by name: `check_wrappers`, `changed_attributes`
-    torch.compile, checkpointing     left out, since they change no result: `left_out`
-    anything else                    found by a short forward of the live model and of a built one: live_forward.py
+parameters, buffers              copied when a stage is filled (loading.py), those that are not saved too
+numbers, texts and flags         set on every model that is built: `changed_attributes`, `set_attributes`
+other modules, hooks, forwards   refused by name: `check_wrappers`, `changed_attributes`
+torch.compile, checkpointing     left out, since they change no result: `left_out`
+anything else                    found by a short forward of the live model and of a built one: live_forward.py
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Explanation:
         problem = self.problem
         size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
         plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
-        return (plan, f"{plan.removesuffix(' --explain')} -o run.toml", "evenpipe train run.toml")
+        return (plan, f"{plan.removesuffix(' --explain')} --data FOLDER -o run.toml", "evenpipe train run.toml")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

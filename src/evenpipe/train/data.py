@@ -15,6 +15,7 @@ import hashlib
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
+from evenpipe.schedule.words import count
 from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
@@ -33,6 +35,7 @@ from evenpipe.train.packing import (
     PLACE,
     TOKEN,
     Batches,
+    count_tokens,
     open_ends,
     open_rows,
     split_rows,
@@ -40,7 +43,13 @@ from evenpipe.train.packing import (
     write_tokens,
 )
 from evenpipe.train.run_sections import DEFAULT_STEPS
-from evenpipe.train.sources import Documents, find_documents, find_validation_documents
+from evenpipe.train.sources import Documents, FileDocuments, find_documents, find_validation_documents
+
+MOST_BYTES = 64
+"""Bytes of files per token that hardly any data exceeds."""
+
+MOST_CHARACTERS = 16
+"""Characters per token, on average, that no tokenizer trained on a text exceeds."""
 
 FORMAT = 1  # part of the fingerprint: increase it if the same sources would give other tokens
 
@@ -270,14 +279,8 @@ def _tokens(
     with _building(cache) as building:
         tokenizer = get_tokenizer()
         tokenizer.save_pretrained(building / "tokenizer")
-
-        def encode(texts: list[str]) -> list[list[int]]:
-            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            ids: list[list[int]] = encoded["input_ids"]
-            return ids
-
         number, tokens = write_tokens(
-            documents, encode, tokenizer.eos_token_id, building / "tokens.bin", building / "documents.bin"
+            documents, _encode(tokenizer), tokenizer.eos_token_id, building / "tokens.bin", building / "documents.bin"
         )
         if tokens == 0:
             raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
@@ -295,6 +298,15 @@ def _tokens(
     return data, True
 
 
+def _encode(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
+    def encode(texts: list[str]) -> list[list[int]]:
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    return encode
+
+
 @contextlib.contextmanager
 def _building(cache: Path) -> Iterator[Path]:
     """Make a folder to build in, and remove it afterwards unless it was renamed."""
@@ -305,6 +317,42 @@ def _building(cache: Path) -> Iterator[Path]:
         yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def check_enough(config: Config, sequences: int) -> None:
+    """Refuse data that gives less than one step of so many sequences. Nothing is written, and the data is read only as
+    far as needed. Raises `InputError` as `prepare`."""
+    length, held_back = config.data.sequence_length, config.data.held_back
+    rows = int(sequences / (1 - held_back))
+    while len(split_rows(rows, held_back)[0]) < sequences:
+        rows += 1
+    with tempfile.TemporaryDirectory() as folder:
+        documents = find_documents(config.data, Path(folder))
+        if isinstance(documents, FileDocuments):
+            size = sum(path.stat().st_size for path in documents.paths)
+            if size >= MOST_BYTES * rows * length:
+                return
+        documents.fingerprint()
+        if config.tokenizer_source is not None:
+            end_of_text, trusted = config.tokenizer.end_of_text, config.model.trust_remote_code
+            tokenizer = tokenizers_.load_tokenizer(config.tokenizer_source, end_of_text, trusted)
+        else:
+            texts, characters = [], 0
+            for text in documents:
+                texts.append(text)
+                characters += len(text)
+                if characters >= MOST_CHARACTERS * rows * length:
+                    return
+            entries = config.trained_tokenizer_entries
+            assert entries is not None
+            tokenizer = tokenizers_.train_tokenizer(texts, entries, DEFAULT_END_OF_TEXT)
+        tokens = count_tokens(documents, _encode(tokenizer), rows * length)
+    if tokens < rows * length:
+        raise InputError(
+            f"the data has {tokens:,} tokens, but one step of {count(sequences, 'sequence')} of {length:,} tokens needs"
+            f" {rows * length:,}, with those to validate on: plan with a smaller --batch or --sequence, or with more"
+            " data"
+        )
 
 
 def _check_amount(config: Config, data: PreparedData) -> None:

@@ -79,10 +79,7 @@ def new_tables(model: str | None, data: FoundData | None, processes: int | None,
     length, microbatches, passes = _batch(tokens, min(limits), devices)
     tables["data"] |= {"sequence_length": length, "validation_fraction": VALIDATION}
     tables["pipeline"]["microbatches"] = microbatches
-    steps = max(LEAST_STEPS, min(MOST_STEPS, passes))
-    tables["optimizer"] = {"learning_rate": 2e-5 if keeps_weights else 1e-3, "warmup_steps": max(1, steps // 20)}
-    tables["training"] = {"steps": steps, "evaluate_every_steps": max(1, steps // 5)}
-    tables["checkpoint"] = {"every_steps": max(1, steps // 10)}
+    tables |= run_tables(passes, None if keeps_weights else 1e-3)
     tables["output"] = {"folder": f"runs/{name}"}
     tables["sample"] = {"prompts": ["The "] if data is not None else ["import os\n"]}
     order = [section for section in sections() if section in tables]
@@ -91,19 +88,38 @@ def new_tables(model: str | None, data: FoundData | None, processes: int | None,
     return tables
 
 
+def run_tables(passes: int, learning_rate: float | None) -> dict[str, Any]:
+    """Return [optimizer], [training] and [checkpoint]. passes: steps of one pass over the data. learning_rate: of fresh
+    weights; None: the model has weights."""
+    steps = max(LEAST_STEPS, min(MOST_STEPS, passes))
+    return {
+        "optimizer": {"learning_rate": learning_rate or 2e-5, "warmup_steps": max(1, steps // 20)},
+        "training": {"steps": steps, "evaluate_every_steps": max(1, steps // 5)},
+        "checkpoint": {"every_steps": max(1, steps // 10)},
+    }
+
+
 def write_new(tables: Mapping[str, Any], path: Path) -> None:
     """Write the tables as TOML, with the meaning of every field above it. Raises InputError if the file exists."""
     check_new(path)
-    comments = {
+    write_tables(tables, path, how_to_train(path), field_comments())
+
+
+def how_to_train(path: Path) -> str:
+    """Return the notes at the top of a configuration."""
+    return (
+        f"To train:           evenpipe train {path}\nTo continue a run:  the same command again\n"
+        f"All other fields:   evenpipe train --help\nTo replace a value: evenpipe train {path} training.steps=10"
+    )
+
+
+def field_comments() -> dict[str, str]:
+    """Return the meaning of every field of a configuration, by `section.field`."""
+    return {
         f"{section}.{field.name}": field.text.partition(". ")[0].rstrip(".")
         for section, kind in sections().items()
         for field in describe_section(kind)
     }
-    notes = (
-        f"To train:           evenpipe train {path}\nTo continue a run:  the same command again\n"
-        f"All other fields:   evenpipe train --help\nTo replace a value: evenpipe train {path} training.steps=10"
-    )
-    write_tables(tables, path, notes, comments)
 
 
 def _processes() -> int:

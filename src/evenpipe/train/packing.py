@@ -56,6 +56,17 @@ def write_tokens(
     return documents, tokens
 
 
+def count_tokens(texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], enough: int) -> int:
+    """Return the tokens that `write_tokens` would write. It reads no more texts when there are `enough`."""
+    tokens = 0
+    for batch in _batches(_pieces(texts)):
+        encoded = encode([text for text, _ in batch])
+        tokens += sum(len(ids) + is_end for ids, (text, is_end) in zip(encoded, batch, strict=True) if text)
+        if tokens >= enough:
+            break
+    return tokens
+
+
 def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
     """Map the token file into memory as int32 [rows, sequence_length]."""
     rows = path.stat().st_size // (TOKEN.itemsize * sequence_length)

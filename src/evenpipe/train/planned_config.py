@@ -56,6 +56,8 @@ def planned_tables(
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
+    if "config" in tables["model"]:  # a tokenizer that is trained may have fewer entries
+        tables["model"]["config"] = {"vocab_size": problem.description.vocabulary_size, **tables["model"]["config"]}
     kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
     tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
     if parallelism.pp > 1:
