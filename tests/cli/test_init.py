@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,20 @@ def test_every_file_is_trained_on_or_listed(name: str, capsys: pytest.CaptureFix
         assert set(find_files(config.data.files)) == visible - left_out
 
 
+def test_links_and_what_is_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link to a folder above, one to nothing, one to text elsewhere, and a pipe that nobody writes to."""
+    write({"a": TEXT})
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "b").write_text(TEXT)
+    for name, target in (("loop", folder / "data"), ("nothing", folder / "gone"), ("b", folder / "elsewhere" / "b")):
+        (folder / "data" / name).symlink_to(target)
+    os.mkfifo(folder / "data" / "pipe")
+    assert main(["init", "--data", "data", "--processes", "2"]) == 0
+    assert accepted().data.files == ("data/a", "data/b")
+    said = capsys.readouterr().out
+    assert "left out 2 files, not a file, or a link to nothing: nothing, pipe" in said
+
+
 def test_a_folder_whose_name_is_a_pattern_and_a_single_file() -> None:
     Path("[x]").mkdir()
     Path("[x]", "a.txt").write_text(TEXT)
@@ -193,6 +208,27 @@ def test_chats_are_refused_by_init_and_by_training(kind: str, folder: Path, caps
         Path("mine.toml").write_text('[model]\narchitecture = "llama"\n[model.config]\nhidden_size = 16\n[data]\n')
         with pytest.raises(InputError, match=NO_CHAT):
             prepare(load_config("mine.toml", overrides), lambda text: None)
+
+
+BROKEN = {
+    # a file, and what is said of it
+    "a.jsonl": (json.dumps({"text": TEXT}) + '\n{"text": 5}\n', 'line 2: the field "text" must be text'),
+    "b.json": ('[{"text": "x"}]', "not one JSON object per line"),
+    "c.json": ('{\n"text": "x"\n}', "not one JSON object per line"),
+    "d.parquet": ("PAR1", "not a parquet file"),
+    "e.gif": (GIF, "e.gif: not UTF-8 text"),
+    "f.jsonl": ('{"number": 1}\n', 'but "data/f.jsonl", line 1 has no text of that name; it has number'),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_trained_on(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content, words = BROKEN[name]
+    write({name: content})
+    for data in ("data", f"data/{name}"):
+        assert main(["init", "--data", data]) == 2
+        error = capsys.readouterr().err
+        assert words in error and "has no text, JSON lines or parquet to train on (" in error and error.count("\n") == 1
 
 
 def test_rows_with_text_beside_messages_are_text() -> None:

@@ -97,6 +97,8 @@ def stored_dtypes(description: Description, names: Iterable[str]) -> dict[str, t
 
     Only the files with these tensors are opened, and only their headers are read.
     """
+    if description.config is None:
+        return {}
     if description.model is not None:
         tensors = (*description.model.named_parameters(), *persistent_buffers(description.model))
         return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}

@@ -36,6 +36,8 @@ DEFAULT_FIELD = "text"
 CHECKED_BYTES = 2**26
 """Files are read whole up to this size in all; of the others the beginning."""
 BEGINNING = 2**16
+LONGEST_LINE = 2**26
+"""A file with longer lines is no file of JSON lines: one of them would fill the memory."""
 MOST_NAMES = 3
 """Names of left out files of a kind in a message."""
 CHAT = "chats, on which evenpipe cannot train yet"
@@ -80,8 +82,7 @@ def find_data(name: str) -> FoundData:
         raise InputError(f"--data is {show(name)}, but there is no such file or folder{beside(name)}")
     seen = _Seen(name)
     if path.is_dir():
-        paths = [Path(folder, file) for folder, _, files in _visible(path) for file in files]
-        seen.look_at(sorted(paths))
+        seen.look_at(sorted(_visible(path)))
         patterns = seen.patterns(path)
     else:
         if not path.stat().st_size:
@@ -111,6 +112,8 @@ class _Seen:
     """Other fields with text of the first record."""
     chat_field: str = ""
     """Field with messages, in files that have chats."""
+    fault: str = ""
+    """What is wrong in the first table without the field."""
     _budget: int = CHECKED_BYTES
 
     def look_at(self, paths: Iterable[Path]) -> None:
@@ -129,10 +132,7 @@ class _Seen:
             self.left_out["text beside tables" if tables else f"{path.suffix} beside text"].append(path)
         if tables:
             self._choose_field()
-        chats, chosen = (
-            sum(path.stat().st_size for path in each) for each in (self.left_out.get(CHAT, []), self.chosen)
-        )
-        if chats > chosen:
+        if _bytes_of(self.left_out.get(CHAT, [])) > _bytes_of(self.chosen):
             raise InputError(chat_refusal(f"--data is {show(self.name)}, which", self.chat_field))
         if not self.chosen:
             raise InputError(self._nothing())
@@ -140,6 +140,8 @@ class _Seen:
     def _reason(self, path: Path, is_table: bool) -> str | None:
         """Return why a file cannot be trained on, in words that follow "left out", or None."""
         try:
+            if not path.is_file():
+                return "not a file, or a link to nothing"
             if is_table:
                 chat_field = chat_field_of(first_record(path) or {})
                 self.chat_field = chat_field or self.chat_field
@@ -166,14 +168,12 @@ class _Seen:
         if DEFAULT_FIELD not in texts and texts:
             self.text_field = max(texts, key=lambda key: len(texts[key]))
             self.others = [key for key in texts if key != self.text_field]
-        fit = []
-        for path in self.chosen:
-            reason = self._fault(path)
-            if reason is None:
-                fit.append(path)
-            else:
-                self.left_out[reason].append(path)
-        self.chosen = fit
+        faults = {path: self._fault(path) for path in self.chosen}
+        self.chosen = [path for path, fault in faults.items() if fault is None]
+        others = [path for path, fault in faults.items() if fault is not None]
+        if others:
+            self.left_out[f"without a text in {show(self.text_field)} in every record"] += others
+            self.fault = faults[others[0]] or ""
 
     def _fault(self, path: Path) -> str | None:
         """Return why a table does not have the field, or None."""
@@ -185,7 +185,7 @@ class _Seen:
                     if not isinstance(record.get(self.text_field), str | None) or self.text_field not in record:
                         raise InputError(f"line {number} has no text {show(self.text_field)}")
         except InputError as error:
-            return str(error).removeprefix(f"{show(str(path))}, ")
+            return str(error)
         return None
 
     def patterns(self, folder: Path) -> list[str]:
@@ -219,7 +219,8 @@ class _Seen:
 
     def _nothing(self) -> str:
         what = "folder" if Path(self.name).is_dir() else "file"
-        said = "; ".join(f"{self._names(paths)}: {reason}" for reason, paths in sorted(self.left_out.items()))
+        reasons = [f"{self._names(paths)}: {reason}" for reason, paths in sorted(self.left_out.items())]
+        said = "; ".join([*reasons, self.fault] if self.fault else reasons)
         return f"--data is {show(self.name)}, but that {what} has no text, JSON lines or parquet" + (
             f" to train on ({said})" if said else ""
         )
@@ -239,7 +240,7 @@ def chat_field_of(record: Mapping[str, Any]) -> str | None:
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """Iterate over the records of a file of JSON lines. Raises InputError for anything else."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for line in file:
+        while line := file.readline(LONGEST_LINE):
             if not line.strip():
                 continue
             try:
@@ -305,11 +306,15 @@ def _reads(text_field: str, others: list[str]) -> str:
     return f"the text in {show(text_field)} of each record is read{beside}; data.text_field names another field"
 
 
-def _visible(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk over a folder as patterns do, without what begins with a dot."""
+def _visible(folder: Path) -> Iterator[Path]:
+    """Iterate over the files that patterns match: without names that begin with a dot, but through links."""
+    passed: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield parent, folders, [name for name in files if not name.startswith(".")]
+        place = os.path.realpath(parent)
+        folders[:] = [] if place in passed else [name for name in folders if not name.startswith(".")]
+        if place not in passed:
+            yield from (Path(parent, name) for name in files if not name.startswith("."))
+        passed.add(place)
 
 
 def _is_text(content: bytes, whole: bool) -> bool:
