@@ -94,7 +94,7 @@ MISSING = [
 REMEDY = "; give tokenizer.source, a folder or hub name with the tokenizer of the model"
 
 
-@pytest.mark.parametrize(("family", "makers", "words"), MISSING, ids=str)
+@pytest.mark.parametrize(("family", "makers", "words"), MISSING, ids=range(len(MISSING)))
 def test_what_is_missing_is_named(
     tmp_path: Path, family: str, makers: list[Callable[[Path], None]], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
