@@ -1,4 +1,4 @@
-"""What a live model computes beyond its config: stages are built from the config, so the rest is carried over or refused.
+"""What a live model computes beyond its config. Stages are built from the config; the rest is carried over or refused.
 
 parameters, buffers              copied when a stage is filled (loading.py), those that are not saved too
 numbers, texts and flags         set on every model that is built: `changed_attributes`, `set_attributes`
@@ -42,10 +42,9 @@ def check_wrappers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules:
-            name = name.removesuffix(".")
             raise InputError(
-                f"model: {f'its {name}' if name else 'it'} is wrapped by torch.compile, and stages compile their own"
-                " layers: give the model without the wrapper, and compile_layers=True."
+                f"model: {_named(name)} is wrapped by torch.compile, and stages compile their own layers: give the"
+                " model without the wrapper, and compile_layers=True."
             )
         if type(module).__module__.partition(".")[0] == "peft":
             raise InputError(
@@ -147,12 +146,12 @@ class _Configs:
 def _differences(module: nn.Module, built: nn.Module, configs: _Configs) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value, value of the built module) of attributes that differ or that only the live module has."""
     placed = "_hf_hook" in vars(module)
-    for key, value in vars(module).items():
+    for key, held in vars(module).items():
         if key.startswith("_") or key in OF_RUNS or (placed and key == "forward"):
             continue
+        # transformers turns the length of a grown rotary table into a tensor.
+        value = held.item() if isinstance(held, torch.Tensor) and held.dim() == 0 else held
         other = vars(built).get(key)
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
-            value = value.item()  # a length, after torch has compiled with it
         if not _is_plain(value) and key not in vars(built) and key != "forward":
             continue  # something of the user's or of transformers' that the class does not know
         if isinstance(value, PreTrainedConfig) and isinstance(other, PreTrainedConfig):
@@ -192,8 +191,8 @@ def _settings(config: Any) -> Any:
 
 def _refuse(live: nn.Module, name: str, key: str, value: str, other: str) -> NoReturn:
     raise InputError(
-        f"model: {_named(name, key)} is {value}, and {other} in a {type(live).__name__} built from its config, as stages"
-        " are; change the config or the class instead."
+        f"model: {_named(name, key)} is {value}, and {other} in a {type(live).__name__} built from its config, as"
+        " stages are; change the config or the class instead."
     )
 
 

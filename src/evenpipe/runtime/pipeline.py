@@ -92,7 +92,8 @@ class Pipeline(SpreadModel):
 
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
-            every layout), or a live transformers model (its weights are copied).
+            every layout), or a live transformers model (its weights are copied, with what its modules have set; hooks
+            and replaced modules are refused).
         recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
         mesh: a DeviceMesh with an axis "pp", an axis "dp" for several pipelines side by side, and an axis "tp" for
             several processes per device; default: all processes, with neighbours in one device.
@@ -104,7 +105,8 @@ class Pipeline(SpreadModel):
         torch_device: device on which this process computes. The first open pipeline of a process, or
             `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
             CPU. Later pipelines must not use another GPU.
-        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
+        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process, and
+            a short forward of a live model with that of a model built from its config.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
