@@ -30,8 +30,8 @@ fp64.
 `make families` repeats it (`make families PART=1/8` an eighth of it, `make families TYPES="llama gemma2"` some types)
 and writes this page. A type that is not listed is newer than this page; the self-check compares it before it trains.
 Models that also see or hear train on text: their towers get no gradient. What is equal also starts from fresh weights,
-and runs in bf16 (`tests/families`), with those parameters in fp32 that transformers keeps in fp32 (routers of Ernie 4.5,
-decays of Bailing-hybrid); there Mamba, Mamba-2 and Falcon-Mamba need `residual_in_fp32 = false`.
+and runs in bf16 (`tests/families`), where parameters that transformers keeps in fp32 stay in it (routers of Ernie 4.5,
+decays of Bailing-hybrid), and Mamba, Mamba-2 and Falcon-Mamba need `residual_in_fp32 = false`.
 
 "Tensor ranks" compares a step of two processes that share every layer in the same way; there, what a family computes in
 fp32 on the way is in fp64 too, so that the order of sums hides nothing, and 1e-10 is the limit (1e-5 for XGLM, which
