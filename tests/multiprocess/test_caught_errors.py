@@ -38,7 +38,7 @@ class Failing(nn.Linear):
 
 
 def catching(fails: str, place: int, schedule: str, owned: bool) -> list[str]:
-    """Four steps, or without end in a process of evenpipe's, in a loop that catches everything; return what it caught."""
+    """Take four steps, or steps without end if evenpipe runs the process, and catch everything; return what was."""
     if owned:
         initialise_worker(timeout_seconds=600)
     torch.manual_seed(0)

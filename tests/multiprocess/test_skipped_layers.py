@@ -3,9 +3,16 @@ stopped. Loss and gradients are those of one process, microbatch by microbatch."
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
-from harness import check_cases
-from patched_layers import Case, faults_of
+from harness import check_cases, run_processes
+from patched_layers import LATER, TOKENS, Case, faults_of_cases, patched, pipeline_of
+from transformers.models.llama import modeling_llama
+
+from evenpipe import OffloadOptions
+from evenpipe.errors import InputError
 
 
 def without_grad(run, hidden, weight):
@@ -13,51 +20,127 @@ def without_grad(run, hidden, weight):
         return run(hidden)
 
 
+def by_chance(run, hidden, weight):
+    return hidden if torch.rand(()) < 0.5 else run(hidden)
+
+
 BEHAVIOURS = {
     "run": lambda run, hidden, weight: run(hidden),
     "skip": lambda run, hidden, weight: hidden,
-    "above": lambda run, hidden, weight: run(hidden.detach()),  # itself trained, everything below is not
+    "above": lambda run, hidden, weight: run(hidden.detach()),  # is trained, and nothing below it
     "below": lambda run, hidden, weight: run(hidden).detach(),
     "no_grad": without_grad,
     "fresh": lambda run, hidden, weight: weight.expand_as(hidden) * 2,  # depends on a parameter only
     "constant": lambda run, hidden, weight: torch.ones_like(hidden),
+    "turned": lambda run, hidden, weight: run(hidden.transpose(0, 1).contiguous().transpose(0, 1)),
+    "random": by_chance,
 }
-
-
-def faults_of_cases(cases: list[Case]) -> list[str]:
-    faults = []
-    for case in cases:
-        try:
-            faults += faults_of(case, BEHAVIOURS)
-        except Exception as error:
-            faults.append(f"{case}: {type(error).__name__}: {error}")
-            import traceback; traceback.print_exc(); break
-    return faults
-
-
-RUN = ("run",) * 4
-def at(place: int, kind: str) -> tuple[str, ...]:
-    return (*RUN[:place], kind, *RUN[place + 1 :])
-
-
-
 KINDS = ("skip", "above", "below", "no_grad", "fresh", "constant")
-EVERYWHERE = [Case(at(place, kind), processes=1, plain=True) for kind in KINDS for place in range(4)]
-EVERYWHERE += [Case((kind,)*4, processes=1, plain=True) for kind in KINDS]
-SCHED=("1f1b","zbv","zb-h1","dualpipe-v","interleaved")
-TWO = [Case(at(place, kind+q), plain=plain, options={"schedule":SCHED[(place+i)%5]}) for i,kind in enumerate(KINDS) for place in range(4) for q in ("","?") for plain in (True,False)]
-TWO += [Case((kind,)*4, plain=plain,options={"schedule":s}) for kind in KINDS for plain in (True,False) for s in ("1f1b","zbv")]
-O=[]
-for i,kind in enumerate(("skip?","above?","below","no_grad?","fresh?","above")):
-    for opts in ({"checkpointing":"full"},{"checkpointing":"selective"},{"slices":2},{"slices":3,"schedule":"zbv"},{"compile_layers":True,"schedule":"zbv"},{"tied":True},{"vocabulary":"first-last"},{"vocabulary":"redistribute","schedule":"zb-h1"}):
-        for place in (0,1,3):
-            O.append(Case(at(place,kind),options=opts))
-T=[]
-for i,kind in enumerate(("skip?","above?","below","no_grad?","fresh?","above")):
-    for place in (0,1,3):
-        for opts in ({"tensor_parallel":2},{"tensor_parallel":2,"schedule":"zbv"},{"context_parallel":2},{"replicas":2,"data_parallel":"shard"},{"replicas":2}):
-            T.append(Case(at(place,kind),processes=4,options=opts))
 
-import os
-def test_one() -> None:
-    check_cases(faults_of_cases, {"E":EVERYWHERE,"TWO":TWO,"O":O,"T":T}[os.environ["W"]])
+
+def at(place: int, kind: str) -> tuple[str, ...]:
+    return tuple(kind if index == place else "run" for index in range(4))
+
+
+ONE = [Case(at(place, kind), processes=1, plain=plain) for kind in KINDS for place, plain in ((0, True), (2, False))]
+ONE += [Case((kind,) * 4, processes=1, plain=True) for kind in KINDS]
+ONE += [Case(at(1, "turned"), 1), Case(at(0, "turned"), 1, plain=True)]
+ONE += [  # of one process, which draws as the reference does
+    Case(("random",) * 4, processes=1, plain=plain, options={"checkpointing": choice})
+    for plain, choice in ((True, "none"), (True, "full"), (False, "selective"))
+]
+ONE += [Case(("random",) * 4, processes=1, options={"self_check": True, "recompute": True})]
+
+# Every kind, at every place of a stage, first in 1F1B and then in a schedule of its own.
+TWO = [
+    Case(at(place, kind + often), plain=plain, options={"schedule": schedule})
+    for number, kind in enumerate(KINDS)
+    for place, (often, plain, schedule) in enumerate(
+        [
+            ("?", False, "1f1b"),
+            ("", True, ("zbv", "zb-h1", "dualpipe-v", "interleaved")[number % 4]),
+            ("?", True, ("zb-h1", "dualpipe-v", "interleaved", "zbv")[number % 4]),
+            ("", False, "zbv"),
+        ]
+    )
+]
+HOST = OffloadOptions(activations="all")
+TWO += [
+    Case(("above?",) * 4, options={"checkpointing": "full", "schedule": "zbv"}),
+    Case(("skip?",) * 4, options={"checkpointing": "full", "vocabulary": "first-last"}),
+    Case(("skip",) * 4, options={"schedule": "zbv", "vocabulary": "redistribute"}),
+    Case(("no_grad",) * 4, plain=True, options={"schedule": "zb-h1"}),
+    Case(at(3, "below"), options={"checkpointing": "selective", "tied": True}),
+    Case(at(2, "skip?"), options={"recompute": True, "schedule": "zbv"}),
+    Case(at(1, "below?"), options={"recompute": True}),
+    Case(at(2, "above?"), options={"offload": HOST, "schedule": "zbv"}),
+    Case(("below",) * 4, options={"offload": HOST, "recompute": True}),
+    Case(at(2, "above"), options={"slices": 2, "schedule": "zbv"}),
+    Case(("run", "below?", "skip?", "below"), options={"slices": 3}),
+    Case(at(2, "skip?"), options={"compile_layers": True, "schedule": "zbv"}),
+    Case(at(3, "above"), options={"compile_layers": True, "checkpointing": "full"}),
+    Case(at(1, "below"), options={"self_check": True}),
+]
+FOUR = [
+    Case(at(2, "above?"), processes=4, options={"tensor_parallel": 2}),
+    Case(at(3, "skip?"), processes=4, options={"tensor_parallel": 2, "tensor_overlap": "ring"}),
+    Case(at(1, "no_grad"), processes=4, options={"tensor_parallel": 2, "self_check": True, "schedule": "zb-h1"}),
+    Case(at(1, "below?"), processes=4, options={"context_parallel": 2}),
+    Case(at(3, "above"), processes=4, options={"context_parallel": 2, "slices": 2, "schedule": "zb-h1"}),
+    Case(at(0, "fresh?"), processes=4, options={"replicas": 2, "data_parallel": "shard", "schedule": "zbv"}),
+    Case(at(2, "skip"), processes=4, options={"replicas": 2}),
+]
+
+
+def faults(cases: list[Case]) -> list[str]:
+    return faults_of_cases(cases, BEHAVIOURS)
+
+
+@pytest.mark.parametrize("cases", [ONE, TWO, FOUR], ids=["one", "two", "four"])
+def test_gradients_are_those_of_one_process(cases: list[Case], sample) -> None:
+    check_cases(faults, sample(cases))
+
+
+def apart(mlp, hidden):
+    """Trains its own matrices, and hands no gradient on."""
+    hidden = hidden.detach()
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+
+
+def faults_of_detached_blocks(cases: list[Case]) -> list[str]:
+    with mock.patch.object(modeling_llama.LlamaMLP, "forward", apart):
+        return faults_of_cases(cases, BEHAVIOURS)
+
+
+def test_blocks_that_detach_what_tensor_ranks_have_gathered() -> None:
+    layouts = [{}, {"tensor_overlap": "ring", "recompute": True}, {"checkpointing": "selective"}]
+    check_cases(
+        faults_of_detached_blocks,
+        [Case(at(1, "run"), options={"tensor_parallel": 2, **layout}) for layout in layouts],
+    )
+
+
+# --- slices of a sequence ---------------------------------------------------------------------------------------------
+
+FIRST, SECOND = [*range(LATER, LATER + 4), *range(4)], [*range(LATER - 6, LATER + 2)]
+"""Positions with which a layer marked "?" behaves so on the first or the second of two slices only."""
+UNEVEN = [
+    ("skip?", FIRST, "layer 0 does not treat .* alike: it runs on slice 1, and not on slice 0"),
+    ("skip?", SECOND, "layer 0 does not treat .* alike: it runs on slice 0, and not on slice 1"),
+    ("below?", FIRST, "layer 0 does not treat .* alike: gradients do not reach it in slice 0, and do in a later one"),
+]
+
+
+def slices_are_refused(kind: str, positions: list[int], sentence: str) -> None:
+    case = Case(at(0, kind), processes=1, options={"slices": 2})
+    with patched(case.layers, BEHAVIOURS):
+        pipeline = pipeline_of(case, BEHAVIOURS, 1)
+        ids = torch.arange(2 * TOKENS).view(2, TOKENS)
+        with pytest.raises(InputError, match=f"^slices: 2, but {sentence}; expected 1"):
+            pipeline.step(ids, position_ids=torch.tensor([positions] * 2))
+        pipeline.step(ids)  # the same pipeline goes on
+
+
+@pytest.mark.parametrize(("kind", "positions", "sentence"), UNEVEN)
+def test_slices_of_which_a_layer_treats_one_in_another_way(kind: str, positions: list[int], sentence: str) -> None:
+    run_processes(slices_are_refused, 1, kind, positions, sentence)
