@@ -11,7 +11,7 @@ import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
 from fuzz_model import FP64, Data, data_of, freeze
 from fuzz_pipeline import gathered, open_pipeline, shared_folder
-from fuzz_sides import InProcesses, Observed, OneProcess, judge_model, weight_of
+from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ BF16_ERRORS, BF16_LOSS = 3.0, 2e-2
 class Side(Protocol):
     def freeze(self, what: str, number: int) -> None: ...
     def add_hooks(self) -> None: ...
-    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed: ...
+    def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed: ...
     def evaluate(self, data: list[Data]) -> Observed: ...
     def clip(self, max_norm: float) -> float: ...
     def update(self) -> None: ...
@@ -70,9 +70,10 @@ def play(case: Case, side: Side) -> Observed:
             side.freeze(step.frozen, number)
         if step.evaluates:
             seen += _named(f"{late}evaluated", side.evaluate(batches[-1]))
-        total = sum(map(weight_of, batches)) if step.total else None
+        total = sum(map(weight_of, batches)) if step.total else 0.0
+        update = Update(total, len(batches)) if total else None
         for data in batches:
-            seen += _named(f"{late}step", side.step(data, step.recorded, total or None))
+            seen += _named(f"{late}step", side.step(data, step.recorded, update))
         seen.append((f"{late}gradients of step {number}", side.gradients()))
         if step.clips_to is not None:
             seen.append((f"{late}norm", side.clip(step.clips_to)))
@@ -120,7 +121,7 @@ def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[
     ((batches,),) = (step.batches for step in case.steps)
     data = [data_of(case, batch, 0, 0, replica) for replica, batch in enumerate(batches)]
     side = InProcesses(case, pipeline)
-    loss = dict(side.step(data, recorded=False, total=None))["loss"]
+    loss = dict(side.step(data, recorded=False, update=None))["loss"]
     gradients = side.gradients()
     stages = () if pipeline._sharded else pipeline._held.stages.values()  # shards are gathered in a step
     dtypes = {name: str(tensor.dtype) for stage in stages for name, tensor in stage.named_parameters()}
@@ -136,7 +137,7 @@ def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[
         freeze(narrow_model.named_parameters(), case, case.model.frozen)
         complaints += _other_dtypes(dtypes, narrow_model)
         exact, narrow = OneProcess(case, model), OneProcess(case, narrow_model)
-        exact_loss, narrow_loss = (dict(one.step(data, recorded=False, total=None))["loss"] for one in (exact, narrow))
+        exact_loss, narrow_loss = (dict(one.step(data, recorded=False, update=None))["loss"] for one in (exact, narrow))
         if not abs(loss - exact_loss) <= BF16_ERRORS * abs(narrow_loss - exact_loss) + BF16_LOSS:
             complaints.append(f"the loss in bf16 is {loss}, expected {exact_loss} ({narrow_loss} in one process)")
         wanted = exact.gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fuzz_case import Case
@@ -21,6 +21,14 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5, "foreach"
 one process alone, too, the gradients of later steps differ by that much from one rounding to another."""
 
 
+class Update(NamedTuple):
+    """Several steps whose labels count equally."""
+
+    weight: float
+    """Of the labels of all steps and replicas."""
+    steps: int
+
+
 class OneProcess:
     """transformers, or plain modules, on the batches of all replicas."""
 
@@ -36,8 +44,8 @@ class OneProcess:
     def add_hooks(self) -> None:
         add_hooks(self._model.named_parameters(), self._case)
 
-    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed:
-        loss, seen = self._loss(data, total)
+    def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed:
+        loss, seen = self._loss(data, update)
         if loss.requires_grad:
             loss.backward()
         return seen
@@ -77,9 +85,8 @@ class OneProcess:
             if name in saved
         }
 
-    def _loss(self, data: list[Data], total: float | None = None) -> tuple[Tensor, Observed]:
-        if total is None:
-            total = weight_of(data)
+    def _loss(self, data: list[Data], update: Update | None = None) -> tuple[Tensor, Observed]:
+        total, steps = update or Update(weight_of(data), 1)
         loss = entropy = router = torch.zeros((), dtype=FP64)
         for one in data:
             logits, router_loss = self._logits(one)
@@ -87,7 +94,7 @@ class OneProcess:
             losses, entropies = losses_of(logits, one.targets, self._options)
             loss = loss + (losses * weights).sum()
             entropy = entropy + (entropies * weights).sum()
-            router = router + router_loss / len(data)
+            router = router + router_loss / (len(data) * steps)
         seen: Observed = [
             ("loss", float(loss + router)),
             ("router loss", float(router)),
@@ -189,10 +196,12 @@ class InProcesses:
     def add_hooks(self) -> None:
         add_hooks(self.pipeline.named_parameters(), self._case)
 
-    def step(self, data: list[Data], recorded: bool, total: float | None) -> Observed:
+    def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed:
         ids, named = self._given(data)
-        if total is not None:
-            named["total_tokens"] = total
+        if update is not None:
+            named["total_tokens"] = update.weight
+            if self._case.model.router_loss:
+                named["accumulate"] = update.steps
         result = self.pipeline.step(ids, **named, record_passes=recorded)
         if recorded:
             self.pipeline.trace(result)

@@ -215,7 +215,6 @@ def run_cases(cases: list[Case]) -> list[str]:
     return [fault for case in cases if (fault := run_case(case)) is not None]
 
 
-@pytest.mark.sampled(6)
 def test_every_layout_drops_what_one_process_drops(sample) -> None:
     check_cases(run_cases, sample(CASES, 6))
 

@@ -286,12 +286,15 @@ class _Again(torch.autograd.Function):
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_() for one in (query, keys, values)]
             result = call.inner(*inputs, call.mask)
-            found = torch.autograd.grad(result, [*inputs, *ctx.parameters], gradient, allow_unused=True)
+            trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
+            found = torch.autograd.grad(result, [*inputs, *trained], gradient, allow_unused=True)
         of_keys, of_values = (
             torch.zeros_like(one) if part is None else part
             for one, part in zip((keys, values), found[1:3], strict=True)
         )
-        return (found[0], *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None, *found[3:])
+        of_trained = iter(found[3:])
+        of_parameters = (next(of_trained) if parameter.requires_grad else None for parameter in ctx.parameters)
+        return (found[0], *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None, *of_parameters)
 
 
 AttentionInterface.register(NAME, attention)
