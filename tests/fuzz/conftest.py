@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in ("fuzz", "model", "multiprocess"):
+for folder in ("fuzz", "model", "multiprocess", "train"):
     if (path := str(Path(__file__).parent.parent / folder)) not in sys.path:
         sys.path.insert(0, path)
 

@@ -3,7 +3,9 @@
     python tests/fuzz/run_fuzz.py --runs 100 --seed 0
     python tests/fuzz/run_fuzz.py --minutes 60 --seed 1 --json figures.json
 
-A case is drawn from the seed and its number alone: one that is wrong is run again by --seed THAT --only NUMBER.
+A case is drawn from the seed and its number alone: one that is wrong is run again by --seed THAT --only NUMBER. Beside
+each pipeline some runs are resumed with other sizes, without a model: every row must be read once per epoch.
+
 A pipeline that is refused (InputError) is counted by the shape of its sentence; anything else that is not right (a
 number that is off, an exception, a process that hangs) is wrong, and the exit code is 1.
 """
@@ -21,9 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("fuzz", "model", "multiprocess")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent.parent / folder) for folder in ("fuzz", "model", "multiprocess", "train")
+]
 
 from fuzz_case import Case  # noqa: E402
+from fuzz_rows import RUNS_PER_CASE, faults_of_resumed_runs  # noqa: E402
 from fuzz_run import Verdict, run, shape  # noqa: E402
 
 BLOCK = 64
@@ -70,17 +75,20 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="show every case")
     arguments = parser.parse_args()
     started, verdicts = time.monotonic(), []
+    faults: list[str] = []
     for numbers in _blocks(arguments, started):
+        faults += (found := faults_of_resumed_runs(arguments.seed, numbers))
+        print("".join(f"WRONG: {fault}\n" for fault in found), end="")
         for verdict in run(arguments.seed, numbers):
             verdicts.append(verdict)
             _show(verdict, arguments.verbose or arguments.only is not None)
         if arguments.only is None:
             print(head(verdicts, time.monotonic() - started), flush=True)
         if arguments.json is not None:
-            figures = figures_of(verdicts, arguments.seed, time.monotonic() - started)
+            figures = figures_of(verdicts, faults, arguments.seed, time.monotonic() - started)
             arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(verdicts, time.monotonic() - started))
-    return 1 if any(verdict.complaints for verdict in verdicts) else 0
+    return 1 if faults or any(verdict.complaints for verdict in verdicts) else 0
 
 
 def _blocks(arguments: argparse.Namespace, started: float) -> Iterator[range]:
@@ -114,8 +122,8 @@ def _kind_of(activations: str | int) -> str:
     return activations if isinstance(activations, str) else "bytes"
 
 
-def figures_of(verdicts: list[Verdict], seed: int, seconds: float) -> dict[str, Any]:
-    """What is written to a file."""
+def figures_of(verdicts: list[Verdict], faults: list[str], seed: int, seconds: float) -> dict[str, Any]:
+    """What is written to a file. faults: of runs that were resumed."""
     import torch
 
     from evenpipe.runtime.trace import machine
@@ -127,6 +135,7 @@ def figures_of(verdicts: list[Verdict], seed: int, seconds: float) -> dict[str, 
         "seed": seed,
         "seconds": round(seconds, 1),
         **_counts(verdicts),
+        "resumed runs": {"tried": RUNS_PER_CASE * len(verdicts), "wrong": len(faults)},
         "slowest": {"number": slowest.case.number, "seconds": round(slowest.seconds, 2)},
         "wrong cases": [verdict.case.number for verdict in verdicts if verdict.complaints],
         "refusals": dict(_refusals(verdicts)),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import rows_of_runs
 from families import EXPERTS, FAMILIES
 from fuzz_case import MODULES, Case, draw
+from fuzz_rows import faults_of_resumed_runs
 from fuzz_run import run, shape
 from run_fuzz import SIDES, figures_of, table
 
 from evenpipe.schedule import SCHEDULES
 from evenpipe.schedule.planning import MODES
+from evenpipe.train.position import saved_position
 
 SEED = 0
 pytestmark = pytest.mark.usefixtures("own_fork_server")
@@ -21,11 +24,17 @@ def test_random_pipelines_are_right_or_refused(sample) -> None:
     numbers = sample(range(1000, 1030), 6)
     verdicts = list(run(SEED, numbers))
     assert f"{len(numbers)} pipelines tried" in table(verdicts, 1.0)
-    assert json.loads(json.dumps(figures_of(verdicts, SEED, 1.0)))["tried"] == len(numbers)
+    assert json.loads(json.dumps(figures_of(verdicts, [], SEED, 1.0)))["tried"] == len(numbers)
     assert sorted(verdict.case.number for verdict in verdicts) == numbers
     wrong = [f"{verdict.case}: {verdict.complaints}" for verdict in verdicts if verdict.complaints]
     assert not wrong, "\n".join(wrong)
     assert sum(verdict.word == "right" for verdict in verdicts) >= len(numbers) / 3
+
+
+def test_resumed_runs_read_each_row_once_and_a_wrong_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not faults_of_resumed_runs(SEED, range(20))
+    monkeypatch.setattr(rows_of_runs, "saved_position", lambda rows, opened: saved_position(rows + 1, opened))
+    assert faults_of_resumed_runs(SEED, range(20))
 
 
 def test_a_gradient_that_is_off_by_a_millionth_is_found() -> None:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_of_runs import LENGTH, Start, batches, faults_of_run, prepared
 
-from evenpipe.train.data import PreparedData
-from evenpipe.train.packing import Batches, positions_of, split_rows
 from evenpipe.train.position import resumed_position, saved_position
-
-LENGTH = 4
-
-
-def batches(rows: int, batch_size: int, *, fraction: float = 0.0, ends: np.ndarray | None = None) -> Batches:
-    tokens = np.arange(rows * LENGTH, dtype=np.int32).reshape(rows, LENGTH)
-    return Batches(tokens, batch_size=batch_size, seed=5, validation_fraction=fraction, ends=ends)
-
-
-def prepared(tokens: int) -> PreparedData:
-    return PreparedData(
-        folder="data", fingerprint="f", documents=1, tokens=tokens, tokenizer_size=300, end_of_text_id=0
-    )
 
 
 def state_of_old_version(
@@ -37,44 +18,13 @@ def state_of_old_version(
     return {"data": identity, "tokens": step * size * length if tokens is None else tokens}
 
 
-starts = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=8)
-"""Starts of a run: steps taken, replicas, rows per step and replica."""
+starts = st.lists(st.builds(Start, st.integers(0, 6), st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=8)
 
 
 @settings(max_examples=200)
 @given(rows=st.integers(2, 40), starts=starts, fraction=st.sampled_from([0.0, 0.2]), packed=st.booleans())
-def test_each_row_is_read_once_per_epoch(
-    rows: int, starts: list[tuple[int, int, int]], fraction: float, packed: bool
-) -> None:
-    """Of any sizes and replicas, at any steps, over any number of epochs. The last start reads to the end of an epoch.
-    Rows of packed documents come with the positions of their tokens."""
-    ends = np.arange(3, rows * LENGTH, 3) if packed else None
-    data = prepared(rows * LENGTH)
-    position, step, read = 0, 0, []
-    state = None
-    for number, (steps, replicas, each) in enumerate(starts):
-        opened = batches(rows, replicas * each, fraction=fraction, ends=ends)
-        if state is not None:
-            position, said = resumed_position(json.loads(json.dumps(state)), step, data, opened)
-            assert said == []
-        if number + 1 == len(starts):
-            steps = opened.steps_of(int(opened.epoch(position)) + 1, position)
-        for _ in range(steps):
-            for replica in range(replicas):
-                sequences = opened.batch(position, replica, replicas)
-                numbers = (sequences.input_ids[:, 0] // LENGTH).tolist()
-                read += numbers
-                if ends is not None:
-                    assert torch.equal(sequences.position_ids, torch.from_numpy(positions_of(ends, numbers, LENGTH)))
-            position, step = position + opened.batch_size, step + 1
-        state = {"position": saved_position(position, opened)}
-    training, _ = split_rows(rows, fraction)
-    epochs = len(read) // len(training)
-    assert epochs >= 1
-    for epoch in range(epochs):
-        assert Counter(read[epoch * len(training) : (epoch + 1) * len(training)]) == Counter(training.tolist())
-    assert len(set(read[epochs * len(training) :])) == len(read) - epochs * len(training)
-    assert opened.epoch(position) == len(read) / len(training)
+def test_each_row_is_read_once_per_epoch(rows: int, starts: list[Start], fraction: float, packed: bool) -> None:
+    assert not faults_of_run(rows, starts, fraction=fraction, packed=packed)
 
 
 @given(steps=st.integers(0, 30), size=st.integers(1, 9), rows=st.integers(1, 40))
