@@ -277,6 +277,16 @@ def test_sequences_fit_the_model(
     assert accepted().data.sequence_length == longest
 
 
+def test_a_length_that_nobody_wrote_is_called_the_default() -> None:
+    write({"a.txt": TEXT})
+    CONFIG_MAPPING["gpt2"](**SMALL, n_positions=256).save_pretrained("model")
+    Path("own.toml").write_text('[model]\nsource = "model"\nfresh_weights = true\n[data]\nfiles = ["data/*"]\n')
+    with pytest.raises(InputError, match=r"data\.sequence_length is 1024, its default, but must be at most 256"):
+        check_pipeline(load_config("own.toml", ["pipeline.processes=2"]))
+    with pytest.raises(InputError, match=r"data\.sequence_length is 300, but must be at most 256"):
+        check_pipeline(load_config("own.toml", ["pipeline.processes=2", "data.sequence_length=300"]))
+
+
 LITTLE = {
     # data, and what is said if it is too little
     "words": ("one two three four five six seven\n" * 30, None),

@@ -28,10 +28,11 @@ from evenpipe.model.weight_files import WeightFiles
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What a model that also sees or hears needs for its other inputs."""
-
-
 BYTES = "surrogateescape"
 """How texts keep bytes that are not UTF-8."""
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""By safetensors' name."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, values: Any, names: Iterable[str]) -> Origin:
-        """Read what `to_json` returned, of a model with tensors of these names.
+        """Read what `to_json` returned, of a model whose tensors of floating-point numbers have these names.
 
         Raises:
             InputError: anything else, since the values may come from anywhere.
@@ -67,11 +68,6 @@ class Origin:
             if name not in (CONFIG, GENERATION_CONFIG, *PROCESSOR_FILES) and not is_code(name):
                 raise InputError(f"the origin of the model has a file {name!r}, which no model has")
         return found
-
-
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By safetensors' name."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
 
 
 def read_files(description: Description) -> dict[str, str]:

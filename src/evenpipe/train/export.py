@@ -221,7 +221,7 @@ def _tensors(
             entry = checkpoint.manifest.tensors[PARAMETERS + name]
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             read_state(checkpoint.path, index, {PARAMETERS + name: Held.whole(tensor)})
-            yield name, tensor.to(dtypes.get(name, tensor.dtype))
+            yield name, tensor.to(dtypes.get(name, tensor.dtype)) if tensor.is_floating_point() else tensor
 
     return disk_tensors(description, held())
 
