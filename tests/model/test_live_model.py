@@ -13,7 +13,15 @@ from family_configs import Configuration, configurations
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model import build_stage, check_forward, copy_parameters, describe, describe_modules, left_out
+from evenpipe.model import (
+    build_stage,
+    check_forward,
+    check_values,
+    copy_parameters,
+    describe,
+    describe_modules,
+    left_out,
+)
 
 # --- carried over ---------------------------------------------------------------------------------------------
 
@@ -193,10 +201,6 @@ def offload(model) -> None:
     model.model.layers[0].mlp._hf_hook = CpuOffload()
 
 
-def lose_weights(model) -> None:
-    model.model.layers[3].mlp.to("meta")
-
-
 REFUSED = [
     (replace_a_block, "model.layers.0.mlp is OtherMLP, and LlamaMLP in a LlamaForCausalLM built from its config"),
     (replace_an_activation, r"model.layers.2.mlp.act_fn is GELU, and SiLUActivation in a LlamaForCausalLM built"),
@@ -212,7 +216,6 @@ REFUSED = [
     (wrap_a_layer, "model.layers.0 is wrapped by torch.compile, .* and compile_layers=True"),
     (adapt, r"model.layers.0.mlp.up_proj is Linear of peft, .*merge_and_unload"),
     (offload, r"accelerate has put a CpuOffload on model.layers.0.mlp, .*remove_hook_from_module"),
-    (lose_weights, r"its parameter model.layers.3.mlp.*.weight has no values .*load it without device_map"),
 ]
 
 
@@ -221,6 +224,34 @@ def test_what_stages_would_lose_is_refused_by_name(change, sentence: str) -> Non
     model = whole_model(tiny_config("llama"))
     change(model)
     with pytest.raises(InputError, match=rf"^model: .*{sentence}"):
+        describe(model)
+
+
+def test_a_model_without_values_is_described_but_has_nothing_to_copy() -> None:
+    model = whole_model(tiny_config("llama"))
+    model.model.layers[3].mlp.to("meta")
+    check_forward(describe(model))
+    with pytest.raises(InputError, match=r"^model: its parameter model.layers.3.mlp.*.weight has no values"):
+        check_values(model)
+
+
+class Hooked(transformers.LlamaForCausalLM):
+    """Registers a hook on each of its layers, as every model built from its class does."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(doubled)
+
+
+def test_hooks_that_the_class_itself_registers_are_none_of_the_model() -> None:
+    model, tokens = Hooked._from_config(tiny_config("llama"), dtype=torch.float64), tokens_and_labels()
+    wanted, _ = loss_and_gradients(model, *tokens)
+    check_forward(describe(model))
+    found, _ = loss_and_gradients_in_stages(describe(model), [2], *tokens)
+    assert found == pytest.approx(wanted, rel=1e-12)
+    model.model.layers[2].mlp.register_forward_hook(doubled)
+    with pytest.raises(InputError, match=r"^model: model.layers.2.mlp has a forward hook \(doubled\)"):
         describe(model)
 
 

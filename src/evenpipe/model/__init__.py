@@ -11,7 +11,7 @@ from evenpipe.model.description import Description, check_compute_dtype, describ
 from evenpipe.model.export import dtypes_to_write, save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, training_flops
 from evenpipe.model.initialization import initial_rows, initialize
-from evenpipe.model.live import left_out
+from evenpipe.model.live import check_values, left_out
 from evenpipe.model.live_forward import check_forward
 from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
@@ -35,6 +35,7 @@ __all__ = [
     "build_stage",
     "check_compute_dtype",
     "check_forward",
+    "check_values",
     "copy_parameters",
     "describe",
     "describe_modules",

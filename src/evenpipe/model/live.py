@@ -10,6 +10,7 @@ anything else                    found by a short forward of the live model and 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -51,6 +52,14 @@ def check_wrappers(model: nn.Module) -> None:
                 f"model: {_named(name)} is {type(module).__name__} of peft, and stages cannot train adapters: merge"
                 " them into the model (merge_and_unload) before it is given."
             )
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a live model without weights to copy.
+
+    Raises:
+        InputError: one of its parameters is on the meta device.
+    """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise InputError(
@@ -73,7 +82,7 @@ def changed_attributes(live: PreTrainedModel, built: PreTrainedModel) -> dict[st
     changed: dict[str, dict[str, Any]] = {}
     configs = _Configs()
     for name, module in held.items():
-        _check_calls(name, module)
+        _check_calls(name, module, known[name])
         for key, value, other in _differences(module, known[name], configs):
             if not _is_plain(value):
                 _refuse(live, name, key, _text(value), _text(other))
@@ -109,20 +118,24 @@ def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} other modules" if len(names) > 1 else ""
 
 
-def _check_calls(name: str, module: nn.Module) -> None:
-    """Refuse a module that does more than its class's forward when it is called."""
+def _check_calls(name: str, module: nn.Module, built: nn.Module) -> None:
+    """Refuse a module that does more when it is called than a built one of its class."""
     if not _only_places(vars(module).get("_hf_hook")):
         raise InputError(
             f"model: accelerate has put a {type(vars(module)['_hf_hook']).__name__} on {_named(name)}, which stages"
             " leave out: remove it (accelerate.hooks.remove_hook_from_module(model, recurse=True))."
         )
     for kind in HOOKS:
+        of_class = Counter(map(_text, getattr(built, kind).values()))
         for hook in getattr(module, kind).values():
-            if getattr(hook, "__module__", None) not in WITHOUT_EFFECT:
+            if getattr(hook, "__module__", None) in WITHOUT_EFFECT:
+                continue
+            of_class[_text(hook)] -= 1
+            if of_class[_text(hook)] < 0:
                 raise InputError(
                     f"model: {_named(name)} has a {kind.strip('_').removesuffix('s').replace('_', ' ')}"
-                    f" ({getattr(hook, '__qualname__', type(hook).__name__)}), and stages do not take over hooks of"
-                    " modules: remove it, or write what it does into the module's class."
+                    f" ({_text(hook)}), and stages do not take over hooks of modules: remove it, or write what it does"
+                    " into the module's class."
                 )
 
 
@@ -166,13 +179,13 @@ def _same(value: Any, other: Any) -> bool:
     in place of None, may be what the last forward has left."""
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         return True
-    if _is_plain(value) or (_is_plain(other) and other is not None):
-        return _is_plain(value) and _is_plain(other) and (value == other or repr(value) == repr(other))
+    if _is_plain(value) and _is_plain(other):
+        return bool(value == other) or repr(value) == repr(other)
     if isinstance(value, partial) and isinstance(other, partial):
         return _same(value.func, other.func)
     if callable(value):
         return type(value) is type(other) and _text(value) == _text(other)
-    return other is None or type(value) is type(other)
+    return type(value) is type(other) or (other is None and not _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:

@@ -41,8 +41,9 @@ def check_forward(description: Description) -> None:
     """
     live = description.model
     parameters = list(live.parameters())
-    on_cpu = parameters[0].device.type == "cpu"
-    if len({one.device for one in parameters}) > 1 or on_cpu * sum(map(Tensor.numel, parameters)) > LARGEST_ON_CPU:
+    devices = {one.device for one in parameters}
+    large = parameters[0].device.type == "cpu" and sum(map(Tensor.numel, parameters)) > LARGEST_ON_CPU
+    if len(devices) > 1 or parameters[0].is_meta or large:
         return
     token_ids = neutral_tokens(description.config, description.padding_index, TOKENS, description.vocabulary_size)
     inputs = {"input_ids": torch.tensor([token_ids], device=parameters[0].device), "use_cache": False}

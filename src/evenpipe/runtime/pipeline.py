@@ -25,6 +25,7 @@ from evenpipe.model import (
     Origin,
     as_stored,
     check_compute_dtype,
+    check_values,
     describe,
     describe_modules,
     left_out,
@@ -172,9 +173,10 @@ class Pipeline(SpreadModel):
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
             self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
-            if self._is_very_first and self.description.model is not None:
-                live = self.description.model
-                for sentence in filter(None, (lost_hooks(live), *left_out(live))):
+            if (live := self.description.model) is not None:
+                check_values(live)
+                remarks = (lost_hooks(live), *left_out(live)) if self._is_very_first else ()
+                for sentence in filter(None, remarks):
                     logger.warning(sentence)
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
