@@ -415,6 +415,8 @@ class Pipeline(SpreadModel):
             InputError: a batch that is not accepted, `requires_grad` or hooks that differ between processes, or
                 autocast: no gradient has changed then. Or a hook returned something that cannot be the gradient: only
                 parameters whose hooks were called before have this step's.
+            RunError: a step has failed on another process, or on this one before. With several processes, any exception
+                in the middle of a step ends the run on all of them.
         """
         tensors = (input_ids, labels, position_ids, attention_mask, token_weights)
         inputs = Inputs.of(*tensors, accumulate, self._separate, total_tokens)
