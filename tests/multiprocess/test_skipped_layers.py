@@ -3,15 +3,20 @@ stopped. Loss and gradients are those of one process, microbatch by microbatch."
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
+import reference
 import torch
+from families import tiny_config, whole_model
 from harness import check_cases, run_processes
 from patched_layers import LATER, TOKENS, Case, faults_of_cases, patched, pipeline_of
+from torch.nn import functional
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
-from evenpipe import OffloadOptions
+from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
 
 
@@ -118,6 +123,47 @@ def test_blocks_that_detach_what_tensor_ranks_have_gathered() -> None:
         faults_of_detached_blocks,
         [Case(at(1, "run"), options={"tensor_parallel": 2, **layout}) for layout in layouts],
     )
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def experts_are_trained(kinds: tuple[str, ...], options: dict[str, Any]) -> None:
+    model = whole_model(tiny_config("mixtral", output_router_logits=True))
+    own = modeling_mixtral.MixtralDecoderLayer.forward
+
+    def forward(layer, hidden_states, *args, **kwargs):
+        kind = kinds[layer.self_attn.layer_idx]
+        return BEHAVIOURS[kind](lambda hidden: own(layer, hidden, *args, **kwargs), hidden_states, None)
+
+    ids = torch.randint(5, model.config.vocab_size, (2, 4, 10), generator=torch.Generator().manual_seed(1))
+    with mock.patch.object(modeling_mixtral.MixtralDecoderLayer, "forward", forward):
+        pipeline = Pipeline(model, microbatches=2, parameter_dtype=torch.float64, self_check=False, **options)
+        batches, total = ids[: pipeline.replicas], 0.0
+        for microbatch in batches.flatten(0, 1).split(2):  # the loss of routers is one of every microbatch
+            output = model(input_ids=microbatch, use_cache=False)
+            loss = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), microbatch[:, 1:].flatten())
+            loss = (loss + model.config.router_aux_loss_coef * output.aux_loss) / (2 * len(batches))
+            loss.backward()
+            total += loss.item()
+        assert float(pipeline.step(batches[pipeline.replica]).loss) == pytest.approx(total, rel=1e-10)
+        gradients = pipeline.full_gradients()
+    if pipeline._is_very_first:
+        wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        error, name = reference.worst({name: gradients.get(name, 0 * one) for name, one in wanted.items()}, wanted)
+        assert error <= 1e-10, f"{name}: {error:.1e}"
+
+
+ROUTED = [
+    (("run", "above", "run", "skip"), {"schedule": "zbv"}),  # routers train what hidden states do not reach
+    (("run", "skip", "run", "below"), {}),
+    (("run", "above", "below", "skip"), {"replicas": 2, "expert_parallel": 2}),
+]
+
+
+@pytest.mark.parametrize(("kinds", "options"), ROUTED)
+def test_experts_and_their_routers(kinds: tuple[str, ...], options: dict[str, Any]) -> None:
+    run_processes(experts_are_trained, 2, kinds, options)
 
 
 # --- slices of a sequence ---------------------------------------------------------------------------------------------
