@@ -9,13 +9,15 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 
-# room -> rooms of ours that it may import. `errors` (two exception classes) and `given` (files and texts of others) are
-# open to all. `interop` turns what others write into orders and programs, and knows nothing but `schedule`; so `recipe`
-# takes torch's schedules from it. `memory` traces the very layers that `runtime` will run.
+# room -> rooms of ours that it may import. `errors` (two exception classes), `given` (files and texts of others) and
+# `words` (numbers in messages) are open to all. `interop` turns what others write into orders and programs, and knows
+# nothing but `schedule`; so `recipe` takes torch's schedules from it. `memory` traces the very layers that `runtime`
+# will run.
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "errors": set(),
     "given": set(),
+    "words": set(),
     "schedule": set(),
     "simulate": {"schedule"},
     "draw": {"schedule"},
@@ -90,7 +92,7 @@ def test_a_room_imports_only_what_it_may(path: Path) -> None:
     room = room_of(path)
     if room == "__init__":
         return
-    allowed = MAY_IMPORT[room] | {room, "errors", "given", "__version__"}
+    allowed = MAY_IMPORT[room] | {room, "errors", "given", "words", "__version__"}
     assert imported_rooms(path) <= allowed
 
 

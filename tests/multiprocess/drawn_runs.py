@@ -431,7 +431,7 @@ def steps_of_several_lengths(case: Case) -> tuple[float, str]:
             model.get_parameter(name).requires_grad_(False)
         for tokens, accumulate in ((16, 1), (32, 2), (8, 2)):
             ((ids, labels),) = reference.batches(61, 2, tokens, 1)
-            with pytest.raises(InputError, match=r"1 tokens per sequence, expected|refused by"):
+            with pytest.raises(InputError, match=r"1 token per sequence, expected|refused by"):
                 pipeline.step(torch.ones(2, 1, dtype=torch.int64))
             pipeline.step(ids, labels, accumulate=accumulate)
             (reference.loss_of(model, ids, labels) / accumulate).backward()

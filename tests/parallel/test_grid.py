@@ -128,7 +128,7 @@ def test_what_is_no_grid_is_refused(world: None) -> None:
     for names, shape, text in (
         (("dp", "tp"), (4, 12), 'expected one named "pp"'),
         (("pp", "sp"), (4, 12), r"axes \{'sp': 12\} beside dp, ep, pp, cp, tp are unknown"),
-        (("pp", "tp"), (4, 3), r"1 x 4 x 3 processes \(dp x pp x tp, ranks .*expected each of the 48 processes once"),
+        (("pp", "tp"), (4, 3), r"1 x 4 x 3 processes \(dp x pp x tp, ranks .*expected all 48 of the run, each once"),
     ):
         count = shape[0] * shape[1]
         mesh = DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)

@@ -78,6 +78,7 @@ from evenpipe.checkpoints.storage import (
     tensor_entries,
 )
 from evenpipe.errors import InputError, RunError
+from evenpipe.words import count
 
 SHOWN_NAMES = 4
 """Names of parameters in a warning."""
@@ -248,7 +249,7 @@ def load(
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
-            f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
+            f"{where} has {unknown[0]!r} and {count(len(unknown) - 1, 'more parameter')} that the model does not have"
         )
 
     ((plan, put_settings_in_place),) = plans

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from evenpipe.errors import InputError
 from evenpipe.processes.names import process
+from evenpipe.words import count
 
 _OF_THE_MACHINE = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of a group that are not restored: they depend on the machine and do not change the results."""
@@ -73,8 +74,9 @@ def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first_rank, first = scheduled[0]
         if len(part["groups"]) != len(first["groups"]):
             raise InputError(
-                f"scheduler: the optimizer has {len(first['groups'])} groups on {process(first_rank)} and "
-                f"{len(part['groups'])} on {process(rank)}, expected the same number on every process, with empty ones"
+                f"scheduler: the optimizer has {count(len(first['groups']), 'group')} on {process(first_rank)} and"
+                f" {len(part['groups'])} on {process(rank)}, expected the same number on every process, with empty"
+                " ones"
             )
         settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
     return settings
@@ -170,8 +172,8 @@ def _state_of_scheduler(
         raise InputError(f"scheduler: it is {kind}, but {where} was saved with {saved['type']}")
     if saved["groups"] != groups:
         raise InputError(
-            f"scheduler: the optimizer has {groups} groups here and had {saved['groups']} in {where}, expected the same"
-            " number, with empty ones"
+            f"scheduler: the optimizer has {count(groups, 'group')} here and had {saved['groups']} in {where},"
+            " expected the same number, with empty ones"
         )
     state: dict[str, Any] = _from_json(saved["state"])
     return state

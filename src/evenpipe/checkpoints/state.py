@@ -20,6 +20,7 @@ from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
 from evenpipe.model.placement import Held, TensorPlacement
 from evenpipe.optimizers.adafactor import Adafactor
+from evenpipe.words import count
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."
@@ -66,8 +67,8 @@ def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None)
             elif placement.cuts and value.numel() != 1 and not same_on_all:
                 rows = len(parameter)
                 raise InputError(
-                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected {rows} rows, "
-                    "as many as the process has of the parameter, or one number"
+                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected"
+                    f" {count(rows, 'row')}, as many as the process has of the parameter, or one number"
                 )
             elif placement.is_first_part:  # the same on every process
                 state[f"{OPTIMIZER}{key}.{name}"] = Held.whole(value.detach())
@@ -177,7 +178,9 @@ def _owned(shards: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[
     owned = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     strangers = len(owned.keys() - {shard.tensor for shard in shards.values()})
     if strangers:
-        raise InputError(f"optimizer: {strangers} of its {len(owned)} parameters are not among those of the pipeline")
+        raise InputError(
+            f"optimizer: {strangers} of its {count(len(owned), 'parameter')} are not among those of the pipeline"
+        )
     return owned
 
 

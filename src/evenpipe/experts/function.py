@@ -34,6 +34,7 @@ from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_produ
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
+from evenpipe.words import count
 
 
 class Listener(Protocol):
@@ -69,8 +70,8 @@ class Call:
         except torch.OutOfMemoryError as error:
             layout = self.layout
             note = (
-                f"in {self.name}: {layout.rows} rows, {layout.pairs} pairs of a row and an expert, for"
-                f" {layout.tokens} tokens of its own"
+                f"in {self.name}: {count(layout.rows, 'row')}, {count(layout.pairs, 'pair')} of a row and an expert,"
+                f" for {count(layout.tokens, 'token')} of its own"
             )
             if note not in getattr(error, "__notes__", ()):  # weight gradients are made within a backward
                 error.add_note(note)

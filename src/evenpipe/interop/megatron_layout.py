@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Placement
+from evenpipe.words import count
 
 LETTERS = {"E": "the embedding", "t": "a decoder layer", "m": "a multi-token prediction layer", "L": "the loss"}
 
@@ -52,8 +53,8 @@ class MegatronLayout:
         """
         if devices < 1 or len(self.stages) % devices:
             raise InputError(
-                f"the layout has {len(self.stages)} stages, which {devices} devices cannot share evenly; "
-                "devices must divide the number of stages"
+                f"the layout has {count(len(self.stages), 'stage')}, which {count(devices, 'device')} cannot share"
+                " evenly; devices must divide the number of stages"
             )
         return Placement.looped(devices, len(self.stages) // devices)
 

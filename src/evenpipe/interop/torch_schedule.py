@@ -21,6 +21,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.schedule import Order, Program
 from evenpipe.schedule.text import rows_to_csv
+from evenpipe.words import count
 
 from .torch_csv import from_torch
 
@@ -68,8 +69,8 @@ def from_torch_schedule(
     found = from_torch(rows_to_csv(rows[rank] for rank in sorted(rows)))
     if (found.devices, schedule._n_microbatches) != (devices, microbatches):
         raise InputError(
-            f"schedule {name} is for {found.devices} devices and {schedule._n_microbatches} microbatches, not {devices}"
-            f" and {microbatches}"
+            f"schedule {name} is for {count(found.devices, 'device')} and"
+            f" {count(schedule._n_microbatches, 'microbatch')}, not {devices} and {microbatches}"
         )
     return found
 
@@ -77,16 +78,17 @@ def from_torch_schedule(
 def _built(schedule: type, devices: int, microbatches: int, stages_per_device: int | None) -> Any:
     """Return an instance of the class, with stand-in stages."""
     single = "stage" in inspect.signature(schedule).parameters
-    count = stages_per_device or (1 if single else 2)
-    if single and count != 1:
-        raise InputError(f"schedule {schedule.__name__} has 1 stage per device, not {count}")
-    sizes = {"num_stages": devices * count, "group_size": devices, "group_rank": 0, "submod": None}
-    stages = [SimpleNamespace(stage_index=index * devices, **sizes) for index in range(count)]
+    per_device = stages_per_device or (1 if single else 2)
+    if single and per_device != 1:
+        raise InputError(f"schedule {schedule.__name__} has 1 stage per device, not {per_device}")
+    sizes = {"num_stages": devices * per_device, "group_size": devices, "group_rank": 0, "submod": None}
+    stages = [SimpleNamespace(stage_index=index * devices, **sizes) for index in range(per_device)]
     try:
         return schedule(stages[0] if single else stages, microbatches, loss_fn=_no_loss)
     except (ValueError, AssertionError) as error:
         raise InputError(
-            f"schedule {schedule.__name__} with {devices} devices and {microbatches} microbatches: {error}"
+            f"schedule {schedule.__name__} with {count(devices, 'device')} and {count(microbatches, 'microbatch')}:"
+            f" {error}"
         ) from None
 
 

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from evenpipe.errors import InputError
 from evenpipe.layers.random_state import RandomState
+from evenpipe.words import count
 
 CHOICES = ("none", "full", "selective")
 
@@ -281,8 +282,8 @@ class _Call:
                 _repeated.call = None
         if self._found != len(self._saved):
             raise RuntimeError(
-                f"a checkpointed layer saved {len(self._saved)} tensors for its backward, but {self._found} in its"
-                " recomputation: its forward depends on more than its arguments"
+                f"a checkpointed layer saved {count(len(self._saved), 'tensor')} for its backward, but {self._found}"
+                " in its recomputation: its forward depends on more than its arguments"
             )
 
     @property

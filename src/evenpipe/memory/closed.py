@@ -35,6 +35,7 @@ from evenpipe.memory.sketch import Sketch
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
+from evenpipe.words import count
 
 Start = Literal["nothing", "scaled", "multiplied", "positions"]
 """Scaled by the embedding's own module; multiplied in the model's forward, which every stage runs (on zeros, if it is
@@ -92,7 +93,10 @@ class ClosedForms:
         shapes = self.shapes
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
-            raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
+            raise InputError(
+                f"checkpointing: {count(len(choices), 'choice')}, expected one for each of"
+                f" {count(len(shapes), 'layer')}."
+            )
 
         sizes = sizes_of(shapes[0], portion)
         made: dict[str, int] = {}

@@ -28,6 +28,7 @@ from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
 from evenpipe.parallel.gradients import ALONE_ELEMENTS
 from evenpipe.tensor.layers import ModelCut
+from evenpipe.words import count
 
 from .optimizers import Trained, trained_tensor
 
@@ -139,11 +140,11 @@ class Parameters:
         if tp == 1:
             return
         if self.heads is not None and self.heads % tp:
-            raise InputError(f"tp is {tp}, expected a divisor of the model's {self.heads} attention heads")
+            raise InputError(f"tp is {tp}, expected a divisor of the model's {count(self.heads, 'attention head')}")
         if max(self.key_value_heads, tp) % min(self.key_value_heads, tp):
             raise InputError(
-                f"tp is {tp}, expected a divisor or a multiple of the model's {self.key_value_heads} heads of keys "
-                "and values"
+                f"tp is {tp}, expected a divisor or a multiple of the model's {count(self.key_value_heads, 'head')}"
+                " of keys and values"
             )
 
     def stage(

@@ -14,6 +14,7 @@ from evenpipe.recipe.layout import Layout, bounds_of, check_layers_per_stage
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
+from evenpipe.words import count
 
 from .framework import Framework
 from .replay import Replay
@@ -80,8 +81,8 @@ def planned(description: Description, recipe: Recipe, hardware: Hardware | None 
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):
         raise InputError(
-            f"schedule: a program of {program.devices} devices and {program.microbatches} microbatches, expected"
-            f" {recipe.devices} and {recipe.microbatches}"
+            f"schedule: a program of {count(program.devices, 'device')} and"
+            f" {count(program.microbatches, 'microbatch')}, expected {recipe.devices} and {recipe.microbatches}"
         )
     stages = program.placement.stages
     split = recipe.layers_per_stage or even_split(description.layers, stages)

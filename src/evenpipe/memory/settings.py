@@ -11,6 +11,7 @@ from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
+from evenpipe.words import count
 
 from .framework import Framework
 from .kernels import Kernels
@@ -88,7 +89,8 @@ class Settings:
         if self.sequence % divisor or self.sequence < divisor * slices:
             raise InputError(
                 f"sequence is {self.sequence}, expected a multiple of {divisor} and at least {divisor * slices}:"
-                f" {slices} slices for {sizes.cp} context ranks with two chunks of each, and {sizes.tp} tensor ranks"
+                f" {count(slices, 'slice')} for {count(sizes.cp, 'context rank')} with two chunks of each, and"
+                f" {count(sizes.tp, 'tensor rank')}"
             )
         ends = slice_ends(work, self.sequence, slices, divisor)
         kernel = self.on_cpu and self.kernels.attention == "sdpa"

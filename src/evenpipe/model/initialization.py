@@ -30,6 +30,7 @@ from evenpipe.model.rules import (
 )
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import embedding_of, meta_matrix
+from evenpipe.words import count
 
 BLOCK_ROWS = 256
 
@@ -174,7 +175,9 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
         names = ", ".join(description.vocabulary_names)
         raise InputError(f"name = {name!r} is no vocabulary matrix of {description.architecture}, which has {names}.")
     if not 0 <= start <= stop <= description.vocabulary_size:
-        raise InputError(f"rows [{start}, {stop}) are not within the vocabulary of {description.vocabulary_size} rows.")
+        raise InputError(
+            f"rows [{start}, {stop}) are not within the vocabulary of {count(description.vocabulary_size, 'row')}."
+        )
     structure, model = description.structure, description.skeleton
     module_name = structure.embedding_module if is_embedding else structure.head_module
     padding = description.padding_index if is_embedding else None

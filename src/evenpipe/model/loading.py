@@ -21,6 +21,7 @@ from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import persistent_buffers
 from evenpipe.model.weight_files import WeightFiles, listed
+from evenpipe.words import count
 
 
 def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
@@ -126,8 +127,8 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
     surplus = files.surplus()
     if surplus:
         say(
-            f"{description.source} holds {len(surplus)} tensors that its config gives {description.architecture} no"
-            f" place for; they are left out: {listed(surplus)}"
+            f"{description.source} holds {count(len(surplus), 'tensor')} that its config gives"
+            f" {description.architecture} no place for; left out: {listed(surplus)}"
         )
     if not description.tied or files.same(description.embedding_name, description.head_name):
         return description

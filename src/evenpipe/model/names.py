@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.structure import first_line
+from evenpipe.words import count
 
 
 @dataclass(slots=True)
@@ -139,8 +140,8 @@ def put_together(
         made = _converted(converter, stored.first_name, description)
     except Exception as error:  # transformers raises many types when parts are missing or of different shapes
         raise InputError(
-            f"{name} cannot be put together from {stored.parts[0][0]} and the {len(stored.parts) - 1} other tensors of "
-            f"it ({first_line(error)})."
+            f"{name} cannot be put together from {stored.parts[0][0]} and the"
+            f" {count(len(stored.parts) - 1, 'other tensor')} of it ({first_line(error)})."
         ) from error
     if name not in made:
         raise InputError(f"{name} cannot be put together: {stored.parts[0][0]} makes {', '.join(sorted(made))}.")

@@ -46,6 +46,7 @@ from evenpipe.model.structure import (
     replace_head,
     uncuttable,
 )
+from evenpipe.words import count
 
 
 @dataclass
@@ -151,7 +152,7 @@ class _Probe:
         inputs."""
         layers = len(self.layers)
         if record.order != list(range(layers)):
-            raise self.refused(f"its forward calls its {layers} layers in the order {record.order[:20]}")
+            raise self.refused(f"its forward calls its {count(layers, 'layer')} in the order {record.order[:20]}")
         for index in range(1, layers):
             if not torch.equal(record.received[index], record.returned[index - 1]):
                 raise self.refused(f"the hidden states change between layers {index - 1} and {index}")

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.words import count
 
 LOCAL = "sliding_attention"
 NORM_PLACES = ("before attention", "after attention", "before mlp", "after mlp")
@@ -224,7 +225,10 @@ def _attention(description: Description, attention: nn.Module, kind: str | None)
     packed = not hasattr(attention, "q_proj")
     expected = heads * size + (2 * key_value_heads * size if packed else 0)
     if _rows(queries) != expected:
-        raise _unknown(description, f"{_rows(queries)} columns of queries, where {heads} heads of {size} were expected")
+        raise _unknown(
+            description,
+            f"{count(_rows(queries), 'column')} of queries, where {count(heads, 'head')} of {size} were expected",
+        )
     return AttentionShape(
         heads=heads,
         key_value_heads=key_value_heads,

@@ -100,7 +100,7 @@ class Grid:
             shown = [axis for axis in axes if axis in ("dp", "pp") or sizes[axis] > 1]
             raise InputError(
                 f"mesh: {' x '.join(str(sizes[axis]) for axis in shown)} processes ({' x '.join(shown)}, ranks"
-                f" {sorted(ranks)}), expected each of the {world_size} processes once"
+                f" {sorted(ranks)}), expected all {world_size} of the run, each once"
             )
         sizes |= {"dp": sizes["dp"] * sizes["ep"]} if "ep" in names else {"ep": ep}
         return cls(_cut_sizes(sizes), tuple(ranks), rank)

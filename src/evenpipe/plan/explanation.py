@@ -160,7 +160,8 @@ class Explanation:
         )
         yield (
             f"a pipeline of {count(parallelism.pp, 'device')}{f' ({axes})' if axes else ''}; a step of"
-            f" {count(layout.microbatches, 'microbatch')} of {batch.microbatch_size} x {problem.sequence:,} tokens"
+            f" {count(layout.microbatches, 'microbatch')} of {batch.microbatch_size} x"
+            f" {count(problem.sequence, 'token', ',')}"
         )
         yield (
             f"the output layer takes as long as {self.head_layers:.1f} transformer layers; it and the embedding have as"
@@ -181,7 +182,7 @@ class Explanation:
         held = one.configuration.layers_per_stage  # a stage is a device
         for device, (time, use) in enumerate(zip(times, one.devices, strict=True)):
             bar = "#" * round(BAR * time / most) if most else ""
-            what = f"{held[device]} layers"
+            what = count(held[device], "layer")
             ends = [text for text, at in (("embedding", 0), ("output", len(times) - 1)) if at == device]
             lacking = "" if use.fits else f", {gib_text(-use.spare)} too much"
             yield (

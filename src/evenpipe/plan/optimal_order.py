@@ -26,6 +26,7 @@ from evenpipe.schedule.passes import ROLE, Kind, Pass
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
+from evenpipe.words import count
 
 from .whole_costs import WholeCosts
 
@@ -80,7 +81,7 @@ class OrderProblem:
 def refuse_large(passes: int) -> None:
     """Raise InputError for a case with too many passes."""
     if passes > LARGEST:
-        raise InputError(f"search is for small cases: this one has {passes} passes, expected at most {LARGEST}")
+        raise InputError(f"search is for small cases: this one has {count(passes, 'pass')}, expected at most {LARGEST}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class Ranking:
         problem, found = self.found.problem, self.found
         yield (
             f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}),"
-            f" {problem.sequences_per_step} sequences of {problem.sequence} tokens per step:"
+            f" {count(problem.sequences_per_step, 'sequence')} of {count(problem.sequence, 'token')} per step:"
             f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} considered,"
             f" {found.evaluated} simulated"
         )
@@ -259,7 +259,8 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
     else:
         words += f", {_seconds(busy[idlest])} on device {idlest}"
         if not BARRIERS[one.recipe.vocabulary]:
-            layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {one.layers_per_stage[-1]} layers"
+            beside = count(one.layers_per_stage[-1], "layer")
+            layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {beside}"
             words += f": the output layer ({layers}) is whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
     return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
@@ -355,7 +356,7 @@ def _measures(plan: Evaluation) -> str:
     """Return the measures with which a plan fits."""
     one = plan.configuration
     policies = one.checkpointing
-    again = [f"{policies.count(name)} layers {name}" for name in ("selective", "full") if name in policies]
+    again = [f"{count(policies.count(name), 'layer')} {name}" for name in ("selective", "full") if name in policies]
     words = ["activations to the host"] if one.copy_seconds else []
     if one.host_share:
         words.append(f"{100 * one.host_share:.0f} % of the moments to the host")

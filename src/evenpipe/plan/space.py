@@ -25,6 +25,7 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES, planning
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
+from evenpipe.words import count
 
 from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem
@@ -126,10 +127,10 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
             raise InputError(refused[0])
         given = [f"{name} {getattr(space, name)}" for name in AXES if getattr(space, name)]
         raise InputError(
-            f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
-            f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
-            f" with at most {problem.layers} devices per pipeline, heads and tokens of a sequence divided by tp, its"
-            " tokens by 2 cp, sequences divided by dp, and dp by ep"
+            f"gpus is {problem.gpus} with {count(problem.sequences_per_step, 'sequence')} per"
+            f" step{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x"
+            f" pp with at most {count(problem.layers, 'device')} per pipeline, heads and tokens of a sequence divided"
+            " by tp, its tokens by 2 cp, sequences divided by dp, and dp by ep"
         )
     return found
 

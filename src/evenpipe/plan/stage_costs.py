@@ -10,6 +10,7 @@ from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.costs import Cost, Costs, is_per_stage
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.slice_costs import each_slice, of_slices
+from evenpipe.words import count
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
@@ -30,12 +31,13 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
             return value * stages / wanted
         if len(value) != stages:
             raise InputError(
-                f"costs: {name} has {len(value)} numbers for {stages} stages; give one number, or {stages}"
+                f"costs: {name} has {count(len(value), 'number')} for {count(stages, 'stage')}; give one number, or"
+                f" {stages}"
             )
         if stages % wanted:
             raise InputError(
-                f"costs: {name} is a list for {stages} stages, but {who} has {wanted}; give one number, or compare with"
-                " the schedule that has the most stages as the first"
+                f"costs: {name} is a list for {count(stages, 'stage')}, but {who} has {wanted}; give one number, or"
+                " compare with the schedule that has the most stages as the first"
             )
         share = stages // wanted
         return tuple(sum(value[stage * share : (stage + 1) * share]) for stage in range(wanted))

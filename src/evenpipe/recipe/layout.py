@@ -284,6 +284,6 @@ def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> 
     """Raise InputError unless the numbers spread all layers over all stages."""
     if len(given) != stages or sum(given) != layers or min(given) < 0:
         raise InputError(
-            f"layers_per_stage: {list(given)}, expected {stages} numbers (one per stage) that add up to the model's"
-            f" {layers} layers"
+            f"layers_per_stage: {list(given)}, expected {count(stages, 'number')} (one per stage) that add up to the"
+            f" model's {count(layers, 'layer')}"
         )

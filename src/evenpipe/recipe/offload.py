@@ -11,6 +11,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.planning import check_offload
+from evenpipe.words import count
 
 LAYER_CHOICES = ("offload", "keep")
 
@@ -79,7 +80,10 @@ class OffloadOptions:
                 accepted = " or ".join(repr(one) for one in LAYER_CHOICES)
                 raise InputError(f"offload.layers: {choice!r}, expected {accepted}, or one of these per layer")
         if len(choices) != layers:
-            raise InputError(f"offload.layers: {len(choices)} choices, expected one for each of the {layers} layers")
+            raise InputError(
+                f"offload.layers: {count(len(choices), 'choice')}, expected one for each of the"
+                f" {count(layers, 'layer')}"
+            )
         return choices
 
     def kept_layers(self, layers: int) -> frozenset[int]:

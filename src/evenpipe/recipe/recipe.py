@@ -17,6 +17,7 @@ from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
 from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, vocabulary_mode
 from evenpipe.schedule.registry import nearest
+from evenpipe.words import count
 
 ARRANGE = ("auto", "flops")
 """Choices of `Recipe.arrange` that name no hardware."""
@@ -182,7 +183,8 @@ class Recipe:
         choices = given if isinstance(given, tuple) else (given,) * layers
         if len(choices) != layers:
             raise InputError(
-                f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers"
+                f"checkpointing: {count(len(choices), 'choice')}, expected one for each of the model's"
+                f" {count(layers, 'layer')}"
             )
         return choices
 

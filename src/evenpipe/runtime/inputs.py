@@ -16,6 +16,7 @@ from evenpipe.given import shown
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.schedule.words import join
+from evenpipe.words import count
 
 IGNORE_INDEX = -100
 
@@ -127,14 +128,18 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         )
     batch, sequence = input_ids.shape
     if batch % microbatches:
-        raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
+        raise InputError(
+            f"input_ids: {count(batch, 'sequence')}, expected a multiple of the {count(microbatches, 'microbatch')}"
+        )
     if maximum_length is not None and sequence > maximum_length:
-        raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
+        raise InputError(
+            f"input_ids: {count(sequence, 'token')} per sequence, the model allows at most {maximum_length}"
+        )
     if sequence % tokens.number or sequence < tokens.least:
         accepted = f"a multiple of {tokens.number}" if tokens.number > 1 else ""
         least = f"at least {tokens.least}" if tokens.least > tokens.number else ""
         wanted = " and ".join(one for one in (accepted, least) if one)
-        raise InputError(f"input_ids: {sequence} tokens per sequence, expected {wanted} ({tokens.reason})")
+        raise InputError(f"input_ids: {count(sequence, 'token')} per sequence, expected {wanted} ({tokens.reason})")
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
@@ -214,7 +219,9 @@ def with_positions(inputs: Inputs, model: Description) -> Inputs:
     if positions is not None and rows is not None and int(positions.max()) >= rows:
         assert model.padding_index is not None
         most = rows - 1 - model.padding_index
-        raise InputError(f"input_ids: {inputs.input_ids.shape[1]} tokens per sequence, the model allows at most {most}")
+        raise InputError(
+            f"input_ids: {count(inputs.input_ids.shape[1], 'token')} per sequence, the model allows at most {most}"
+        )
     return replace(inputs, position_ids=positions)
 
 

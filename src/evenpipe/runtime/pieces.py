@@ -31,6 +31,7 @@ from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
+from evenpipe.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,8 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
         if not heads_divide(attention, ranks=sizes.cp, tensor_ranks=sizes.tp):
             of_rank = f", {attention.heads // sizes.tp} on each tensor rank" if sizes.tp > 1 else ""
             raise InputError(
-                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share {attention.heads}"
-                f" heads{of_rank}; expected 'keys', or a divisor as context_parallel"
+                f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share"
+                f" {count(attention.heads, 'head')}{of_rank}; expected 'keys', or a divisor as context_parallel"
             )
 
 

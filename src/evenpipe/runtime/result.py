@@ -12,6 +12,7 @@ from torch import Tensor
 from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError
 from evenpipe.runtime.recording import StepRecord
+from evenpipe.words import count
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class StepResult:
     _expert_load: Shared | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
-        return f"<StepResult: loss {self.loss:.6g}, {self.tokens} valid tokens, {self.seconds:.3f} s>"
+        return f"<StepResult: loss {self.loss:.6g}, {count(self.tokens, 'valid token')}, {self.seconds:.3f} s>"
 
     def _repr_html_(self) -> str:
         """Return a table, for notebooks."""

@@ -81,7 +81,7 @@ class SpreadModel(ScheduledModel):
     def __repr__(self) -> str:
         numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
         parts = [
-            f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
+            f"{self.description.architecture} of {count(self.description.layers, 'layer')} and {numbers:,} parameters",
             f"device {self.device} of {self.devices}",
             *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
             *([f"context rank {self.context_rank} of {self.context_ranks}"] if self.context_ranks > 1 else []),

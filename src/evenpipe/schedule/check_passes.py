@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import partial
 
+from evenpipe.words import count
+
 from .dependencies import Dependencies, What
 from .faults import Fault, brief, neighbours
 from .flows import vocabulary_kinds
@@ -54,7 +56,7 @@ def wrong_pass(order: DeviceRows, device: int, item: Pass) -> str:
     if order.forward_only and item.kind in BACKWARD_KINDS:
         return f"{item} is not allowed in an order that only evaluates"
     if item.kind in VOCABULARY_KINDS and item.kind not in vocabulary_kinds(order.barriers, order.forward_only):
-        return f"{item} is not allowed in an order with {order.barriers} barriers"
+        return f"{item} is not allowed in an order with {count(order.barriers, 'barrier')}"
     if item.kind is Kind.OVERLAP_F_B:
         return f"{item} is not a pass: it has no parts"
     if (item.stage is not None, item.microbatch is not None) != SHAPES[item.kind]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.errors import InputError
+from evenpipe.words import count
 
 from .dependencies import Dependencies
 from .faults import ROWS, Fault, brief, excerpt
@@ -36,7 +37,7 @@ class DeadlockError(InputError):
             for device, position in shown.items()
         ]
         if len(self.positions) > ROWS:
-            stops.append(f"and {len(self.positions) - ROWS} more devices")
+            stops.append(f"and {count(len(self.positions) - ROWS, 'more device')}")
         self.what = "the order cannot complete: " + "; ".join(stops)
         super().__init__(f"{self.what}\n{excerpt(order.rows, shown)}")
 

@@ -34,7 +34,7 @@ class DeviceRows:
     def __post_init__(self) -> None:
         if len(self.rows) != self.devices:
             raise InputError(
-                f"there are {len(self.rows)} rows for {count(self.devices, 'device')}; each device has one"
+                f"the order has {count(len(self.rows), 'row')} for {count(self.devices, 'device')}; each device has one"
             )
         for name in ("microbatches", "slices"):
             number = getattr(self, name)

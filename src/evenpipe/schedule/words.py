@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from evenpipe.given import plain
+from evenpipe.words import count, join
+
+__all__ = ["QUOTED", "count", "join", "quoted", "table"]
 
 QUOTED = 60
 """Longest quotation, in characters."""
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 device", "2 devices", "3 microbatches"."""
-    ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
-    return f"{number} {noun}{ending}"
-
-
-def join(words: Sequence[str], most: int = 8) -> str:
-    """Return a list in words, "a, b and c"; beyond `most` entries the rest is counted."""
-    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

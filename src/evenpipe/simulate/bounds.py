@@ -38,6 +38,7 @@ from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, parts_of
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.passes import OFFLOAD_KINDS
+from evenpipe.words import count
 
 from .microbatch import UNREACHED, Microbatch
 
@@ -227,7 +228,8 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         yield Bound(
             rounds * lifespan + max(last, lifespan) + max(0.0, *around),
             "rounds",
-            f"device {device} holds at most {most} activations of stage {stage}, each for at least {lifespan:g}",
+            f"device {device} holds at most {count(most, 'activation')} of stage {stage}, each for at least"
+            f" {lifespan:g}",
         )
 
 
@@ -263,8 +265,8 @@ def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: 
             yield Bound(
                 around + sum(idle) + microbatches * sum(takes[node] for node in nodes),
                 "ramps",
-                f"device {device} waits for its first backward {idle[0]:g} and after its last forward {idle[1]:g}, as "
-                f"it holds at most {most} activations",
+                f"device {device} waits for its first backward {idle[0]:g} and after its last forward {idle[1]:g}, as"
+                f" it holds at most {count(most, 'activation')}",
             )
 
 
@@ -277,7 +279,8 @@ def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> It
         yield Bound(
             lifespan * microbatches / limits[device],
             "area",
-            f"device {device} holds at most {limits[device]:g} activations, and each microbatch's for {lifespan:g}",
+            f"device {device} holds at most {count(limits[device], 'activation', 'g')}, and each microbatch's for"
+            f" {lifespan:g}",
         )
 
 
@@ -297,4 +300,4 @@ def _v_shape(microbatches: int, graph: Microbatch, limits: tuple[float, ...], sp
     ):
         most = math.floor(max(limits))
         value = (6 * microbatches + 6 * p - 3 * most - 1) * unit
-        yield Bound(value, "V", f"V schedules with a peak of {most} stage activations (2405.15362)")
+        yield Bound(value, "V", f"V schedules with a peak of {count(most, 'stage activation')} (2405.15362)")

@@ -26,6 +26,7 @@ from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
 from evenpipe.tensor.threads import in_threads, thread_exchanges
 from evenpipe.tensor.units import Call, NoUnitsError, find_units, is_linear, until_the_end
+from evenpipe.words import count
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
 """Names of integers in modules and configs that count heads: those of a local block are a rank's."""
@@ -60,7 +61,7 @@ class Split:
         fixed = [segment == self.width for segment in self.segments]
         others, rest = fixed.count(False), length - width * sum(fixed)
         if rest < 0 or (rest % others if others else rest):
-            raise NoUnitsError(f"a matrix of {length} entries has no segments like those of the small model")
+            raise NoUnitsError(f"a matrix of {count(length, 'entry')} has no segments like those of the small model")
         return tuple(width if one else rest // others for one in fixed)
 
 

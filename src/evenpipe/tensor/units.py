@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
+from evenpipe.words import count
+
 NOTHING = 1e-9
 """Share of the largest gradient below which there is no dependence; fp32 models: `NOTHING_FP32`."""
 NOTHING_FP32 = 1e-5
@@ -174,7 +176,7 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     with until_the_end(hooks), torch.enable_grad():
         call.of(block)
     if len(set(order)) < 2 or len(order) != len(set(order)):
-        raise NoUnitsError(f"it has {len(linear)} linear layers, used {len(order)} times")
+        raise NoUnitsError(f"it has {count(len(linear), 'linear layer')}, used {count(len(order), 'time')}")
     output = order[-1]
     last = inputs[output]
     others = {name: outputs[name] for name in order[:-1]}

@@ -44,6 +44,7 @@ from evenpipe.train.packing import (
 )
 from evenpipe.train.run_sections import DEFAULT_STEPS
 from evenpipe.train.sources import Documents, FileDocuments, find_documents, find_validation_documents
+from evenpipe.words import count
 
 MOST_BYTES = 64
 """Bytes of files per token that hardly any data exceeds."""
@@ -220,7 +221,7 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[Prepared
     def train() -> Any:
         entries = config.trained_tokenizer_entries
         assert entries is not None
-        say(f"training a tokenizer of {entries:,} entries")
+        say(f"training a tokenizer of {count(entries, 'entry', ',')}")
         return tokenizers_.train_tokenizer(documents, entries, config.tokenizer.end_of_text or DEFAULT_END_OF_TEXT)
 
     def trained() -> Any:
@@ -228,7 +229,10 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[Prepared
 
     data, is_new = _tokens(cache, documents, sources, identity, train if tokenizer is None else lambda: tokenizer)
     if is_new:
-        say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
+        say(
+            f"{count(data.documents, 'document', ',')}, {count(data.tokens, 'token', ',')}, vocabulary of"
+            f" {data.tokenizer_size:,}"
+        )
     if validation is None:
         return data, tokenizer
     say(f"reading {validation.description} to evaluate on")
@@ -236,7 +240,7 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[Prepared
     get_tokenizer = trained if tokenizer is None else lambda: tokenizer
     found, is_new = _tokens(cache, validation, validation.fingerprint(), identity, get_tokenizer)
     if is_new:
-        say(f"{found.documents:,} documents, {found.tokens:,} tokens to evaluate on")
+        say(f"{count(found.documents, 'document', ',')}, {count(found.tokens, 'token', ',')} to evaluate on")
     return replace(data, validation=found), tokenizer
 
 
@@ -361,12 +365,12 @@ def _check_amount(config: Config, data: PreparedData) -> None:
     training, _ = split_rows(rows, config.data.held_back)
     if len(training) < batch_size:
         raise InputError(
-            f"the data has {data.tokens:,} tokens, that is {len(training)} training sequences of "
-            f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas * "
-            "pipeline.microbatches * pipeline.microbatch_size)"
+            f"the data has {count(data.tokens, 'token', ',')}, that is {count(len(training), 'training sequence')} of"
+            f" data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas *"
+            " pipeline.microbatches * pipeline.microbatch_size)"
         )
     if data.validation is not None and data.validation.tokens < length:
         raise InputError(
-            f"the validation data has {data.validation.tokens:,} tokens, but must have at least one sequence of "
-            f"data.sequence_length = {length}"
+            f"the validation data has {count(data.validation.tokens, 'token', ',')}, but must have at least one"
+            f" sequence of data.sequence_length = {length}"
         )

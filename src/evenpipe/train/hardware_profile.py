@@ -51,6 +51,7 @@ from evenpipe.train.profile import (
     profile_of,
     shorter_length,
 )
+from evenpipe.words import count
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the square matrices that are multiplied."""
@@ -105,7 +106,7 @@ def profile_hardware(
     peaks = {dtype: max(2.0 * size**3 / seconds for size, seconds in took.items()) for dtype, took in products}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
-        name=f"{found['name']}, {processes} processes",
+        name=f"{found['name']}, {count(processes, 'process')}",
         source=f"measured by evenpipe profile --hardware, torch {torch.__version__}",
         torch_device=device,
         peak_flops=peaks,

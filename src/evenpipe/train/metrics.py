@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from evenpipe.errors import InputError
 from evenpipe.train.trackers import Tracker, scalars
+from evenpipe.words import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -311,7 +312,7 @@ class Metrics:
     def log_evaluation(self, step: int, loss: float, tokens: int) -> None:
         """Log the validation loss after `step`, over `tokens` valid tokens."""
         self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
-        self._progress.say(f"step {step}  validation loss {loss:.3f} over {tokens:,} tokens")
+        self._progress.say(f"step {step}  validation loss {loss:.3f} over {count(tokens, 'token', ',')}")
 
     def close(self) -> None:
         """Write out and close everything."""

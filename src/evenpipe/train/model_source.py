@@ -13,6 +13,7 @@ from evenpipe.schedule.words import count
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import DataConfig, ModelConfig
 from evenpipe.train.section import nearest, show
+from evenpipe.words import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,13 +49,14 @@ def check_pipeline(config: Config) -> None:
     may_be_empty = pipeline.vocabulary == "redistribute"
     if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
         raise InputError(
-            f"pipeline.layers_per_stage is {show(split)}, but must add up to the {layers} layers of the model with at "
-            f"least {0 if may_be_empty else 1} each"
+            f"pipeline.layers_per_stage is {show(split)}, but must add up to the {count(layers, 'layer')} of the"
+            f" model with at least {0 if may_be_empty else 1} each"
         )
     choices = len(pipeline.checkpointing)
     if choices not in (1, layers):
         raise InputError(
-            f"pipeline.checkpointing has {choices} choices, but must have one, or {layers}, one per layer of the model"
+            f"pipeline.checkpointing has {count(choices, 'choice')}, but must have one, or {layers}, one per layer of"
+            " the model"
         )
     _check_chunks(config)
     longest = getattr(model, "max_position_embeddings", None)
@@ -84,7 +86,7 @@ def _check_chunks(config: Config) -> None:
     if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
         raise InputError(
             f"data.sequence_length is {config.data.sequence_length}, but must be at least {divisor * pipeline.slices}"
-            f" for {pipeline.slices} slices"
+            f" for {count(pipeline.slices, 'slice')}"
         )
 
 
@@ -106,7 +108,7 @@ def _check_schedule(config: Config, layers: int) -> None:
         raise InputError(
             f"pipeline.processes is {pipeline.processes}, but must be"
             f" {order.devices * pipeline.processes // pipeline.devices}: the order in {pipeline.schedule} has"
-            f" {order.devices} devices{replicas}"
+            f" {count(order.devices, 'device')}{replicas}"
         )
     if order.microbatches != microbatches:
         raise InputError(
@@ -118,13 +120,13 @@ def _check_schedule(config: Config, layers: int) -> None:
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
         raise InputError(
-            f"pipeline.layers_per_stage is {show(split)}, but must be {stages} numbers, one for each stage of schedule"
-            f" {show(pipeline.schedule)} on {devices} devices"
+            f"pipeline.layers_per_stage is {show(split)}, but must be {count(stages, 'number')}, one for each stage"
+            f" of schedule {show(pipeline.schedule)} on {count(devices, 'device')}"
         )
     if stages > layers and split is None:
         raise InputError(
-            f"pipeline.schedule is {show(pipeline.schedule)}, which has {stages} stages on {devices} devices, but must"
-            f" have at most {layers}, the layers of the model"
+            f"pipeline.schedule is {show(pipeline.schedule)}, which has {count(stages, 'stage')} on"
+            f" {count(devices, 'device')}, but must have at most {layers}, the layers of the model"
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
 from evenpipe.errors import InputError
 from evenpipe.train.section import Section
+from evenpipe.words import count
 
 if TYPE_CHECKING:
     from evenpipe.experts.overlap import ExpertOptions
@@ -144,15 +145,17 @@ class PipelineConfig(Section):
         self.at_least(1, "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
-        self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
+        self.require(
+            "replicas", self.processes % self.replicas == 0, f"a divisor of the {count(self.processes, 'process')}"
+        )
         fits = self.replicas % self.expert_parallel == 0
-        self.require("expert_parallel", fits, f"a divisor of the {self.replicas} replicas")
+        self.require("expert_parallel", fits, f"a divisor of the {count(self.replicas, 'replica')}")
         left = self.processes // self.replicas
-        whose = f"the {left} processes" + (" of a replica" if self.replicas > 1 else "")
+        whose = f"the {count(left, 'process')}" + (" of a replica" if self.replicas > 1 else "")
         self.require("context_parallel", left % self.context_parallel == 0, f"a divisor of {whose}")
         if self.context_parallel > 1:
             left //= self.context_parallel
-            whose = f"the {left} processes of a piece"
+            whose = f"the {count(left, 'process')} of a piece"
         self.require("tensor_parallel", left % self.tensor_parallel == 0, f"a divisor of {whose}")
         if self.layers_per_stage is not None:
             accepted = "numbers of at least 0, one per stage, and not all 0"

@@ -226,8 +226,8 @@ def report_text(report: RunReport) -> str:
         numbers = ["replica", *(str(device.replica) for device in report.devices)]
         rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]
     lines = [
-        f"{training.steps:,} steps to epoch {training.epoch:.2f}, {training.tokens:,} tokens "
-        f"in {training.seconds:.1f} s ({speed:,.0f} tokens/s); {loss}",
+        f"{count(training.steps, 'step', ',')} to epoch {training.epoch:.2f}, {count(training.tokens, 'token', ',')}"
+        f" in {training.seconds:.1f} s ({speed:,.0f} tokens/s); {loss}",
         _schedule_line(report),
         *_table(rows),
         *_step_lines(report),

@@ -349,7 +349,11 @@ class _Run:
         if self.metrics is not None and asked:
             self.metrics.say(f"stopped at step {progress.step}; continue with the same command")
         elif self.metrics is not None and not self.steps_taken:
-            self.metrics.say(f"all {progress.steps} steps were done before")
+            self.metrics.say(
+                "the only step was done before"
+                if progress.steps == 1
+                else f"all {progress.steps} steps were done before"
+            )
         return asked
 
     @property

@@ -32,6 +32,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.timing import EventTimes, timed
+from evenpipe.words import count
 
 from .vocabulary import interval_of
 
@@ -87,7 +88,7 @@ def _refuse_unfit(order: Order, slices: int) -> None:
         raise InputError(f"the order has sequences of {order.slices} slices already")
     if slices < 1 or order.microbatches % slices:
         raise InputError(
-            f"slices is {slices}, expected a number that divides the {order.microbatches} units of the order"
+            f"slices is {slices}, expected a number that divides the {count(order.microbatches, 'unit')} of the order"
         )
     for item in (item for device in range(order.devices) for item in order.passes(device)):
         if item.kind not in _RANK:

@@ -46,6 +46,7 @@ from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pas
 from evenpipe.schedule.simpler_costs import simpler
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.words import count
 
 from .list_scheduling import Arranger, Length, Rows
 
@@ -336,7 +337,7 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
 def refuse_unfit(order: Order) -> None:
     """Raise InputError for an order to which no vocabulary passes can be added."""
     if order.barriers:
-        raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
+        raise InputError(f"the order has vocabulary passes already, with {count(order.barriers, 'barrier')}")
     if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
 
