@@ -264,7 +264,7 @@ def test_other_names_are_refused(three: Path) -> None:
     with pytest.raises(InputError, match=r"the checkpoint has no 'lm_head\.weight', which the model has"):
         load(checkpoint, more.shards)
     del fewer.shards["model.norm.weight"]
-    with pytest.raises(InputError, match=r"has 'model\.norm\.weight' and 0 more parameters that the model does not"):
+    with pytest.raises(InputError, match=r"has 'model\.norm\.weight' that the model does not"):
         load(checkpoint, fewer.shards)
 
 

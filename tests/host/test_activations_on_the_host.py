@@ -436,7 +436,7 @@ def test_wrong_options(given: dict[str, object], message: str) -> None:
 def test_choices_of_layers() -> None:
     assert OffloadOptions().of_layers(2) == ("offload", "offload")
     assert OffloadOptions(layers=("keep", "offload")).of_layers(2) == ("keep", "offload")
-    with pytest.raises(InputError, match=r"offload.layers: 1 choices, expected one for each of the 2 layers"):
+    with pytest.raises(InputError, match=r"offload.layers: 1 choice, expected one for each of the 2 layers"):
         OffloadOptions(layers=("keep",)).of_layers(2)
     with pytest.raises(InputError, match=r"offload.layers: 'drop', expected 'offload' or 'keep'"):
         OffloadOptions(layers="drop").of_layers(2)

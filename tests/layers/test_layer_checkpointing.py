@@ -330,7 +330,7 @@ def test_one_choice_or_one_per_layer(given: Any, layers: int, expected: tuple[st
     [
         ("some", 'checkpointing: \'some\', expected one of "none", "full", "selective"'),
         (["full", True], "checkpointing: True"),
-        (["full"], "checkpointing: 1 choices, expected one for each of the model's 2 layers"),
+        (["full"], "checkpointing: 1 choice, expected one for each of the model's 2 layers"),
         (True, "checkpointing: True"),
     ],
 )

@@ -264,7 +264,7 @@ def refusals() -> dict[str, str]:
 def test_wrong_options_are_refused_by_every_process() -> None:
     for found in run_processes(refusals, 2):
         assert "a limit needs costs with bytes" in found["a number without bytes"]
-        assert "offload.layers: 1 choices, expected one for each of the 8 layers" in found["too few layers"]
+        assert "offload.layers: 1 choice, expected one for each of the 8 layers" in found["too few layers"]
         assert "expected OffloadOptions, or None" in found["a dictionary"]
 
 

@@ -157,7 +157,7 @@ PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
     (lambda: _llama(**PAIR, attention_dropout=0.1), "context_parallel: attention_dropout is 0.1 in the model's config"),
     (
         lambda: _llama(**PAIR, context_exchange="heads", num_attention_heads=1, num_key_value_heads=1),
-        "context_exchange: 'heads', but 2 context ranks cannot share 1 heads; expected 'keys', or a divisor as",
+        "context_exchange: 'heads', but 2 context ranks cannot share 1 head; expected 'keys', or a divisor as",
     ),
     (
         lambda: _llama(

@@ -75,7 +75,7 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
 def test_checkpointing_is_one_choice_for_all_layers_or_one_for_each() -> None:
     assert Recipe.of(checkpointing="full").checkpointing_of(3) == ("full",) * 3
     assert Recipe.of(checkpointing=["full", "none"]).checkpointing_of(2) == ("full", "none")
-    with pytest.raises(InputError, match="checkpointing: 1 choices, expected one for each of the model's 2 layers"):
+    with pytest.raises(InputError, match="checkpointing: 1 choice, expected one for each of the model's 2 layers"):
         Recipe.of(checkpointing=["full"]).checkpointing_of(2)
 
 

@@ -152,7 +152,7 @@ def test_transfers_that_are_far_off() -> None:
     ("schedule", "message"),
     [
         (lambda: Order(ONE, 1.5, ((),)), "microbatches must be a whole number, not 1.5"),
-        (lambda: Order(Placement.linear(2), 1, ((),)), "there are 1 rows for 2 devices"),
+        (lambda: Order(Placement.linear(2), 1, ((),)), "the order has 1 row for 2 devices"),
         (lambda: Order(ONE, 1, (("0F0",),)), "device 0, position 0: expected a pass, not '0F0'"),
         (lambda: Order(ONE, 1, ((Pass(Kind.F, 0, 0), 7),)), "device 0, position 1: expected a pass, not 7"),
         (lambda: Order(ONE, 1, ((Transfer(TransferKind.X, None, 0),),)), "position 0: expected a pass, not Transfer"),

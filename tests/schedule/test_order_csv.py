@@ -121,7 +121,7 @@ def test_a_transfer_that_no_pass_needs_stays_without_members() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": ()}, "there are 0 rows for 2 devices"),
+        ({"rows": ()}, "the order has 0 rows for 2 devices"),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"barriers": 3}, "barriers must be 0, 1 or 2, not 3"),
     ],

@@ -194,7 +194,7 @@ def test_passes_run_as_one_are_taken_apart(text: str, costs: Costs) -> None:
     [
         ("0F0,0B0", 0, "barriers must be 1 .* or 2 .*, not 0"),
         ("0F0,0B0", 3, "barriers must be 1 .* or 2 .*, not 3"),
-        ("E0,0F0,S0,C0,T0,0B0,G0", 1, "the order has vocabulary passes already, with 1 barriers"),
+        ("E0,0F0,S0,C0,T0,0B0,G0", 1, "the order has vocabulary passes already, with 1 barrier"),
         ("0F0", 2, "barriers must be 1, as for every evaluation, not 2"),
         ("0UNSHARD,0F0,0B0,0REDUCE_GRAD", 1, "cannot be added between UNSHARD"),
     ],

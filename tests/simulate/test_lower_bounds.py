@@ -50,7 +50,7 @@ def test_schedules_that_no_other_can_beat(schedule: str, of: str, value: float, 
     ("placement", "microbatches", "options", "value", "name", "why"),
     [
         # One stage of 3 on each of 4 devices, one microbatch at a time: 5 x 12.
-        (Placement.linear(4), 5, {"memory_limit": 1}, 60, "rounds", "device 0 holds at most 1 activations of stage 0"),
+        (Placement.linear(4), 5, {"memory_limit": 1}, 60, "rounds", "device 0 holds at most 1 activation of stage 0"),
         # Two at a time, 5 of them: rounds of 12, 12, and 12 for the last; two more on any device make no difference.
         (Placement.linear(4), 5, {"memory_limit": 2}, 36, "rounds", "each for at least 12"),
         # In each round of 3 the other two follow within 3 each: 12 + 12 + 6.

@@ -115,5 +115,5 @@ def test_a_norm_over_all_columns_joins_them_unless_it_is_passed() -> None:
 
 
 def test_one_matrix_has_no_units() -> None:
-    with pytest.raises(NoUnitsError, match="1 linear layers"):
+    with pytest.raises(NoUnitsError, match="1 linear layer"):
         find_units(nn.Sequential(nn.Linear(HIDDEN, HIDDEN)).double(), call())

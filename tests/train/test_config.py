@@ -40,7 +40,7 @@ BAD_VALUES = [
     ("tokenizer.vocabulary_size", 256, ["tokenizer.vocabulary_size is 256", "at least 257"]),
     ("tokenizer.end_of_text", "", ["tokenizer.end_of_text"]),
     ("pipeline.processes", 0, ["pipeline.processes is 0", "at least 1"]),
-    ("pipeline.replicas", 2, ["pipeline.replicas is 2", "a divisor of the 1 processes"]),
+    ("pipeline.replicas", 2, ["pipeline.replicas is 2", "a divisor of the 1 process"]),
     ("pipeline.data_parallel", "fsdp", ["pipeline.data_parallel", "replicate, shard"]),
     ("pipeline.microbatches", -1, ["pipeline.microbatches is -1", "at least 1"]),
     ("pipeline.microbatch_size", 0, ["pipeline.microbatch_size is 0"]),

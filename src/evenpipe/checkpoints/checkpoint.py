@@ -248,9 +248,8 @@ def load(
     known = {name for names, _ in prepared for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
-        raise InputError(
-            f"{where} has {unknown[0]!r} and {count(len(unknown) - 1, 'more parameter')} that the model does not have"
-        )
+        others = f" and {count(len(unknown) - 1, 'more parameter')}" if unknown[1:] else ""
+        raise InputError(f"{where} has {unknown[0]!r}{others} that the model does not have")
 
     ((plan, put_settings_in_place),) = plans
 
