@@ -13,7 +13,7 @@ from evenpipe import InputError, Pipeline
 from evenpipe.plan.stage_costs import costs_for_stages
 from evenpipe.schedule import Costs
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.words import count, join
+from evenpipe.words import count, join, quoted
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,11 @@ def test_lists_are_joined_and_counted() -> None:
         "",
         "a, b and 2 more",
     ]
+
+
+def test_quoted() -> None:
+    assert quoted("2F0") == "'2F0'"
+    assert quoted("x" * 5000) == f"'{'x' * 57}...'"
 
 
 def pipeline(**options: Any) -> Pipeline:

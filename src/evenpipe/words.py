@@ -1,8 +1,13 @@
-"""Numbers and lists in the words of messages."""
+"""Numbers, lists, quotations and tables for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from evenpipe.given import plain
+
+QUOTED = 60
+"""Longest quotation, in characters."""
 
 
 def count(number: float, noun: str, form: str = "") -> str:
@@ -21,3 +26,20 @@ def join(words: Sequence[str], most: int = 8) -> str:
     """Return a list in words, "a, b and c"; beyond `most` entries the rest is counted."""
     shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows of words in aligned columns: those in `left` to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            word.ljust(width) if column in left else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def quoted(text: str) -> str:
+    """Return `text` in quotation marks, without control characters and shortened."""
+    return f"'{plain(text)}'" if len(text) <= QUOTED else f"'{plain(text[: QUOTED - 3])}...'"

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str]:
     from evenpipe.plan.case_report import labels
-    from evenpipe.schedule.words import count
+    from evenpipe.words import count
 
     planned = cases(arguments)
     found = [case.simulation.timeline for case in planned]

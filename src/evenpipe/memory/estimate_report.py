@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import AXES
-from evenpipe.schedule.words import count, table
+from evenpipe.words import count, table
 
 from .bytes import TERMS
 from .estimate import Estimate

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evenpipe.schedule import words
-from evenpipe.schedule.words import count
+from evenpipe import words
+from evenpipe.words import count
 
 from .cases import WHOLE, Case
 

@@ -24,8 +24,8 @@ from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_m
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.transforms.communication import add_communication
-from evenpipe.schedule.words import count
 from evenpipe.simulate import Simulation, simulate
+from evenpipe.words import count
 
 from .stage_costs import costs_for_stages, with_whole_vocabulary
 

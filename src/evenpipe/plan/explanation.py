@@ -20,8 +20,8 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.schedule.words import count, table
 from evenpipe.simulate import simulate
+from evenpipe.words import count, table
 
 from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of

@@ -10,8 +10,8 @@ from evenpipe.costs import costs_of
 from evenpipe.given import plain, shortened
 from evenpipe.schedule import Costs, Event, Timeline
 from evenpipe.schedule.trace import Trace
-from evenpipe.schedule.words import count
 from evenpipe.simulate import Simulation, simulate
+from evenpipe.words import count
 
 
 @dataclass(frozen=True)

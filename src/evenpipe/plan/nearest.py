@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.memory.sizes import gib_text
-from evenpipe.schedule.words import count
+from evenpipe.words import count
 
 from .configuration import LEAST
 from .configuration_search import Found, Progress, search_configurations

@@ -12,7 +12,7 @@ from typing import Any
 from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.schedule.words import count, table
+from evenpipe.words import count, table
 
 from .bounds import order_bound
 from .configuration import name_of_axes

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evenpipe import words
 from evenpipe.errors import InputError
-from evenpipe.schedule import words
 from evenpipe.schedule.check import check_order
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs

@@ -30,9 +30,9 @@ from evenpipe.schedule.planning import costs_of_work, order_of_function, plan_or
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.simpler_costs import in_parts
 from evenpipe.schedule.slice_costs import each_slice
-from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard
 from evenpipe.vocabulary import split as shards_of
+from evenpipe.words import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

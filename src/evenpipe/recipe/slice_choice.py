@@ -17,7 +17,7 @@ from evenpipe.recipe.sliced_costs import Extra
 from evenpipe.schedule import Costs, Order, Program, time_order
 from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.schedule.words import count
+from evenpipe.words import count
 
 EXTRA = {"cuda": Extra(forward=256, weights=1024), "cpu": Extra(forward=16, weights=64)}
 """By torch device. A product of t tokens takes 2 t FLOPs per parameter. Reading a 16-bit matrix takes as long as 230 of

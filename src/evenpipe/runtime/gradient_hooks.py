@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.words import join
+from evenpipe.words import join
 
 Hook = Callable[[Tensor], Any]
 KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")

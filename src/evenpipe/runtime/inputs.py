@@ -15,8 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
-from evenpipe.schedule.words import join
-from evenpipe.words import count
+from evenpipe.words import count, join
 
 IGNORE_INDEX = -100
 

@@ -47,7 +47,7 @@ from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.result import html_table
 from evenpipe.runtime.scheduled_model import ScheduledModel
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule.words import count
+from evenpipe.words import count
 
 logger = logging.getLogger(__name__)
 

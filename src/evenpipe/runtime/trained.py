@@ -22,7 +22,7 @@ from torch import nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
-from evenpipe.schedule.words import join
+from evenpipe.words import join
 
 FROZEN, TRAINED = 0, 1
 """Flags of parameters; that of a trained one with hooks is larger, and says how many of each kind."""

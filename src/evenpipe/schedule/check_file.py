@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenpipe.words import count
+
 from .check import check_order, check_program
 from .check_limit import Limits
 from .costs import Costs, PassTimes
@@ -17,7 +19,6 @@ from .passes import Pass, parts_of
 from .placement import Edge
 from .program import Program
 from .timeline import peak_activations
-from .words import count
 
 SHOWN = 1000
 """Most faults in the text for people; JSON has all."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 from evenpipe.given import shown
+from evenpipe.words import count
 
 from .costs import Costs
 from .effects import IN_FLIGHT
@@ -15,7 +16,6 @@ from .faults import Fault, brief, neighbours
 from .order import Order
 from .passes import Kind, Pass, parts_of
 from .program import Program
-from .words import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

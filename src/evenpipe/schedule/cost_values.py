@@ -7,10 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evenpipe import words
 from evenpipe.errors import InputError
 from evenpipe.given import shown
-
-from . import words
 
 SMALLEST, LARGEST = 1e-100, 1e100
 """Between these limits, sums, products and quotients of costs cannot overflow or underflow."""

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
+from evenpipe import words
 from evenpipe.errors import InputError
 from evenpipe.given import shown
 
-from . import words
 from .cost_values import Cost, added, cost, factors, multiplied, number, refuse_unknown, spread, table
 from .effects import ON_DEVICE
 from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict

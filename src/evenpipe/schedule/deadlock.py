@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.errors import InputError
-from evenpipe.words import count
+from evenpipe.words import count, join
 
 from .dependencies import Dependencies
 from .faults import ROWS, Fault, brief, excerpt
 from .order import Order
 from .passes import ROLE, Pass, Rows, parts_of
 from .places import Name, needs_in_row
-from .words import join
 
 
 class DeadlockError(InputError):

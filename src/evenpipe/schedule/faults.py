@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
+from evenpipe.words import count
 
 from .passes import Item, Pass, Rows
-from .words import count
 
 SHOWN = 20
 """Most faults in the message of an error; a report has all."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from evenpipe.errors import InputError
+from evenpipe.words import count
 
 from .passes import Item, Kind, Pass, Rows, Transfer, parts_of
 from .placement import Edge, Placement
 from .text import cell_name, infer, rows_from_csv, rows_to_csv
-from .words import count
 
 
 @dataclass(frozen=True, slots=True)

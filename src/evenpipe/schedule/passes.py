@@ -19,8 +19,7 @@ from enum import StrEnum
 from itertools import product
 
 from evenpipe.errors import InputError
-
-from .words import quoted
+from evenpipe.words import quoted
 
 
 class Kind(StrEnum):

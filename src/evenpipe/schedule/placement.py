@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenpipe.errors import InputError
-
-from .words import quoted
+from evenpipe.words import quoted
 
 Edge = tuple[int, int]
 """A stage, and one that takes its output."""

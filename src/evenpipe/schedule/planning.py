@@ -10,6 +10,7 @@ from operator import gt
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.words import count
 
 from .check import check_order, check_program
 from .costs import Costs
@@ -26,7 +27,6 @@ from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
 from .transforms.vocabulary import add_vocabulary, complete
-from .words import count
 
 Schedule = str | Order | Program | Callable[[int, int], Order]
 """A name in `SCHEDULES`, an order, a program, or a function of devices and microbatches that returns an order."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evenpipe.words import count
+
 from .dependencies import Dependencies
 from .flows import PER_PAIR
 from .order import DeviceRows
 from .passes import Item, Rows, Transfer
-from .words import count
 
 
 @dataclass(frozen=True, slots=True)

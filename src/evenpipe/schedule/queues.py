@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from evenpipe.words import join
+
 from .dependencies import Dependencies, Route
 from .faults import Fault, brief, excerpt
 from .graph import Graph
 from .passes import Kind, Pass, parts_of
 from .program import Program
-from .words import join
 
 QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
     "one queue per communicator": lambda route: route.communicator,

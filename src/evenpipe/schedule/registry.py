@@ -10,6 +10,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
+from evenpipe.words import count
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -17,7 +18,6 @@ from .costs import Costs
 from .files import read_order
 from .generators import SCHEDULES
 from .order import Order
-from .words import count
 
 LARGEST = 20_000_000
 """Most forwards of an order; such an order and its program take some 10 GB."""

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from evenpipe.words import join
+
 from .dependencies import Dependencies
 from .faults import Fault, brief
 from .passes import OFFLOAD_KINDS, SHARDING_KINDS, Item, Pass, Transfer, parts_of
 from .program import Program
 from .queues import QUEUE_MODELS
-from .words import join
 
 MEETS_NOT = OFFLOAD_KINDS | SHARDING_KINDS
 """Kinds of pass in which ranks do not meet: copies, and what replicas do."""

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.words import count
 
 from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parse_item, parts_of
 from .placement import Edge, Placement
-from .words import count
 
 
 def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:

@@ -8,10 +8,11 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from evenpipe.words import count
+
 from .effects import IN_FLIGHT
 from .passes import SHARDING_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
-from .words import count
 
 
 @dataclass(frozen=True, slots=True)

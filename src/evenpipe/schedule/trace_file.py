@@ -37,6 +37,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_json, shown
+from evenpipe.words import count
 
 from .cost_values import LARGEST
 from .costs import Costs
@@ -45,7 +46,6 @@ from .placement import Edge, Placement
 from .program import Program
 from .text import rows_to_csv
 from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
-from .words import count
 
 FORMAT, VERSION = "evenpipe trace", 1
 _DIGITS = 9

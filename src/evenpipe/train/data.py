@@ -25,7 +25,6 @@ import numpy as np
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
-from evenpipe.schedule.words import count
 from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json

@@ -18,7 +18,6 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import beside, plain
-from evenpipe.schedule.words import count
 from evenpipe.train.section import show
 from evenpipe.train.sources import (
     CHAT_FIELDS,
@@ -30,6 +29,7 @@ from evenpipe.train.sources import (
     is_saved,
     kind_of,
 )
+from evenpipe.words import count
 
 DEFAULT_FIELD = "text"
 """Default of data.text_field."""

@@ -9,7 +9,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.words import count
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import DataConfig, ModelConfig
 from evenpipe.train.section import nearest, show

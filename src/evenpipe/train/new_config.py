@@ -9,7 +9,6 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import check_new
-from evenpipe.schedule.words import count
 from evenpipe.train.config_file import config_from_dict, sections
 from evenpipe.train.config_help import describe_section
 from evenpipe.train.found_data import FoundData
@@ -18,6 +17,7 @@ from evenpipe.train.model_source import model_config
 from evenpipe.train.packing import split_rows
 from evenpipe.train.planned_config import CORPUS, TOKENIZER_ENTRIES, model_tables, write_tables
 from evenpipe.train.tokenizer import load_tokenizer, train_tokenizer
+from evenpipe.words import count
 
 SMALL_MODEL = {
     "architecture": "llama",

@@ -20,9 +20,9 @@ from evenpipe.checkpoints import Checkpoint, ListedCheckpoint, find_latest, find
 from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.folder import Found
 from evenpipe.errors import InputError
-from evenpipe.schedule.words import join
 from evenpipe.train.config import Config
 from evenpipe.train.health import Health
+from evenpipe.words import join
 
 RESUMED_FROM = "resumed_from"
 """Entry of a checkpoint's `extra`: the last `checkpoint.resume_from` before it, or None."""

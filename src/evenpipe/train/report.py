@@ -16,8 +16,8 @@ from evenpipe.draw import loads_svg
 from evenpipe.given import write_text
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Timeline
-from evenpipe.schedule.words import count
 from evenpipe.train.files import write_json
+from evenpipe.words import count
 
 BASELINE = "first-last"
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.words import count
 from evenpipe.train.input_sections import JSON_LINES, DataConfig
 from evenpipe.train.section import nearest, show
+from evenpipe.words import count
 
 READ_BYTES = 1 << 20
 LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is in memory as a whole

@@ -16,7 +16,7 @@ from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.words import count
+from evenpipe.words import count
 
 from .v_shape import StepTimes, v_order
 from .v_shape_blocks import Block, block_of_gaps, collides, peaks, squeezed
