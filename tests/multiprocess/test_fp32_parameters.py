@@ -34,6 +34,8 @@ CASES = [
     *(("ernie4_5_moe", layout) for layout in LAYOUTS),  # routers and their biases
     ("bailing_hybrid", "zbv"),  # decays and convolutions
     ("bailing_hybrid", "shards"),
+    ("bailing_hybrid", "tensor ranks"),
+    ("inkling_text", "tensor ranks"),
     ("flint", "1f1b"),  # sinks of attention
     ("inkling_text", "shards"),
     ("hunyuan_v1_moe", "zbv"),  # routers that are built in fp32
