@@ -33,6 +33,8 @@ class Carry:
         self.ends = tuple(ends)
         self._keys: dict[int, Keys] = {}
         self._gradients: dict[int, Keys] = {}
+        self._layers: set[int] = set()
+        """That run on slice 0."""
         self._reached: dict[int, int] = {}
         """By layer, the slice whose backward came last."""
 
@@ -95,15 +97,9 @@ class CarriedSlice:
         """Layers of this slice."""
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
-        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same.
-
-        Raises:
-            InputError: an earlier slice has not run the layer.
-        """
+        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
         kept, length = self._carry._keys, self._carry.ends[-1]
         self._ran.add(layer)
-        if self._index and layer not in kept:
-            raise self._carry._uneven(layer, f"it runs on slice {self._index}, and not on slice 0")
         made = self._within.keys(layer, key, value)
         if layer not in kept:
             key, value = (one.new_empty((*one.shape[:2], length, one.shape[3])) for one in made)
@@ -113,9 +109,12 @@ class CarriedSlice:
         return self.again(layer)
 
     def end_forward(self) -> None:
-        """Raise InputError if an earlier slice has run a layer that this one has not."""
-        for layer in self._carry._keys.keys() - self._ran:
-            raise self._carry._uneven(layer, f"it runs on slice 0, and not on slice {self._index}")
+        """Raise InputError if the first slice has run other layers than this one."""
+        if not self._index:
+            self._carry._layers = self._ran
+        for layer in self._ran ^ self._carry._layers:
+            ran, not_ran = (self._index, 0) if layer in self._ran else (0, self._index)
+            raise self._carry._uneven(layer, f"it runs on slice {ran}, and not on slice {not_ran}")
 
     def again(self, layer: int, *own: Tensor) -> Keys:
         """Return the keys of all slices up to this one."""
