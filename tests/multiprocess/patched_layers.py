@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from evenpipe import Pipeline
 from evenpipe.layers.compilation import compile_layer
+from evenpipe.layers.random_state import Draws, seed_of_layer
 from evenpipe.model import describe
 from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, add_slices, generate
@@ -146,7 +147,8 @@ def one_process(case: Case, behaviours: Mapping[str, Behaviour], microbatches: i
 
         def logits(ids: Tensor, positions: Tensor) -> Tensor:
             hidden = embedding(ids)
-            for layer in layers:
+            for index, layer in enumerate(layers):
+                torch.manual_seed(seed_of_layer(number, unit, index))  # as a pipeline of plain modules seeds them
                 hidden = layer(hidden)
             return head(norm(hidden))
 
@@ -162,9 +164,11 @@ def one_process(case: Case, behaviours: Mapping[str, Behaviour], microbatches: i
     count = sum(int((labels[:, 1:] != -100).sum()) for _, labels, _ in data)
     total = 0.0
     torch.manual_seed(SEED)
+    number, unit = Draws.draw() if case.plain else 0, -1
     with patched(case.layers, behaviours):
         for of_replica in data:
             for ids, labels, positions in zip(*(one.split(2) for one in of_replica), strict=True):
+                unit += 1
                 found = logits(ids, positions)[:, :-1].flatten(0, 1)
                 loss = functional.cross_entropy(found, labels[:, 1:].flatten(), reduction="sum") / count
                 if loss.requires_grad:
