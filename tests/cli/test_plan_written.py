@@ -140,6 +140,7 @@ REFUSED = {
         "8",
     ): "tokens, but one step of 8 sequences of 64 tokens needs",
     ("--tokenizer", "too large", "-o", "run.toml"): "but the model has only 1000 rows for them",
+    ("--data", "texts", "-o", "run.toml", "--sequence", "257"): "evenpipe train takes at most 256, the model's longest",
     ("--tokenizer", "nowhere", "-o", "run.toml"): 'the tokenizer "nowhere" cannot be loaded',
     ("--model", "narrow", "-o", "run.toml"): "the model has a vocabulary of 200, but a tokenizer that is trained",
     ("--model", "own.toml", "--data", "texts", "-o", "run.toml"): "but own.toml has its own",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from evenpipe.plan.space import Space
     from evenpipe.train.planned_run import PlannedRun
 
+SEQUENCE = 4096
+"""Default length of a sequence, unless the model's longest is shorter."""
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
 NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
@@ -40,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
     )
     add_hardware(parser)
-    parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
+    parser.add_argument(
+        "--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096, or the longest)"
+    )
     parser.add_argument(
         "--batch",
         metavar="SEQUENCES",
@@ -221,7 +225,10 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, PlannedRun]:
         run = PlannedRun(tables={})
         if arguments.output is not None:
             run = planned_run(description, arguments.model, arguments.data, arguments.tokenizer)
-    sequence = 4096 if sequence is None else sequence
+    longest = description.maximum_length
+    sequence = min(SEQUENCE, longest or SEQUENCE) if sequence is None else sequence
+    if arguments.output is not None and longest is not None and sequence > longest:
+        raise InputError(f"--sequence is {sequence}, but evenpipe train takes at most {longest}, the model's longest")
     if batch is None:
         usual = max(arguments.gpus, BATCH_TOKENS // max(1, sequence))
         batch = run.sequences_per_step(sequence, usual)

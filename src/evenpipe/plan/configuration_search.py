@@ -526,10 +526,10 @@ def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_Eva
     try:
         yield partial(_evaluate_in, executor, watch)
     finally:
+        _problem = None
         with _undivided():
             ending.set()
             executor.shutdown(cancel_futures=True)
-        _problem = None
 
 
 @contextmanager
