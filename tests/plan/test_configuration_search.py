@@ -239,7 +239,8 @@ def test_worker_processes_compute_with_one_thread(small: Problem, monkeypatch: p
     monkeypatch.setattr(configuration_search, "evaluate", lambda *given: torch.get_num_threads())
     torch.set_num_threads(2)
     try:
-        with configuration_search._pool(small, 2) as evaluate_all:
+        watch = configuration_search._Watch(math.inf, None)
+        with configuration_search._pool(small, 2, watch) as evaluate_all:
             assert list(evaluate_all([None, None, None], [1.0, 1.0, 1.0], "times")) == [1, 1, 1]
         assert torch.get_num_threads() == 2
     finally:
