@@ -171,8 +171,8 @@ def test_a_run_that_fails(started, monkeypatch, capsys):
 
 def test_text_is_written_after_training(started, exported, monkeypatch, capsys):
     class Generator:
-        def __init__(self, folder):
-            assert folder == Path("run/model")
+        def __init__(self, folder, trust_remote_code):
+            assert (folder, trust_remote_code) == (Path("run/model"), False)
             assert (len(started), len(exported)) == (1, 1), "the model is there only after training and export"
 
         def __call__(self, prompt, **options):
