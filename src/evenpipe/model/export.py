@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
-from transformers.core_model_loading import build_glob_alternation
 from transformers.dynamic_module_utils import custom_object_save
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, Origin, changed_config, generation_text
-from evenpipe.model.structure import persistent_buffers
+from evenpipe.model.structure import persistent_buffers, planned_dtypes
 from evenpipe.model.weight_files import INDEX, SINGLE
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
@@ -73,14 +72,7 @@ def dtypes_to_write(
     buffers = {name for name, _ in persistent_buffers(description.skeleton)}
     names = [name for name in description.shapes if name not in buffers]
     kept = {name: origin[name] for name in buffers & origin.keys()}
-    plan = description.skeleton._get_dtype_plan(dtype)
-    if not plan:
-        return kept | dict.fromkeys(names, dtype)
-    pattern, key_of, _ = build_glob_alternation(list(plan))
-    for name in names:
-        match = pattern.search(name)
-        kept[name] = dtype if match is None or match.lastgroup is None else plan[key_of[match.lastgroup]]
-    return kept
+    return kept | dict.fromkeys(names, dtype) | planned_dtypes(description.skeleton, dtype, names)
 
 
 def save_tensors(

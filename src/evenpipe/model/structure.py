@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,18 @@ def build_skeleton(
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Apply transformers' own plan of dtypes, which it reads only when it loads weights."""
+    tensors = dict((*model.named_parameters(), *persistent_buffers(model)))
+    for name, planned in planned_dtypes(model, dtype, tensors).items():
+        tensors[name].data = tensors[name].data.to(planned)
+
+
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the named tensors for which transformers has a plan in a model of `dtype`."""
     if not (plan := model._get_dtype_plan(dtype)):
-        return
+        return {}
     pattern, key_of, _ = build_glob_alternation(list(plan))
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        if (match := pattern.search(name)) and match.lastgroup is not None:
-            tensor.data = tensor.data.to(plan[key_of[match.lastgroup]])
+    matches = {name: pattern.search(name) for name in names}
+    return {name: plan[key_of[match.lastgroup]] for name, match in matches.items() if match and match.lastgroup}
 
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:
