@@ -60,7 +60,9 @@ class Model(Shown):
     norm: bool = True
     """Of plain modules."""
     unusual_layers: bool = False
-    """Of plain modules: some are skipped, pass no gradient on, or change their input in place."""
+    """Of plain modules: some are skipped, or pass no gradient on."""
+    changes_input: bool = False
+    """Of plain modules: some change their input in place, which checkpointing refuses, as torch's own does."""
     router_loss: float = 0.0
     """Its coefficient; 0: there is none."""
     frozen: str = "nothing"
@@ -258,7 +260,8 @@ def _with_shared_experts(case: Case) -> Case:
 def _with_unusual_layers(case: Case) -> Case:
     if case.model.family != MODULES or case.compile_layers or case.random("unusual layers").random() < 0.3:
         return case
-    return replace_field(case, model=replace_field(case.model, unusual_layers=True))
+    changes = case.checkpointing == "none" or set(case.checkpointing) == {"none"}
+    return replace_field(case, model=replace_field(case.model, unusual_layers=True, changes_input=changes))
 
 
 def _with_totals(case: Case) -> Case:
@@ -270,6 +273,8 @@ def _with_totals(case: Case) -> Case:
 def _with_hooks(case: Case) -> Case:
     dice = case.random("hooks")
     hooks = dice.choice(("none", "none", "none", "tensor", "accumulated", "both"))
+    if case.model.unusual_layers and hooks != "none":
+        hooks = "tensor"  # the others are called for zeros, too, where one process has nothing
     return replace_field(case, hooks=hooks)
 
 

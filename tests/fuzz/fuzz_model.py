@@ -32,7 +32,9 @@ class PlainModel(nn.Module):
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(model.vocabulary, HIDDEN, padding_idx=model.padding)
         layers = [_plain_layer((seed + index) % 6) for index in range(model.layers)]
-        self.layers = nn.ModuleList(unusual(layers, random.Random(seed)) if model.unusual_layers else layers)
+        self.layers = nn.ModuleList(
+            unusual(layers, random.Random(seed), model.changes_input) if model.unusual_layers else layers
+        )
         self.norm = nn.LayerNorm(HIDDEN) if model.norm else nn.Identity()
         self.head = nn.Linear(HIDDEN, model.vocabulary, bias=model.head_bias)
         self.to(FP64)
@@ -120,11 +122,11 @@ class InPlace(nn.Module):
         return self.layer(hidden)
 
 
-def unusual(layers: list[nn.Module], dice: random.Random) -> list[nn.Module]:
+def unusual(layers: list[nn.Module], dice: random.Random, changes_input: bool) -> list[nn.Module]:
     """Wrap some layers. A layer may change its input where the one before has saved nothing of it for its backward."""
     wrapped = []
     for index, layer in enumerate(layers):
-        may_change = index == 0 or isinstance(layers[index - 1], (OverTime, Residual))
+        may_change = changes_input and (index == 0 or isinstance(layers[index - 1], (OverTime, Residual)))
         match dice.choice(("plain", "plain", "skipped", "cut", "in place", "in place")):
             case "skipped":
                 layer = Skipped(layer)

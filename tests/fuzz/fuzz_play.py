@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
-from fuzz_model import FP64, Data, data_of, freeze
-from fuzz_pipeline import gathered, open_pipeline, shared_folder
+from fuzz_model import FP64, Data, data_of, freeze, live_model
+from fuzz_pipeline import gathered, is_first, open_pipeline, shared_folder
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -128,10 +128,12 @@ def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[
     dtypes = {name: dtype for held in gathered(dtypes) for name, dtype in held.items()}
     complaints: list[str] = []
     hashes: dict[str, str] = {}
+    if is_first():  # transformers writes nothing on another rank
+        live_model(case).save_pretrained(folder)  # type: ignore[operator]
+    gathered(None)
     if has_whole_tensors(pipeline):
         hashes = {"programs": hash_of_programs(pipeline), "seen": hash_of([("loss", loss), ("gradients", gradients)])}
         model = judge_model(case, {})
-        model.save_pretrained(folder)  # type: ignore[operator]
         narrow_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         narrow_model.config._experts_implementation = "eager"
         freeze(narrow_model.named_parameters(), case, case.model.frozen)

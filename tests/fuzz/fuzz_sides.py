@@ -48,6 +48,7 @@ class OneProcess:
         loss, seen = self._loss(data, update)
         if loss.requires_grad:
             loss.backward()
+        fill_gradients(self._model.parameters(), self._case)
         return seen
 
     def evaluate(self, data: list[Data]) -> Observed:
@@ -150,6 +151,14 @@ def add_hooks(parameters: Iterable[tuple[str, nn.Parameter]], case: Case) -> Non
             parameter.register_post_accumulate_grad_hook(_bend)
 
 
+def fill_gradients(parameters: Iterable[nn.Parameter], case: Case) -> None:
+    """Give zeros to trained parameters without a gradient, which layers that stop gradients leave: a pipeline gives
+    zeros to those of earlier stages, one process nothing, and an optimizer takes the two differently."""
+    for parameter in parameters if case.model.unusual_layers else ():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def _bend(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(1 + parameter.grad.abs())
@@ -205,6 +214,7 @@ class InProcesses:
         result = self.pipeline.step(ids, **named, record_passes=recorded)
         if recorded:
             self.pipeline.trace(result)
+        fill_gradients(self.pipeline.parameters(), self._case)
         return self._seen(result)
 
     def evaluate(self, data: list[Data]) -> Observed:
