@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from evenpipe import Pipeline
 from evenpipe.memory.bytes import EmbeddingBytes, PartBytes, PassPeaks, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.letters import this_cpu
 from evenpipe.memory.replay import OPTIMIZER_STEP, Replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
@@ -19,7 +20,6 @@ from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
 from evenpipe.model import describe
 from evenpipe.runtime import values
 from evenpipe.schedule import Order, Pass, Placement, add_recompute, add_sharding, plan_program
-from evenpipe.vocabulary.products import _cpu_has_bf16
 
 NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 NO_VOCABULARY = VocabularyBytes()
@@ -207,7 +207,7 @@ def test_nothing_is_left_of_any_schedule(name: str, mode: str, p: int, m: int) -
 # --- against real steps ---------------------------------------------------------------------------------------------
 
 HIDDEN, TOKENS, ROWS, LAYERS = 32, 48, 512, 4
-MACHINE = "cpu" if _cpu_has_bf16() else "cpu without bf16"
+MACHINE = this_cpu()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def on(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(output, "weight_product", lambda e, x, out, add: out.zero_())
             monkeypatch.setattr(triton_kernels, "_launch", lambda *_, **__: None)
             monkeypatch.setattr(output, "choose", lambda options, like: triton_kernels.TritonKernels())
-        monkeypatch.setattr(products, "_cpu_has_bf16", lambda: machine == "cpu")
+        monkeypatch.setattr(products, "cpu_has_bf16", lambda: machine == "cpu")
 
     return run
 

@@ -23,6 +23,7 @@ from evenpipe import Pipeline, Recipe
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.bytes import DeviceMemory
 from evenpipe.memory.estimate import estimate
+from evenpipe.memory.letters import this_cpu
 from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.replay import Replay
 from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
@@ -33,13 +34,12 @@ from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.parallelism import DATA_PARALLEL, DataParallel
 from evenpipe.schedule import add_recompute, plan_order
 from evenpipe.vocabulary import LossOptions
-from evenpipe.vocabulary.products import _cpu_has_bf16
 
 PROCESSES, MICROBATCHES, SEQUENCES, TOKENS = 4, 9, 2, 64
 ROWS, HIDDEN, LAYERS = 1536, 64, 8
 TOLERANCE = 0.003
 """What remains is how the tokens of single microbatches fall on the shards of the vocabulary."""
-MACHINE = "cpu" if _cpu_has_bf16() else "cpu without bf16"
+MACHINE = this_cpu()
 
 
 @dataclass(frozen=True)

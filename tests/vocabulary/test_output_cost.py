@@ -132,7 +132,7 @@ def test_bf16_never_has_fp32_logits_of_all_tokens(
     native: bool, one_barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the processor has no products in bf16, factors are made wide in slices of the vocabulary."""
-    monkeypatch.setattr(products, "_cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(products, "cpu_has_bf16", lambda: native)
     monkeypatch.setattr(products, "vocabulary_slices", lambda rows: vocabulary_slices(rows, 96))
     options = LossOptions(rows_per_block=8, soft_cap=5.0, label_smoothing=0.1)
     layer = Layer(options, one_barrier=one_barrier, dtype=torch.bfloat16)

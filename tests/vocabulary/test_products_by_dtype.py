@@ -23,7 +23,7 @@ OPTIONS = {
 @pytest.fixture(params=[True, False], ids=["bf16 products", "upcast"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both policies for bf16 on a CPU, whatever this CPU has; and slices smaller than the shard."""
-    monkeypatch.setattr(products, "_cpu_has_bf16", lambda: request.param)
+    monkeypatch.setattr(products, "cpu_has_bf16", lambda: request.param)
     monkeypatch.setattr(products, "vocabulary_slices", lambda rows: _slices(rows, 7))
     return bool(request.param)
 

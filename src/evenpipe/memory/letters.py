@@ -16,11 +16,16 @@ from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.buffers import aligned
 from evenpipe.vocabulary.kernels.plain import cached_rows
 from evenpipe.vocabulary.output import BLOCK_LOGITS, rows_per_block
-from evenpipe.vocabulary.products import SLICE_ROWS
+from evenpipe.vocabulary.products import SLICE_ROWS, cpu_has_bf16
 
 Machine = Literal["gpu", "cpu", "cpu without bf16"]
 """"gpu": products write into their accumulators, Triton's kernels process them, and the allocator reuses memory; "cpu":
 bf16 products have bf16 results; "cpu without bf16": they are computed in fp32, piece by piece."""
+
+
+def this_cpu() -> Machine:
+    """Return which machine the processor of this process is."""
+    return "cpu" if cpu_has_bf16() else "cpu without bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

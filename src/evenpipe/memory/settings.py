@@ -15,10 +15,10 @@ from evenpipe.words import count
 
 from .framework import Framework
 from .kernels import Kernels
+from .letters import Machine, this_cpu
 from .pieces import Piece
 from .reserved import Overheads
 from .states import ELEMENT_BYTES, Dtypes
-from .vocabulary import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +112,8 @@ class Settings:
 
     @property
     def machine(self) -> Machine:
-        """Machine of the vocabulary layers."""
-        return "cpu" if self.on_cpu else "gpu"
+        """Machine of the vocabulary layers; processes of a host run on the host that asks."""
+        return this_cpu() if self.on_cpu else "gpu"
 
     @property
     def tokens_here(self) -> int:

@@ -28,7 +28,8 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @cache
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
+    """Return whether this machine's processor multiplies bf16; if not, torch emulates it, slowly."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -39,7 +40,7 @@ def _writes_accumulator(operand: Tensor) -> bool:
 
 def _multiplies_natively(operand: Tensor) -> bool:
     """Return whether a product of this dtype is fast here, though its result is rounded to the same dtype."""
-    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _cpu_has_bf16()
+    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and cpu_has_bf16()
 
 
 def _widens(operand: Tensor) -> bool:
