@@ -12,26 +12,18 @@ from fuzz_case import EXPERTS, MODES, MODULES, Case
 from fuzz_model import FP64, Data, data_of, freeze, live_model
 from fuzz_pipeline import gathered, is_first, open_pipeline, shared_folder
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
+from fuzz_wide import all_in_fp64
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from evenpipe import Pipeline
 from evenpipe.schedule.passes import SHARDING_KINDS
 
-NORMS_IN_FP32 = {"gemma2", "gemma3_text", "cohere2"}
-"""These compute their norms in fp32 whatever their dtype, and the gradients of their weights with them."""
-
-SMALL_DIFFERENCES = (1e-5, 1e-4)
-"""The same where tensor ranks or pieces of sequences add in another order before routers of experts, or in norms over
-all heads: gradients there are small differences of numbers in fp32, so the order of sums decides the sixth digit."""
-
-NORMS_OVER_HEADS = {"olmo2", "olmo3"}
-
 LIMITS = {False: (1e-10, 1e-8), True: (1e-6, 1e-5)}
-"""Relative errors, of one step and of weights after several; by whether fp32 decides. It does where layers of
-transformers are compiled, too: fused, the fp32 numbers of their norms and of softmax are rounded at other places, and
-logits in one process differ by 5e-8 with and without it. With tensor ranks and pieces the fp32 sums of most families'
-norms run over other rows at a time, which torch adds in another order. Plain modules are fp64 throughout."""
+"""Relative errors, of one step and of weights after several; by whether fp32 decides. It does in the loss of routers,
+whose sums are fp32 as in transformers, and where layers of transformers are compiled: fused, the fp32 numbers of their
+norms and of softmax are rounded at other places, and logits in one process differ by 5e-8 with and without it. All
+other cases are fp64 throughout (`fuzz_wide`)."""
 
 VANISHING = 1e-4
 """Of the norm of all tensors: the norm of one tensor below which its error is measured against this. The gradients of
@@ -98,7 +90,8 @@ def _named(where: str, observed: Observed) -> Observed:
 def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
     """Plays a case; what is wrong and the hashes of what was seen, on every process. Raises what the pipeline
     raises."""
-    with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
+    wide = contextlib.nullcontext() if case.bf16 or _compiles_transformers(case) else all_in_fp64()
+    with wide, shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
         if case.bf16:
             return outcome_in_bf16(case, pipeline, folder / "narrow")
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
@@ -206,13 +199,13 @@ def _differences_between_processes(seen: list[Observed]) -> list[str]:
     ]
 
 
+def _compiles_transformers(case: Case) -> bool:
+    return case.compile_layers and case.model.family != MODULES
+
+
 def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
     """What differs by more than it may, in a line each."""
-    compiled = case.compile_layers and case.model.family != MODULES
-    otherwise = case.tensor_parallel * case.context_parallel * case.slices * case.expert_parallel > 1
-    one_step, several = LIMITS[compiled or otherwise or case.model.family in NORMS_IN_FP32]
-    if otherwise and case.model.family in {*EXPERTS, *NORMS_OVER_HEADS}:
-        one_step, several = SMALL_DIFFERENCES
+    one_step, several = LIMITS[bool(case.model.router_loss) or _compiles_transformers(case)]
     complaints = []
     for (what, value), (expected_what, expected) in zip(found, wanted, strict=True):
         assert what == expected_what

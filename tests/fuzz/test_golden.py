@@ -36,7 +36,8 @@ def golden() -> list[dict[str, Any]]:
 
 
 def processor() -> str:
-    return machine(torch.device("cpu"))["machine"]
+    """Its name and the instructions that torch uses: some clouds give processors of all generations one name."""
+    return f"{machine(torch.device('cpu'))['machine']}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def test_cases_are_still_drawn_alike() -> None:
