@@ -6,7 +6,7 @@
 Both versions start their processes once and take turns, a few steps each, so that a change in the machine's speed
 meets both; the one that waits does not compute. Printed are the median step of each, and the median and the quartiles
 of the ratio turn by turn. A third pipeline, of this version with a hook on each of its parameters, shows what hooks
-cost.
+cost, and a second pipeline of the other version how far two of the same are apart.
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ def main() -> None:
         parser.error("--against: expected the folder of another version")
     with tempfile.TemporaryDirectory() as folder:
         versions = {}
-        for name, root, hooks in (("before", options.against, False), ("now", ROOT, False), ("hooks", ROOT, True)):
+        for name, root, hooks in (
+            ("before", options.against, False),
+            ("now", ROOT, False),
+            ("hooks", ROOT, True),
+            ("before again", options.against, False),
+        ):
             (Path(folder) / name).mkdir()
             versions[name] = Version(root.resolve(), hooks, Path(folder) / name)
         for version in versions.values():
@@ -127,7 +132,7 @@ def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> None
     results: dict[str, Any] = {"turns": options.turns, "steps": options.steps, "milliseconds": {}, "ratio": {}}
     for name, times in seconds.items():
         results["milliseconds"][name] = round(1e3 * statistics.median(times), 1)
-    for name in ("now", "hooks"):
+    for name in list(seconds)[1:]:
         ratios = [new / old for new, old in zip(seconds[name], seconds["before"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         results["ratio"][name] = {"quartiles": [round(low, 4), round(high, 4)], "median": round(middle, 4)}
