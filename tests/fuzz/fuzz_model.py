@@ -123,10 +123,12 @@ class InPlace(nn.Module):
 
 
 def unusual(layers: list[nn.Module], dice: random.Random, changes_input: bool) -> list[nn.Module]:
-    """Wrap some layers. A layer may change its input where the one before has saved nothing of it for its backward."""
+    """Wrap some layers. A layer may change its input where the one before, which was not skipped, has
+    saved nothing of it for its backward."""
     wrapped = []
     for index, layer in enumerate(layers):
-        may_change = changes_input and (index == 0 or isinstance(layers[index - 1], (OverTime, Residual)))
+        saves_nothing = index == 0 or isinstance(layers[index - 1], (OverTime, Residual))
+        may_change = changes_input and saves_nothing and not (wrapped and isinstance(wrapped[-1], Skipped))
         match dice.choice(("plain", "plain", "skipped", "cut", "in place", "in place")):
             case "skipped":
                 layer = Skipped(layer)
