@@ -12,18 +12,17 @@ from fuzz_case import EXPERTS, MODES, MODULES, Case
 from fuzz_model import FP64, Data, data_of, freeze, live_model
 from fuzz_pipeline import gathered, is_first, open_pipeline, shared_folder
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
-from fuzz_wide import all_in_fp64
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from evenpipe import Pipeline
+from evenpipe.model.fp64 import InFp64
 from evenpipe.schedule.passes import SHARDING_KINDS
 
 LIMITS = {False: (1e-10, 1e-8), True: (1e-6, 1e-5)}
-"""Relative errors, of one step and of weights after several; by whether fp32 decides. It does in the loss of routers,
-whose sums are fp32 as in transformers, and where layers of transformers are compiled: fused, the fp32 numbers of their
-norms and of softmax are rounded at other places, and logits in one process differ by 5e-8 with and without it. All
-other cases are fp64 throughout (`fuzz_wide`)."""
+"""Relative errors, of one step and of weights after several; by whether layers of transformers are compiled: fused,
+the fp32 numbers of their norms and of softmax are rounded at other places, and logits in one process differ by 5e-8
+with and without it. In other cases what they compute in fp32 is fp64 (`InFp64`)."""
 
 VANISHING = 1e-4
 """Of the norm of all tensors: the norm of one tensor below which its error is measured against this. The gradients of
@@ -61,11 +60,15 @@ def play(case: Case, side: Side) -> Observed:
         if step.frozen is not None:
             side.freeze(step.frozen, number)
         if step.evaluates:
-            seen += _named(f"{late}evaluated", side.evaluate(batches[-1]))
+            with _arithmetic(case):
+                evaluated = side.evaluate(batches[-1])
+            seen += _named(f"{late}evaluated", evaluated)
         total = sum(map(weight_of, batches)) if step.total else 0.0
         update = Update(total, len(batches)) if total else None
         for data in batches:
-            seen += _named(f"{late}step", side.step(data, step.recorded, update))
+            with _arithmetic(case):
+                stepped = side.step(data, step.recorded, update)
+            seen += _named(f"{late}step", stepped)
         seen.append((f"{late}gradients of step {number}", side.gradients()))
         if step.clips_to is not None:
             seen.append((f"{late}norm", side.clip(step.clips_to)))
@@ -80,6 +83,10 @@ def play(case: Case, side: Side) -> Observed:
     return seen
 
 
+def _arithmetic(case: Case) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if _compiles_transformers(case) else InFp64()
+
+
 def _named(where: str, observed: Observed) -> Observed:
     return [(f"{where}: {what}", value) for what, value in observed]
 
@@ -90,8 +97,7 @@ def _named(where: str, observed: Observed) -> Observed:
 def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
     """Plays a case; what is wrong and the hashes of what was seen, on every process. Raises what the pipeline
     raises."""
-    wide = contextlib.nullcontext() if case.bf16 or _compiles_transformers(case) else all_in_fp64()
-    with wide, shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
+    with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
         if case.bf16:
             return outcome_in_bf16(case, pipeline, folder / "narrow")
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
@@ -205,7 +211,7 @@ def _compiles_transformers(case: Case) -> bool:
 
 def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
     """What differs by more than it may, in a line each."""
-    one_step, several = LIMITS[bool(case.model.router_loss) or _compiles_transformers(case)]
+    one_step, several = LIMITS[_compiles_transformers(case)]
     complaints = []
     for (what, value), (expected_what, expected) in zip(found, wanted, strict=True):
         assert what == expected_what
