@@ -132,10 +132,8 @@ class OutputShard:
         self._targets: dict[int, Tensor] = {}
         self._states: dict[int, OutputState] = {}
         self._combined: dict[int, Combined] = {}
-        self.loss: Tensor | None = None
-        """The step's loss so far, a scalar; equal on all devices that hold an output shard."""
-        self.entropy: Tensor | None = None
-        """Likewise, if the loss options ask for it."""
+        self._losses: dict[int, Tensor] = {}
+        self._entropies: dict[int, Tensor] = {}
         self.log_probabilities: dict[int, Tensor] = {}
         """Evaluation only: [n] per microbatch, of each position's target."""
 
@@ -143,6 +141,17 @@ class OutputShard:
     def room(self) -> list[Tensor]:
         """Return memory of the last step that the next one reuses."""
         return self._buffers.free
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The step's loss so far, a scalar: the same bits on all devices that hold an output shard, in whatever order
+        these come to the microbatches."""
+        return _sum_in_order(self._losses)
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """Likewise, if the loss options ask for it."""
+        return _sum_in_order(self._entropies)
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -154,8 +163,9 @@ class OutputShard:
         self._targets.clear()
         self._states.clear()
         self._combined.clear()
+        self._losses.clear()
+        self._entropies.clear()
         self.log_probabilities = {}
-        self.loss = self.entropy = None
 
     def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
         """S: return statistics [n, options.statistics] of this device's shards.
@@ -193,11 +203,9 @@ class OutputShard:
         targets = self._targets.pop(index)
         combined = combine(table, microbatch.weights, targets, self._options, self._shard.vocabulary)
         weights = microbatch.weights.to(combined.losses.dtype)
-        loss = torch.dot(combined.losses, weights)
-        self.loss = loss if self.loss is None else self.loss + loss
+        self._losses[index] = torch.dot(combined.losses, weights)
         if combined.entropies is not None:
-            entropy = torch.dot(combined.entropies, weights)
-            self.entropy = entropy if self.entropy is None else self.entropy + entropy
+            self._entropies[index] = torch.dot(combined.entropies, weights)
         if gradients:
             self._combined[index] = combined
         else:
@@ -218,3 +226,10 @@ class OutputShard:
             self._bias.gradient() if self._bias is not None and self._bias.trainable else None,
         )
         return part if part is None or self._exchange is None else self._exchange.scatter(part)
+
+
+def _sum_in_order(by_microbatch: dict[int, Tensor]) -> Tensor | None:
+    total = None
+    for index in sorted(by_microbatch):
+        total = by_microbatch[index] if total is None else total + by_microbatch[index]
+    return total
