@@ -49,7 +49,7 @@ class RouterLoss:
 
     def start(self, torch_device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the totals before the first layer: [2 * experts + 1] fp32, counts, probabilities and rows."""
-        return torch.zeros(2 * self.experts + 1, device=torch_device)
+        return torch.zeros(2 * self.experts + 1, dtype=torch.float32, device=torch_device)
 
     def add(
         self, totals: torch.Tensor, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
