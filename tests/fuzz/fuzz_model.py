@@ -294,6 +294,9 @@ def data_of(case: Case, batch: Batch, *place: int) -> Data:
 
     shape = (batch.sequences * case.microbatches, batch.tokens)
     ids = numbers(0, case.model.vocabulary, *shape)
+    if case.model.given_as == "config" and (padding := case.model.padding) is not None:
+        # A fresh model has zeros for padding. On the way back every norm makes 1 / sqrt(eps) of a difference there.
+        ids[ids == padding] = (padding + 1) % case.model.vocabulary
     labels = positions = mask = weights = None
     if batch.labels != "default":
         labels = torch.where(

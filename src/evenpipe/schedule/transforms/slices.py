@@ -31,6 +31,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.places import ABSENT
 from evenpipe.schedule.timing import EventTimes, timed
 from evenpipe.words import count
 
@@ -76,9 +77,14 @@ def _delay(order: Order, graph: Graph, times: EventTimes, slices: int) -> float:
     """Return by how much backwards move later: at least 0, in whole intervals."""
     here = graph.places[order.placement.last_device]
     last = order.placement.last_stage
-    forwards, backwards = here.at[Kind.F, last], here.of_role(Kind.B, last)
-    assert backwards
-    most = max(times.end[forwards[_turned(k, slices)]] - times.start[backward] for k, backward in enumerate(backwards))
+    forwards = here.at[Kind.F, last]
+    backwards = [here.at[kind, last] for kind in (Kind.B, Kind.I) if (kind, last) in here.at]
+    most = max(
+        times.end[forwards[_turned(k, slices)]] - times.start[backward]
+        for numbers in backwards  # DualPipeV has both kinds
+        for k, backward in enumerate(numbers)
+        if backward != ABSENT
+    )
     interval = interval_of(order, graph, times)
     return max(0, ceil(most / interval - _ROUNDING)) * interval
 
