@@ -1,5 +1,7 @@
-"""For all tests: where there is no GPU, Triton interprets its kernels (it looks when a kernel is defined); and an
-example of hypothesis may take its time, since a busy machine is no fault of the code.
+"""For all tests.
+
+Where there is no GPU, Triton interprets its kernels (it looks when a kernel is defined). An example of hypothesis may
+take its time, since a busy machine is no fault of the code. No test asks the hub.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ pytest_plugins = ["sampling"]
 settings.register_profile("evenpipe", deadline=None)
 settings.load_profile("evenpipe")
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from outputs import PAGES, render
 
 import evenpipe
 from evenpipe.schedule import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-from outputs import PAGES, render  # noqa: E402
 
 NAMES = [page.name for page in PAGES]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

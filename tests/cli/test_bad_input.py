@@ -401,7 +401,6 @@ def folder(tmp_path, monkeypatch):
     """A folder to work in, with all these files, and nobody who could start processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("folder.svg").mkdir()
     for name, content in FILES.items():
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())

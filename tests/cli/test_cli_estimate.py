@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything asks the hub
-
 from transformers import LlamaConfig
 
 from evenpipe.cli.main import main

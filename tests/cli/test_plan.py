@@ -236,10 +236,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: " ".join(arguments[2:] or arguments))
-def test_wrong_input_is_one_sentence(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_wrong_input_is_one_sentence(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 2
     output = capsys.readouterr()
     assert output.out == "" and WRONG[arguments] in output.err

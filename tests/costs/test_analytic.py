@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, NAMED, tiny_config, tokens_and_labels, whole_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
@@ -29,9 +29,6 @@ from evenpipe.model import describe
 from evenpipe.model.flops import attention_of
 from evenpipe.model.structure import layers_of as layers_of_model
 from evenpipe.schedule import MODES, Placement
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
-from families import FAMILIES, NAMED, tiny_config, tokens_and_labels, whole_model
 
 PRODUCTS = ("aten.mm", "aten.addmm")
 DATA = Path(__file__).resolve().parents[1] / "simulate/data/published_profile_2k.json"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from families import tiny_config
+from family_configs import SETTINGS, Configuration, configurations, small_config
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -21,9 +20,6 @@ from evenpipe.model import describe
 from evenpipe.model.description import Description
 from evenpipe.model.modules import describe_modules
 from evenpipe.model.structure import build_skeleton
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "families"))
-from family_configs import SETTINGS, Configuration, configurations, small_config
 
 EXPERTS = 4
 """Of every layer of the types here."""

@@ -1,15 +1,9 @@
-"""Lets the tests of this folder import its programs, the tiny models and the random orders, in any import mode."""
+"""A fork server for random pipelines alone."""
 
 import multiprocessing.forkserver
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-for folder in ("fuzz", "model", "multiprocess", "train"):
-    if (path := str(Path(__file__).parent.parent / folder)) not in sys.path:
-        sys.path.insert(0, path)
 
 
 @pytest.fixture(scope="module")

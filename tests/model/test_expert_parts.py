@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from families import EXPERTS, build_stages, tiny_config
+from family_configs import SETTINGS, small_config
 from safetensors import safe_open
 
 from evenpipe.memory.tracker import Tracker
@@ -18,9 +17,6 @@ from evenpipe.model import weight_files as weight_files_module
 from evenpipe.model.description import Description
 from evenpipe.model.experts import fused_experts
 from evenpipe.model.placement import Cut, TensorPlacement
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "families"))
-from family_configs import SETTINGS, small_config
 
 DRAWN = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "nemotron_h"]
 READ = [

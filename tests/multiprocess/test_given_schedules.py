@@ -6,7 +6,6 @@ torch's own schedules as classes, instances and files, lowered and not; programs
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import run_processes
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch_orders import Size, file_of_torch, mock_stages
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenpipe import Pipeline
@@ -26,9 +26,6 @@ from evenpipe.errors import InputError
 from evenpipe.interop import from_torch
 from evenpipe.model import describe
 from evenpipe.schedule import Costs, Order, Program, add_communication, generate, plan_program
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "interop"))
-from torch_orders import Size, file_of_torch, mock_stages
 
 CLASSES = {
     # class -> stages per device in the cases below

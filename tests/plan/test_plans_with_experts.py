@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exhaustive import check_against_all
+from families import tiny_config
 from transformers import LlamaConfig, MixtralConfig
 
 from evenpipe.costs.hardware import KNOWN
@@ -29,9 +29,6 @@ from evenpipe.plan.space import Space, configurations, layouts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.planned_config import model_tables, planned_tables
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
-from families import tiny_config
 
 GIB = 2**30
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published_steps import FITTED, Result, Row, groups, mean_error, results, rows
 from transformers import GPT2Config
 
 from evenpipe.costs.hardware import KNOWN
@@ -21,9 +21,6 @@ from evenpipe.plan.evaluation import timed
 from evenpipe.plan.problem import problem_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from published_steps import FITTED, Result, Row, groups, mean_error, results, rows
 
 NUMBERS = {
     "A100-40GB, 8192 tokens": 56,

@@ -1,7 +1,0 @@
-"""Lets tests in this folder import each other and their helper, in any import mode."""
-
-import sys
-from pathlib import Path
-
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).parent))

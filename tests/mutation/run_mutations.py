@@ -1,0 +1,318 @@
+"""Damages places of `src/evenpipe`, one at a time, and says which damage the tests do not find.
+
+    python tests/mutation/run_mutations.py --runs 100 --seed 1 --json FILE    of the tests that `make test` runs
+    python tests/mutation/run_mutations.py --only 17 --seed 1                 this one alone, shown
+    python tests/mutation/run_mutations.py --json FILE --missed --tests ../before/tests
+                                                                              what FILE says was missed, by other tests
+
+Each area of the code gets the same number of mutations. Tests of the damaged folder run first, then all others; the
+first failure ends a run, and so does `LIMIT_SECONDS` without an end, which counts as a failure. FILE is read first, and
+mutations that it has are not run again, so an interrupted run can be continued.
+
+A mutation that no test finds is not always a gap: some change nothing that can be seen (a limit of a cache, a tie that
+is broken otherwise). A person looks at each and says so in FILE, in "remark".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+AREAS: dict[str, tuple[str, ...]] = {
+    "schedule rules": ("schedule",),
+    "vocabulary passes": ("vocabulary",),
+    "runtime": ("runtime", "communication", "host", "layers"),
+    "replicas": ("parallel", "optimizers"),
+    "tensor cuts": ("tensor", "model"),
+    "attention": ("attention",),
+    "experts": ("experts",),
+    "checkpoints": ("checkpoints", "train"),
+    "estimates": ("memory", "costs", "simulate", "plan"),
+    "messages": (),  # of all folders: what an InputError or a RunError says, and when it is raised
+}
+ERRORS = ("InputError", "RunError")
+SWAPS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"),
+}
+"""Operators: their text, and what they become."""
+LIMIT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces some bytes of a file."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass
+class Mutation:
+    number: int
+    area: str
+    file: str
+    """Below `src/evenpipe`."""
+    line: int
+    before: str
+    after: str
+    """The changed line, or lines."""
+    found_by: dict[str, str] = field(default_factory=dict)
+    """By the tests' name: the first test that fails; empty where none does."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    remark: str = ""
+
+
+# --- places that can be damaged ---------------------------------------------------------------------------------------
+
+
+def places(source: str, only_errors: bool) -> list[Edit]:
+    """Every edit of a file that leaves it valid Python."""
+    content = source.encode()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    def between(left: ast.expr, right: ast.expr, operator: type) -> Iterator[Edit]:
+        text, other = SWAPS[operator]
+        begin, end = span(left)[1], span(right)[0]
+        gap = re.sub(rb"#[^\n]*", lambda comment: b" " * len(comment[0]), content[begin:end])
+        if (place := re.search(rb"(?<![\w<>=!*/])" + re.escape(text.encode()) + rb"(?![\w<>=!*/])", gap)) is not None:
+            yield Edit(begin + place.start(), begin + place.end(), other)
+
+    def of_expression(node: ast.AST) -> Iterator[Edit]:
+        match node:
+            case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in SWAPS:
+                yield from between(left, right, type(operator))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPS:
+                if not any(isinstance(side, ast.JoinedStr) or is_text(side) for side in (left, right)):
+                    yield from between(left, right, type(operator))
+            case ast.BoolOp(op=operator, values=[left, right, *_]):
+                yield from between(left, right, type(operator))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield Edit(span(node)[0], span(operand)[0], "")
+            case ast.Constant(value=int() as value) if not isinstance(value, bool):
+                yield Edit(*span(node), str(value + 1))
+            case ast.IfExp(test=test) | ast.If(test=test) | ast.While(test=test) if not isinstance(test, ast.UnaryOp):
+                begin, end = span(test)
+                yield Edit(begin, end, f"not ({content[begin:end].decode()})")
+            case ast.Expr(value=ast.Call()) | ast.AugAssign():
+                yield Edit(*span(node), "pass")
+
+    def of_error(node: ast.AST) -> Iterator[Edit]:
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = node.exc.func.id if isinstance(node.exc.func, ast.Name) else ""
+            if name in ERRORS:
+                yield Edit(*span(node), "pass")
+                for part in ast.walk(node.exc):
+                    if isinstance(part, ast.FormattedValue) and span(part.value)[1] <= len(content):
+                        yield Edit(*span(part.value), "0")
+
+    found = []
+    for node in _walked(ast.parse(source)):
+        found += of_error(node) if only_errors else of_expression(node)
+    return [edit for edit in found if _is_python(content, edit)]
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _walked(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but annotations, which nothing evaluates, and what only messages are made of."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                yield from _walked(child)
+
+
+def _is_python(content: bytes, edit: Edit) -> bool:
+    try:
+        ast.parse(changed(content, edit))
+    except SyntaxError:
+        return False
+    return True
+
+
+def changed(content: bytes, edit: Edit) -> bytes:
+    return content[: edit.start] + edit.text.encode() + content[edit.end :]
+
+
+def draw(seed: int, number: int) -> tuple[Mutation, bytes]:
+    """A mutation, and the damaged file."""
+    area = list(AREAS)[number % len(AREAS)]
+    dice = random.Random(f"{seed} {number}")
+    package = ROOT / "src" / "evenpipe"
+    folders = [package / room for room in AREAS[area]] or [package]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    while True:
+        path = dice.choices(files, [file.stat().st_size for file in files])[0]
+        source = path.read_text(encoding="utf-8")
+        if edits := places(source, area == "messages"):
+            break
+    edit, content = dice.choice(edits), source.encode()
+    damaged = changed(content, edit)
+    first = content.rfind(b"\n", 0, edit.start) + 1
+
+    def lines(whole: bytes, end: int) -> str:
+        last = whole.find(b"\n", end)
+        return whole[first : last if last >= 0 else len(whole)].decode().strip()
+
+    return Mutation(
+        number=number,
+        area=area,
+        file=path.relative_to(package).as_posix(),
+        line=content[: edit.start].count(b"\n") + 1,
+        before=lines(content, edit.end),
+        after=lines(damaged, edit.start + len(edit.text.encode())),
+    ), damaged
+
+
+# --- running tests ----------------------------------------------------------------------------------------------------
+
+
+def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> str:
+    """Run tests on a damaged copy of the source; return the first that fails, or an empty text."""
+    with tempfile.TemporaryDirectory(prefix="evenpipe-mutation-") as name:
+        copy = Path(name)
+        for part in ("src", "examples", "docs", "benchmarks", "tools"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(tests, copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
+            shutil.copy(tests.parent / part, copy / part)
+        (copy / "src" / "evenpipe" / mutation.file).write_bytes(damaged)
+        files = [path.relative_to(copy).as_posix() for path in sorted((copy / "tests").rglob("test_*.py"))]
+        own = [file for file in files if file.startswith(f"tests/{mutation.file.split('/')[0]}/")]
+        ends = time.monotonic() + LIMIT_SECONDS
+        for chosen in (own, [file for file in files if file not in own]):
+            if chosen and (failure := _first_failure(copy, chosen, options, ends - time.monotonic())):
+                return failure
+    return ""
+
+
+def _first_failure(copy: Path, files: list[str], options: list[str], seconds: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-x", "--no-header", *options, *files]
+    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"no end in {LIMIT_SECONDS:.0f} s"
+    if process.returncode in (0, 5):  # 5: no test is left
+        return ""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed[0] if failed else f"pytest ended with {process.returncode}: {output[-300:]}"
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100, help="how many mutations (default 100)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="this mutation alone")
+    parser.add_argument("--missed", action="store_true", help="only those that other tests of FILE have not found")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", metavar="FOLDER", help="of another version")
+    parser.add_argument("--name", default="make test", help="of these tests, in FILE")
+    parser.add_argument("--options", default="--quick --seed 0", help='of pytest (default "--quick --seed 0")')
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
+    options = parser.parse_args(arguments)
+    known = _read(options.json, options.seed)
+    for number in range(options.runs) if options.only is None else [options.only]:
+        drawn, damaged = draw(options.seed, number)
+        mutation = known.setdefault(number, drawn)
+        if options.list:
+            print(f"{number} {mutation.area}: {mutation.file}:{mutation.line}\n- {mutation.before}\n+ {mutation.after}")
+            continue
+        if options.name in mutation.found_by or (options.missed and all(mutation.found_by.values())):
+            continue
+        started = time.monotonic()
+        failure = run(mutation, damaged, options.tests.resolve(), options.options.split())
+        mutation.found_by[options.name] = failure
+        mutation.seconds[options.name] = round(time.monotonic() - started)
+        what = failure or "MISSED"
+        print(f"{number} {mutation.file}:{mutation.line} {mutation.seconds[options.name]:.0f} s: {what}", flush=True)
+        if not failure:
+            print(f"- {mutation.before}\n+ {mutation.after}", flush=True)
+        if options.json is not None:
+            _write(options.json, options.seed, known)
+    return 0
+
+
+def _read(path: Path | None, seed: int) -> dict[int, Mutation]:
+    if path is None or not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    if content["seed"] != seed:
+        raise SystemExit(f"{path} has the mutations of --seed {content['seed']}")
+    return {one["number"]: Mutation(**one) for one in content["mutations"]}
+
+
+def _write(path: Path, seed: int, known: dict[int, Mutation]) -> None:
+    names = sorted({name for mutation in known.values() for name in mutation.found_by})
+
+    def count(name: str, found: bool) -> int:
+        return sum(name in mutation.found_by and bool(mutation.found_by[name]) is found for mutation in known.values())
+
+    content = {
+        "seed": seed,
+        "found": {name: count(name, True) for name in names},
+        "missed": {name: count(name, False) for name in names},
+        "mutations": [asdict(known[number]) for number in sorted(known)],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
