@@ -123,8 +123,8 @@ class InPlace(nn.Module):
 
 
 def unusual(layers: list[nn.Module], dice: random.Random, changes_input: bool) -> list[nn.Module]:
-    """Wrap some layers. A layer may change its input where the one before, which was not skipped, has
-    saved nothing of it for its backward."""
+    """Wrap some layers. A layer may change its input where the one before, if it may not be skipped, has saved
+    nothing of it for its backward."""
     wrapped = []
     for index, layer in enumerate(layers):
         saves_nothing = index == 0 or isinstance(layers[index - 1], (OverTime, Residual))

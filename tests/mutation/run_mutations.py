@@ -98,7 +98,7 @@ class Mutation:
 
 
 def places(source: str, only_errors: bool) -> list[Edit]:
-    """Every edit of a file that leaves it valid Python."""
+    """Every edit of a file. Some leave no valid Python."""
     content = source.encode()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -141,13 +141,13 @@ def places(source: str, only_errors: bool) -> list[Edit]:
             if name in ERRORS:
                 yield Edit(*span(node), "pass")
                 for part in ast.walk(node.exc):
-                    if isinstance(part, ast.FormattedValue) and span(part.value)[1] <= len(content):
+                    if isinstance(part, ast.FormattedValue):
                         yield Edit(*span(part.value), "0")
 
     found = []
     for node in _walked(ast.parse(source)):
         found += of_error(node) if only_errors else of_expression(node)
-    return [edit for edit in found if _is_python(content, edit)]
+    return found
 
 
 def is_text(node: ast.AST) -> bool:
@@ -165,9 +165,9 @@ def _walked(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _walked(child)
 
 
-def _is_python(content: bytes, edit: Edit) -> bool:
+def _is_python(content: bytes) -> bool:
     try:
-        ast.parse(changed(content, edit))
+        ast.parse(content)
     except SyntaxError:
         return False
     return True
@@ -188,9 +188,9 @@ def draw(seed: int, number: int) -> tuple[Mutation, bytes]:
         path = dice.choices(files, [file.stat().st_size for file in files])[0]
         source = path.read_text(encoding="utf-8")
         if edits := places(source, area == "messages"):
-            break
-    edit, content = dice.choice(edits), source.encode()
-    damaged = changed(content, edit)
+            edit, content = dice.choice(edits), source.encode()
+            if _is_python(damaged := changed(content, edit)):
+                break
     first = content.rfind(b"\n", 0, edit.start) + 1
 
     def lines(whole: bytes, end: int) -> str:
