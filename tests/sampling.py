@@ -21,14 +21,20 @@ import pytest
 Case = TypeVar("Case")
 
 
-def choose(cases: Sequence[Case], count: int | None, chance: random.Random) -> list[Case]:
+def choose(
+    cases: Sequence[Case],
+    count: int | None,
+    chance: random.Random,
+    factors_of: Callable[[Case], Sequence[Any]] | None = None,
+) -> list[Case]:
     """`count` cases in their order, or, with None, so many that every pair of values is among them that is in any case.
 
-    Greedy: always one of those that bring the most values and pairs that are not there yet.
+    Greedy: always one of those that bring the most values and pairs that are not there yet. `factors_of` returns the
+    values of a case, by default `factors`.
     """
     brings = []
     for case in cases:
-        values = list(enumerate(factors(case)))
+        values = list(enumerate((factors_of or factors)(case)))
         brings.append({*values, *itertools.combinations(values, 2)})
     missing = set[Any]().union(*brings)
     left = list(range(len(cases)))

@@ -114,8 +114,9 @@ class Step(Shown):
     """What is frozen from this step on; None: as before."""
     updates: bool = True
     clears: bool = True
-    total: bool = False
-    """Every batch is divided by the weight of the labels of all of them, which makes them one batch."""
+    counts: str = "its own batch"
+    """Over what a batch is a mean: "its own batch", the "labels" of all batches of the step, which makes them one
+    batch, or the mean of its "batches" (`accumulate`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +130,19 @@ class Case(Shown):
     context_exchange: str = "keys"
     slices: int = 1
     expert_parallel: int = 1
+    slice_ends: str = "of equal time"
+    token_order: str = "balanced"
+    """On context ranks; "random": any order."""
+    tensor_overlap: str = "auto"
+    documents: str = "joined"
     mesh: str = "none"
     model: Model
     schedule: Given
     microbatches: int
     vocabulary: str
     data_parallel: str = "replicate"
+    gathering: dict[str, Any] = field(default_factory=dict)
+    """When sharded parameters are gathered and freed."""
     loss: dict[str, Any] = field(default_factory=dict)
     layers_per_stage: tuple[int, ...] | None = None
     checkpointing: str | tuple[str, ...] = "none"
@@ -192,8 +200,10 @@ def draw(seed: int, number: int) -> Case:
         _in_pieces,
         _with_shared_experts,
         _with_unusual_layers,
-        _with_totals,
+        _with_means,
         _with_hooks,
+        _with_options_of_axes,
+        _with_documents,
     ):
         case = change(case)
     return _in_bf16(case)
@@ -207,10 +217,17 @@ def _with_tensor_ranks(case: Case) -> Case:
     if case.processes > 2 or case.model.family == MODULES or dice.random() < 0.3:
         return case
 
-    def even(batch: Batch) -> Batch:
-        return replace_field(batch, tokens=batch.tokens + batch.tokens % 2 * (dice.random() > RULES_BROKEN))
+    ranks = dice.choice((2, 2, 4)) if case.processes == 1 and case.model.family not in TWO_HEADS else 2
 
-    return replace_field(case, processes=2 * case.processes, tensor_parallel=2, steps=_steps_of(case, even))
+    def shared(batch: Batch) -> Batch:
+        return replace_field(batch, tokens=batch.tokens + -batch.tokens % ranks * (dice.random() > RULES_BROKEN))
+
+    steps = _steps_of(case, shared)
+    return replace_field(case, processes=ranks * case.processes, tensor_parallel=ranks, steps=steps)
+
+
+TWO_HEADS = {"phi3"}
+"""Families whose settings hold for heads of one size."""
 
 
 def _in_pieces(case: Case) -> Case:
@@ -222,10 +239,13 @@ def _in_pieces(case: Case) -> Case:
     from_replicas = case.processes > 2  # in place of more processes
     ranks = dice.choice((1, 2, 2)) if not from_replicas or case.replicas % 2 == 0 else 1
     if ranks > 1:
-        changes |= {"replicas": case.replicas // 2} if from_replicas else {"processes": 2 * case.processes}
-        changes["context_parallel"] = 2
-        one_head = case.tensor_parallel > 1 and dice.random() > RULES_BROKEN  # which cannot be shared
-        changes["context_exchange"] = "keys" if one_head else dice.choice(("keys", "heads"))
+        if not from_replicas:
+            ranks = dice.choice((2, 2, 2, 3, 4))
+        changes |= {"replicas": case.replicas // 2} if from_replicas else {"processes": ranks * case.processes}
+        changes["context_parallel"] = ranks
+        cannot_share = 2 % ranks or case.tensor_parallel > 1  # the heads of a tensor rank
+        only_keys = cannot_share and dice.random() > RULES_BROKEN
+        changes["context_exchange"] = "keys" if only_keys else dice.choice(("keys", "heads"))
     slices = dice.choice((1, 2, 2, 3)) if ranks > 1 else dice.choice((2, 2, 3))
     joint = given.name in ("dualpipe-v", *TORCH_CLASSES) or (given.name == "random" and given.given_as == "function")
     if joint and dice.random() > RULES_BROKEN:
@@ -264,10 +284,10 @@ def _with_unusual_layers(case: Case) -> Case:
     return replace_field(case, model=replace_field(case.model, unusual_layers=True, changes_input=changes))
 
 
-def _with_totals(case: Case) -> Case:
-    dice = case.random("totals")
-    steps = [replace_field(step, total=dice.random() < 0.4) for step in case.steps]
-    return replace_field(case, steps=tuple(steps))
+def _with_means(case: Case) -> Case:
+    dice = case.random("means")
+    means = ("its own batch", "its own batch", "labels", "labels", "batches")
+    return replace_field(case, steps=tuple(replace_field(step, counts=dice.choice(means)) for step in case.steps))
 
 
 def _with_hooks(case: Case) -> Case:
@@ -276,6 +296,36 @@ def _with_hooks(case: Case) -> Case:
     if case.model.unusual_layers and hooks != "none":
         hooks = "tensor"  # the others are called for zeros, too, where one process has nothing
     return replace_field(case, hooks=hooks)
+
+
+def _with_options_of_axes(case: Case) -> Case:
+    dice, changes = case.random("options of axes"), {}
+    if case.tensor_parallel > 1:
+        changes["tensor_overlap"] = dice.choice(("auto", "none", "ring"))
+    if case.context_parallel > 1 and dice.random() < 0.3:
+        changes["token_order"] = "random"
+    if case.slices > 1 and dice.random() < 0.4:
+        changes["slice_ends"] = "random"
+    if case.data_parallel == "shard":
+        changes["gathering"] = dice.choice(({}, {"reshard": True, "prefetch": 0}, {"reshard": True}, {"prefetch": 1}))
+    return replace_field(case, **changes)
+
+
+def _with_documents(case: Case) -> Case:
+    """Rows of several documents that do not see each other, without what one process cannot tell apart."""
+    dice = case.random("documents")
+    unfit = case.model.family in NOT_APART or case.model.router_loss
+    if dice.random() > 0.25 or unfit or case.compile_layers:
+        return case
+
+    def packed(batch: Batch) -> Batch:
+        padded = batch.padded and dice.random() < RULES_BROKEN
+        return replace_field(batch, padded=padded, positions=dice.choice(("default", "packed", "packed", "packed")))
+
+    return replace_field(case, documents="separate", steps=_steps_of(case, packed))
+
+
+NOT_APART = {"bloom", MODULES}
 
 
 KEPT_IN_FP32 = ("ernie4_5_moe", "deepseek_v3")

@@ -109,6 +109,19 @@ class Cut(nn.Module):
         return self.layer(hidden.detach())
 
 
+class Odd(nn.Module):
+    """A layer beside parameters to stumble over: used twice, of one row, without a gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.twice = layer, nn.Linear(HIDDEN, HIDDEN)
+        self.scale = nn.Parameter(torch.rand(1))
+        self.unused = nn.Parameter(torch.rand(3, HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) + self.twice(torch.tanh(self.twice(hidden))) * self.scale
+
+
 class InPlace(nn.Module):
     """A layer that changes its input."""
 
@@ -129,7 +142,9 @@ def unusual(layers: list[nn.Module], dice: random.Random, changes_input: bool) -
     for index, layer in enumerate(layers):
         saves_nothing = index == 0 or isinstance(layers[index - 1], (OverTime, Residual))
         may_change = changes_input and saves_nothing and not (wrapped and isinstance(wrapped[-1], Skipped))
-        match dice.choice(("plain", "plain", "skipped", "cut", "in place", "in place")):
+        match dice.choice(("plain", "plain", "odd", "skipped", "cut", "in place", "in place")):
+            case "odd":
+                layer = Odd(layer)
             case "skipped":
                 layer = Skipped(layer)
             case "cut" if dice.random() < 0.5:
@@ -163,7 +178,7 @@ def config_of(case: Case) -> Any:
         "vocab_size": model.vocabulary,
         "hidden_size": HIDDEN,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": 2,
+        "num_attention_heads": (heads := 4 if case.tensor_parallel == 4 else 2),
         "pad_token_id": model.padding,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -172,7 +187,7 @@ def config_of(case: Case) -> Any:
         tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
         changes |= dict.fromkeys(tokens, model.padding or 0)
     if "num_key_value_heads" in known:
-        changes["num_key_value_heads"] = 2 if model.family == "deepseek_v3" else model.key_value_heads
+        changes["num_key_value_heads"] = heads if model.family == "deepseek_v3" else model.key_value_heads
     if "intermediate_size" in known:
         changes["intermediate_size"] = 48
     if "layer_types" in known:
@@ -258,10 +273,13 @@ class Data:
     position_ids: Tensor | None
     attention_mask: Tensor | None
     token_weights: Tensor | None
+    starts: Tensor | None = None
+    """[batch, sequence] bool: the first tokens of documents that do not see each other."""
 
     @property
     def named(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None and name != "input_ids"}
+        others = ("input_ids", "starts")
+        return {name: value for name, value in vars(self).items() if value is not None and name not in others}
 
     @property
     def targets(self) -> Tensor:
@@ -273,6 +291,8 @@ class Data:
                 labels = labels.masked_fill(self.attention_mask == 0, IGNORE)
         targets = torch.full_like(self.input_ids, IGNORE)
         targets[:, :-1] = labels[:, 1:]
+        if self.starts is not None:
+            targets[:, :-1][self.starts[:, 1:]] = IGNORE
         return targets
 
     @property
@@ -325,4 +345,9 @@ def data_of(case: Case, batch: Batch, *place: int) -> Data:
             weights[torch.rand(shape, generator=generator) < 0.5] = 0.0
         if batch.weights == "single":
             weights = weights.float()
-    return Data(ids, labels, positions, mask, weights)
+    begun = None
+    if case.documents == "separate":
+        begun = torch.arange(batch.tokens).expand(shape) == 0
+        if positions is not None:
+            begun = begun | (positions == 0)
+    return Data(ids, labels, positions, mask, weights, begun)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe import LossOptions, OffloadOptions, Pipeline
 from evenpipe.model import describe
+from evenpipe.recipe.parallelism import divisor_of
+from evenpipe.runtime import pieces
 from evenpipe.schedule import Costs, Order, add_recompute, plan_order, plan_program
 
 TIMEOUT_SECONDS = 300.0
@@ -40,15 +43,6 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """One for all processes."""
-    with contextlib.ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="evenpipe-fuzz-")) if is_first() else None
-        yield Path(next(filter(None, gathered(name))))
-        gathered(None)  # the others are done with it
-
-
 # --- its options ------------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +63,9 @@ def open_pipeline(case: Case, folder: Path) -> Pipeline:
         "expert_parallel": case.expert_parallel,
         "slices": case.slices,
         "data_parallel": case.data_parallel,
+        **case.gathering,
+        "tensor_overlap": case.tensor_overlap,
+        "documents": case.documents,
         "loss": LossOptions(**case.loss),
         "parameter_dtype": dtype_of(case),
         "compute_dtype": torch.bfloat16 if case.bf16 else None,
@@ -154,6 +151,27 @@ def offload_of(case: Case, folder: Path) -> OffloadOptions | None:
     if case.offload is None:
         return None
     return OffloadOptions(**case.offload | ({"directory": folder} if "directory" in case.offload else {}))
+
+
+@contextlib.contextmanager
+def tokens_in_any_order(case: Case) -> Iterator[None]:
+    """Give tokens to context ranks in an order of the case's own, the same on all of them."""
+
+    def places(start: int, end: int, ranks: int, positions: torch.Tensor | None) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * start + end)
+        return list((start + torch.randperm(end - start, generator=generator)).chunk(ranks))
+
+    with mock.patch.object(pieces, "places_of_ranks", places) if case.token_order == "random" else nullcontext():
+        yield
+
+
+def ends_of_slices(case: Case, tokens: int) -> list[int] | None:
+    """Where the slices of sequences of so many tokens end in place of evenpipe's choice; None: where it chooses."""
+    unit = divisor_of(case.context_parallel, case.tensor_parallel)
+    if case.slice_ends != "random" or tokens % unit or tokens // unit < case.slices:
+        return None
+    inner = case.random("slices", tokens).sample(range(1, tokens // unit), case.slices - 1)
+    return [*(unit * place for place in sorted(inner)), tokens]
 
 
 def own_model(case: Case) -> nn.Module:

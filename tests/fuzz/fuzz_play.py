@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
 from fuzz_model import FP64, Data, data_of, freeze, live_model
-from fuzz_pipeline import gathered, is_first, open_pipeline, shared_folder
+from fuzz_pipeline import gathered, is_first, open_pipeline, tokens_in_any_order
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -63,8 +63,8 @@ def play(case: Case, side: Side) -> Observed:
             with _arithmetic(case):
                 evaluated = side.evaluate(batches[-1])
             seen += _named(f"{late}evaluated", evaluated)
-        total = sum(map(weight_of, batches)) if step.total else 0.0
-        update = Update(total, len(batches)) if total else None
+        total = sum(map(weight_of, batches)) if step.counts == "labels" else 0.0
+        update = Update(total, len(batches)) if total or step.counts == "batches" else None
         for data in batches:
             with _arithmetic(case):
                 stepped = side.step(data, step.recorded, update)
@@ -94,10 +94,12 @@ def _named(where: str, observed: Observed) -> Observed:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
+def outcome_of(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Plays a case; what is wrong and the hashes of what was seen, on every process. Raises what the pipeline
-    raises."""
-    with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
+    raises. folder: the same for all processes, and for this case alone; it stays, since a process may be refused before
+    another one writes its schedule."""
+    folder.mkdir(exist_ok=True)
+    with tokens_in_any_order(case), contextlib.closing(open_pipeline(case, folder)) as pipeline:
         if case.bf16:
             return outcome_in_bf16(case, pipeline, folder / "narrow")
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}

@@ -164,7 +164,7 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
             if damage == f"case {number}":
                 raise ValueError("this case is damaged")
             try:
-                complaints, hashes = outcome_of(draw(seed, number))
+                complaints, hashes = outcome_of(draw(seed, number), folder / f"case-{number}")
             except InputError as error:
                 refusal = str(error)
             refusals = gathered(refusal)

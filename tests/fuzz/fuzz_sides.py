@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from fuzz_case import Case
 from fuzz_model import FP64, IGNORE, Data, PlainModel, freeze, live_model
-from fuzz_pipeline import gathered
+from fuzz_pipeline import ends_of_slices, gathered
 from torch import Tensor, nn
 
 from evenpipe import HostAdamW, LossOptions, Pipeline
@@ -22,10 +22,10 @@ one process alone, too, the gradients of later steps differ by that much from on
 
 
 class Update(NamedTuple):
-    """Several steps whose labels count equally."""
+    """Several steps whose gradients add up to a mean."""
 
     weight: float
-    """Of the labels of all steps and replicas."""
+    """Of the labels of all steps and replicas, all of which count equally; 0: the mean is that of the steps' means."""
     steps: int
 
 
@@ -45,9 +45,9 @@ class OneProcess:
         add_hooks(self._model.named_parameters(), self._case)
 
     def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed:
-        loss, seen = self._loss(data, update)
+        loss, seen = self._loss(data, update if update and update.weight else None)
         if loss.requires_grad:
-            loss.backward()
+            (loss if update is None or update.weight else loss / update.steps).backward()
         fill_gradients(self._model.parameters(), self._case)
         return seen
 
@@ -117,6 +117,8 @@ class OneProcess:
             logits = torch.cat([self._model(microbatch) for microbatch in ids]) * self._options.logit_scale
             cap = self._options.soft_cap
             return logits if cap is None else cap * torch.tanh(logits / cap), nothing
+        if data.starts is not None:
+            return self._logits_of_documents(data, data.starts), nothing
         given = {name: getattr(data, name) for name in ("input_ids", "position_ids", "attention_mask")}
         coefficient = self._case.model.router_loss
         parts = [
@@ -132,6 +134,25 @@ class OneProcess:
         ]
         router = [coefficient * one.aux_loss.double() for one in parts] if coefficient else [nothing]
         return torch.cat([one.logits.double() for one in parts]), sum(router, nothing) / len(router)
+
+    def _logits_of_documents(self, data: Data, starts: Tensor) -> Tensor:
+        """Of each document alone."""
+        rows = []
+        for row, begun in enumerate(starts):
+            lengths = torch.diff(torch.cat([begun.nonzero()[:, 0], torch.tensor([len(begun)])])).tolist()
+            ids = data.input_ids[row].split(lengths)
+            positions = [None] * len(ids) if data.position_ids is None else data.position_ids[row].split(lengths)
+            parts = [
+                self._model(
+                    input_ids=tokens[None],
+                    position_ids=None if places is None else places[None],
+                    use_cache=False,
+                    return_dict=True,
+                ).logits
+                for tokens, places in zip(ids, positions, strict=True)
+            ]
+            rows.append(torch.cat(parts, 1))
+        return torch.cat(rows).double()
 
 
 def weight_of(data: list[Data]) -> float:
@@ -191,6 +212,9 @@ class InProcesses:
 
     def __init__(self, case: Case, pipeline: Pipeline) -> None:
         self._case, self.pipeline = case, pipeline
+        for tokens in {batch.tokens for step in case.steps for replicas in step.batches for batch in replicas}:
+            if (ends := ends_of_slices(case, tokens)) is not None:
+                pipeline._pieces.ends[tokens] = ends
         held = list(pipeline.parameters())
         self._optimizer: Any = None  # a device may hold nothing
         if held and case.optimizer == "HostAdamW":
@@ -208,8 +232,9 @@ class InProcesses:
     def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed:
         ids, named = self._given(data)
         if update is not None:
-            named["total_tokens"] = update.weight
-            if self._case.model.router_loss:
+            if update.weight:
+                named["total_tokens"] = update.weight
+            if self._case.model.router_loss or not update.weight:
                 named["accumulate"] = update.steps
         result = self.pipeline.step(ids, **named, record_passes=recorded)
         if recorded:

@@ -27,7 +27,8 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parent.parent / folder) for folder in ("fuzz", "model", "multiprocess", "train")
 ]
 
-from fuzz_case import Case  # noqa: E402
+from families import EXPERTS, FAMILIES, WINDOW  # noqa: E402
+from fuzz_case import MODULES, Case  # noqa: E402
 from fuzz_rows import RUNS_PER_CASE, faults_of_resumed_runs  # noqa: E402
 from fuzz_run import Verdict, run, shape  # noqa: E402
 
@@ -46,6 +47,7 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "context exchange": lambda case: case.context_exchange if case.context_parallel > 1 else "one context rank",
     "slices": lambda case: case.slices,
     "family": lambda case: case.model.family,
+    "kind of family": lambda case: kind_of_family(case.model.family),
     "schedule": lambda case: case.schedule.name,
     "schedule given as": lambda case: case.schedule.given_as,
     "vocabulary": lambda case: case.vocabulary,
@@ -57,11 +59,27 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "frozen": lambda case: case.model.frozen,
     "layers": lambda case: "unusual" if case.model.unusual_layers else "usual",
     "hooks": lambda case: case.hooks,
-    "totals": lambda case: "some" if any(step.total for step in case.steps) else "none",
+    "means": lambda case: ", ".join(sorted({step.counts for step in case.steps})),
+    "ends of slices": lambda case: case.slice_ends,
+    "order of tokens": lambda case: case.token_order,
+    "tensor overlap": lambda case: case.tensor_overlap,
+    "documents": lambda case: case.documents,
+    "gathering": lambda case: str(case.gathering),
     "dtype": lambda case: "bf16" if case.bf16 else "fp64",
     "model given as": lambda case: case.model.given_as,
 }
 """By which the figures are told apart."""
+
+
+def kind_of_family(family: str) -> str:
+    if family == MODULES:
+        return "plain modules"
+    if family in EXPERTS:
+        return "experts"
+    settings = FAMILIES[family][1]
+    if WINDOW.items() <= settings.items():
+        return "windows"
+    return "grouped heads" if "num_key_value_heads" in settings else "as many keys as heads"
 
 
 def main() -> int:

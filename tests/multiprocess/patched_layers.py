@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from small_llama import llama as small_llama
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
@@ -117,9 +118,7 @@ def plain_modules(layers: tuple[str, ...], behaviours: Mapping[str, Behaviour]) 
 
 @cache
 def llama(layers: int, tied: bool = False) -> Any:
-    from test_gradients import llama as make
-
-    return make(VOCABULARY, tied, torch.float64, layers)
+    return small_llama(VOCABULARY, tied, torch.float64, layers)
 
 
 def batch(microbatches: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:

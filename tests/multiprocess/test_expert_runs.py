@@ -1,12 +1,14 @@
-"""What else a run may ask for with shared experts: checkpoints that continue in any layout, batches of several sizes,
-frozen experts, routers that choose otherwise in a repeated forward; and what is refused in a sentence."""
+"""Experts in runs: messages between the replicas that share them, repeated forwards, the load, moves of router biases,
+optimizers that need whole matrices; and what is refused in a sentence.
+
+Gradients are compared with one process by tests/fuzz.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,8 +16,8 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from drawn_runs import TOKENS, Case, continue_in_all, described, opened
 from harness import run_processes
+from small_runs import TOKENS, Case, described, opened
 from transformers import PreTrainedModel
 
 import evenpipe
@@ -28,74 +30,9 @@ from evenpipe.parallel.expert_ranks import ExpertRanks
 SHARED = Case("mixtral", replicas=2, members=2)
 
 
-def layouts(family: str) -> list[Case]:
-    """Layouts that train one step each, one after the other, on what the one before has saved."""
-    return [
-        Case(family, 2, 2, members=2),
-        Case(family, 4, members=4, mode="first-last"),
-        Case(family, 4, members=2, data_parallel="shard"),
-        Case(family, 1, 2, schedule="zbv"),
-        Case(family, 2, 1, ranks=2, members=2),
-        Case(family, 2, data_parallel="shard", members=2, mode="vocab-1"),
-        Case(family),
-    ]
-
-
-@pytest.mark.parametrize("family", ["mixtral of 5 experts", "gpt-oss", "deepseek-v3"])
-@pytest.mark.sampled(1)
-def test_a_checkpoint_continues_in_any_layout(family: str, tmp_path: Path) -> None:
-    continue_in_all(layouts(family), tmp_path)
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
-
-SIZES = ((4, 7), (2, 3), (2, 1))
-"""Sequences and tokens of each replica's batch."""
-
-
-def batch_of(replica: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(replica)
-    return torch.randint(1, 61, SIZES[replica], generator=generator)
-
-
-def train_on_other_sizes(case: Case) -> tuple[float, str]:
-    """The gradients of replicas whose batches have other numbers of sequences and tokens, one of a single token; and
-    their evaluation."""
-    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
-        pipeline.step(batch_of(pipeline.replica))
-        found = pipeline.full_gradients()
-        loss = pipeline.evaluate(batch_of(pipeline.replica)[: 1 + pipeline.replica]).loss
-        if dist.get_rank():
-            return 0.0, ""
-        model = copy.deepcopy(described(*case.model).model)
-
-        def loss_of(rows: list[torch.Tensor]) -> torch.Tensor:
-            logits = [model(input_ids=one, use_cache=False).logits[:, :-1].flatten(0, 1) for one in rows]
-            labels = [one[:, 1:].flatten() for one in rows]
-            return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
-
-        batches = [batch_of(replica) for replica in range(case.replicas)]
-        loss_of(batches).backward()
-        expected = loss_of([one[: 1 + replica] for replica, one in enumerate(batches)]).item()
-        assert abs(loss / expected - 1) < 1e-10
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return reference.worst(found, gradients)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [SHARED, Case("mixtral", replicas=3, members=3), Case("mixtral", 2, 2, members=2, schedule="zbv")],
-    ids=["two", "three", "devices"],
-)
-@pytest.mark.sampled(1)
-def test_replicas_may_have_batches_of_other_sizes(case: Case) -> None:
-    error, name = run_processes(train_on_other_sizes, case.processes, case)[0]
-    assert error < 1e-10, name
-
-
 def compiled(layout: dict[str, Any]) -> tuple[float, str, list[list[int]]]:
     """The gradients of one step in fp32 whose layers are compiled around their experts, and what tokens chose."""
-    model = copy.deepcopy(described("mixtral", False).model).float()
+    model = copy.deepcopy(described("mixtral").model).float()
     ids, labels = reference.batches(61, 2 * layout.get("replicas", 1), TOKENS, 1)[0]
     pipeline = Pipeline(copy.deepcopy(model), microbatches=2, compile_layers=True, self_check=False, **layout)
     own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
@@ -108,6 +45,7 @@ def compiled(layout: dict[str, Any]) -> tuple[float, str, list[list[int]]]:
     return *reference.worst(found, {name: one.grad for name, one in model.named_parameters()}), load.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{"schedule": "zb-h1"}, {"replicas": 2, "expert_parallel": 2}], ids=["own", "shared"]
 )
@@ -116,34 +54,6 @@ def test_compiled_layers_leave_their_experts_as_they_are(layout: dict[str, Any])
     assert error < 1e-5, name
     sequences = 2 * layout.get("replicas", 1)
     assert [sum(of_layer) for of_layer in load] == [2 * sequences * TOKENS] * len(load), "two choices of every token"
-
-
-FROZEN = ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj", "model.norm.weight")
-
-
-def steps_with_frozen_experts(case: Case) -> tuple[float, str]:
-    """Two steps whose gradients add up, with some of the experts frozen."""
-    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
-        for name, parameter in pipeline.named_parameters():
-            parameter.requires_grad_(name not in FROZEN)
-        model = copy.deepcopy(described(*case.model).model)
-        for name in FROZEN:
-            model.get_parameter(name).requires_grad_(False)
-        for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
-            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-            pipeline.step(ids[own], labels[own])
-            reference.loss_of(model, ids, labels).backward()
-        found = pipeline.full_gradients()
-    if not found:
-        return 0.0, ""
-    return reference.worst(found, {name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-
-
-@pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
-def test_frozen_experts_and_steps_that_add_up(data_parallel: str) -> None:
-    case = Case("mixtral", replicas=4, members=2, data_parallel=data_parallel)
-    error, name = run_processes(steps_with_frozen_experts, case.processes, case)[0]
-    assert error < 1e-10, name
 
 
 # --- repeated forwards -----------------------------------------------------------------------------------------------
@@ -165,11 +75,10 @@ def gradients_of_other_choices(case: Case, others: bool) -> dict[str, torch.Tens
     with (
         InFp64(),
         mock.patch.object(adopt, "run_experts", run_experts),
-        contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline,
+        contextlib.closing(opened(case, microbatches=2)) as pipeline,
     ):
         ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
-        own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-        pipeline.step(ids[own], labels[own])
+        pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
         assert not len(pipeline._experts.routing), "layouts outlive their step"
         return pipeline.full_gradients()
 
@@ -205,11 +114,10 @@ def messages(case: Case) -> list[tuple[str, str, int]]:
         InFp64(),
         mock.patch.object(ExpertRanks, "start", noted_start),
         mock.patch.object(ExpertRanks, "counts", noted_counts),
-        contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline,
+        contextlib.closing(opened(case, microbatches=2)) as pipeline,
     ):
         ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
-        own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-        pipeline.step(ids[own], labels[own])
+        pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
     return seen
 
 
@@ -241,12 +149,12 @@ def test_exchanges_name_their_layer_and_rows_are_counted_once(changes: dict[str,
 def load_of(case: Case) -> tuple[list[str], list[torch.Tensor]]:
     """The names of layers with experts, and the load of two steps with an evaluation between them."""
     found = []
-    with InFp64(), contextlib.closing(opened(case, 2, checkpointing=case.checkpointing)) as pipeline:
+    with InFp64(), contextlib.closing(opened(case, microbatches=2)) as pipeline:
         for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
-            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-            found.append(pipeline.step(ids[own], labels[own]).expert_load)
+            ids, labels = case.part(pipeline.replica, ids), case.part(pipeline.replica, labels)
+            found.append(pipeline.step(ids, labels).expert_load)
             with pytest.raises(InputError, match="expert_load: only step"):
-                _ = pipeline.evaluate(ids[own]).expert_load
+                _ = pipeline.evaluate(ids).expert_load
         return list(pipeline.expert_layers), found
 
 
@@ -263,7 +171,7 @@ def load_of_model(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def load_of_one_process(case: Case) -> list[torch.Tensor]:
-    model = described(*case.model).model
+    model = described(case.family).model
     return [load_of_model(model, ids) for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2)]
 
 
@@ -273,8 +181,8 @@ def load_of_one_process(case: Case) -> list[torch.Tensor]:
         Case("mixtral"),
         Case("mixtral", 2, members=2, checkpointing="selective"),
         Case("deepseek-v3", 2, 2, members=2, checkpointing="full", schedule="zbv"),
-        Case("mixtral", 1, 1, 2, slices=2, microbatches=2, repeats=True),
-        Case("mixtral", 1, 1, 1, 2),
+        Case("mixtral", context_ranks=2, slices=2, microbatches=2, repeats=True),
+        Case("mixtral", tensor_ranks=2),
     ],
     ids=["alone", "members", "a layer without experts", "pieces and R", "tensor ranks"],
 )
@@ -290,16 +198,16 @@ RATES = (0.1, 0.03)
 
 
 def biases_after_two_moves(case: Case) -> dict[str, torch.Tensor]:
-    with InFp64(), contextlib.closing(opened(case, 2)) as pipeline:
+    with InFp64(), contextlib.closing(opened(case, microbatches=2)) as pipeline:
         for rate, (ids, labels) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
-            own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-            pipeline.move_router_biases(pipeline.step(ids[own], labels[own]).expert_load, rate)
+            ids, labels = case.part(pipeline.replica, ids), case.part(pipeline.replica, labels)
+            pipeline.move_router_biases(pipeline.step(ids, labels).expert_load, rate)
         return {name: one for name, one in pipeline.full_state_dict().items() if "correction_bias" in name}
 
 
 def test_router_biases_move_towards_experts_with_few_tokens() -> None:
     case = Case("deepseek-v3", 2, 2, members=2)
-    model = copy.deepcopy(described(*case.model).model)
+    model = copy.deepcopy(described(case.family).model)
     routers = {f"model.layers.{number}.mlp.gate": model.model.layers[number].mlp.gate for number in (1, 2, 3)}
     before = {name: one.e_score_correction_bias.clone() for name, one in routers.items()}
     alone = replace(case, replicas=1, devices=1, members=1)
@@ -322,7 +230,7 @@ def test_router_biases_move_towards_experts_with_few_tokens() -> None:
 
 def refused(family: str, options: dict[str, Any]) -> str:
     with pytest.raises(InputError) as raised:
-        Pipeline(described(family, False), parameter_dtype=torch.float64, self_check=False, **options)
+        Pipeline(described(family), parameter_dtype=torch.float64, self_check=False, **options)
     return str(raised.value)
 
 
@@ -345,12 +253,11 @@ def test_what_cannot_run_is_refused(family: str, options: dict[str, Any], senten
 
 
 def trained_by(case: Case, kind: str) -> dict[str, torch.Tensor]:
-    with InFp64(), contextlib.closing(opened(case, 4 // case.replicas)) as pipeline:
+    with InFp64(), contextlib.closing(opened(case, microbatches=4 // case.replicas)) as pipeline:
         optimizer = getattr(evenpipe, kind)(pipeline, lr=1e-2)
         for ids, labels in reference.batches(61, 4, TOKENS, 2):
-            own = slice(pipeline.replica * 4 // case.replicas, (pipeline.replica + 1) * 4 // case.replicas)
             pipeline.zero_grad()
-            pipeline.step(ids[own], labels[own])
+            pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
             optimizer.step()
         return pipeline.full_state_dict()
 

@@ -1,94 +1,34 @@
-"""What else a run may ask for with sequences in pieces: checkpoints that continue in any layout, exports, steps that
-add up, sequences of several lengths; and what is refused in a sentence."""
+"""Sequences in pieces: the copies of every slice in a trace, and what is refused in a sentence.
+
+Gradients are compared with one process by tests/fuzz.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from drawn_runs import TOKENS, Case, continue_in_all, described, opened, steps_of_several_lengths
 from harness import run_processes
 from small_families import CONFIGS
+from small_runs import Case, opened
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B
 
 from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
 from evenpipe.host.offload import Activations
-from evenpipe.model.fp64 import InFp64
 from evenpipe.schedule import generate
-
-# --- checkpoints and export -------------------------------------------------------------------------------------------
-
-
-def layouts(family: str, tied: bool) -> list[Case]:
-    """Layouts that train one step each, one after the other, on what the one before has saved."""
-    return [
-        Case(family, 1, 1, 2, tied=tied),
-        Case(family, 2, 1, 1, data_parallel="shard", mode="first-last", tied=tied, slices=2),
-        Case(family, 1, 2, 1, schedule="zb-h1", mode="redistribute", tied=tied, slices=3),
-        Case(family, 1, 2, 2, schedule="zbv", exchange="heads", tied=tied, slices=2),
-        Case(family, 2, 1, 2, data_parallel="shard", tied=tied),
-        Case(family, 1, 1, 1, tied=tied),
-    ]
-
-
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gemma2", False), ("gpt2", True)])
-@pytest.mark.sampled(1)
-def test_a_checkpoint_continues_in_any_layout(family: str, tied: bool, tmp_path: Path) -> None:
-    continue_in_all(layouts(family, tied), tmp_path)
-
-
-# --- several steps ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("llama", 1, 2, 1, slices=2, schedule="zb-h1"),
-        Case("llama", 1, 1, 2, slices=2),
-        Case("llama", 1, 1, 2, exchange="heads", tied=True),
-        Case("llama", 1, 2, 2, schedule="zbv", mode="first-last"),
-    ],
-    ids=["slices", "both", "heads", "keys"],
-)
-@pytest.mark.sampled(2)
-def test_gradients_of_several_lengths_add_up(case: Case) -> None:
-    error, name = run_processes(steps_of_several_lengths, case.processes, case)[0]
-    assert error < 1e-10, name
-
-
-def step_on_a_mesh(exchange: str) -> tuple[float, str]:
-    """Context ranks are in another order on the second device."""
-    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("pp", "cp"))
-    case = Case("llama", 1, 2, 2, exchange=exchange, slices=2)
-    ((ids, labels),) = reference.batches(61, 2, TOKENS, 1)
-    with InFp64(), contextlib.closing(opened(case, 2, mesh=mesh)) as pipeline:
-        model = copy.deepcopy(described(*case.model).model)
-        pipeline.step(ids, labels)
-        reference.loss_of(model, ids, labels).backward()
-        found = pipeline.full_gradients()
-    return reference.worst(found, {name: one.grad for name, one in model.named_parameters()}) if found else (0.0, "")
-
-
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
-def test_processes_may_be_in_any_order(exchange: str) -> None:
-    error, name = run_processes(step_on_a_mesh, 4, exchange)[0]
-    assert error < 1e-10, name
 
 
 def trace_of_slices() -> list[str]:
     """What was copied to the host and back in a step, by device."""
     Activations.smallest_bytes = 1
-    case = Case("llama", 1, 2, 1, slices=2)
-    with contextlib.closing(opened(case, 2, offload=OffloadOptions(activations="all"))) as pipeline:
+    case = Case("llama", devices=2, slices=2, microbatches=2)
+    with contextlib.closing(opened(case, offload=OffloadOptions(activations="all"))) as pipeline:
         result = pipeline.step(torch.ones(2, 16, dtype=torch.int64), record_passes=True)
         trace = pipeline.trace(result)
     return [] if trace is None else [str(copy.item) for device in trace.devices for copy in device.copies]
@@ -120,7 +60,7 @@ STEPS: list[tuple[dict[str, Any], str]] = [
 
 
 def bad_steps() -> None:
-    pipeline = opened(Case("llama", 1, 1, 2, slices=2), 1)
+    pipeline = opened(Case("llama", context_ranks=2, slices=2, microbatches=1))
     for given, says in STEPS:
         with pytest.raises(InputError, match=f"{says}|refused by") as caught:
             pipeline.step(**{"input_ids": IDS} | given)
