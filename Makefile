@@ -8,14 +8,12 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# Two workers take file after file. Files that take long come first, so that no worker is left alone with them.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Workers, as many as the machine has cores and memory for, take file after file. Files that take long come first, so that
+# no worker is left alone with them.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 FILES := $(sort $(shell find tests -name 'test_*.py'))
-LONG := $(filter tests/multiprocess/% tests/families/% tests/fuzz/% tests/plan/% tests/memory/%,$(FILES))
+LONG := $(filter tests/fuzz/% tests/multiprocess/% tests/families/% tests/faults/% tests/gpu/% tests/plan/%,$(FILES))
 TESTS := $(LONG) $(filter-out $(LONG),$(FILES))
-# Tests of silent and dying processes run after all others, beside which a second of silence says nothing; two files of
-# them at a time, since most of their time they wait.
-APART := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures own_process) $(filter tests/faults/% tests/gpu/%,$(TESTS))
 
 # Of make fault-test and make fuzz; MINUTES=60 sets a duration. SEED=123 repeats a random choice, of make test too.
 RUNS ?= 100
@@ -31,7 +29,8 @@ part = $(shell printf '%s\n' $(1) | awk -v part=$(PART) '{ split(part, of, "/") 
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
-	@echo "make test        run the tests on a part of all combinations, another one every time; SEED=123 repeats one"
+	@echo "make test        run the tests that every change must pass, on another part of all combinations each time;"
+	@echo "                 SEED=123 repeats a choice"
 	@echo "make test-all    run every test on every combination; PART=1/4 runs a quarter of the files"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        build the documentation into site/, without a network"
@@ -56,8 +55,7 @@ train: $(STAMP)
 
 test: CHOICE := --quick $(if $(SEED),--seed $(SEED))
 test test-all: $(STAMP)
-	$(PYTEST) $(CHOICE) $(call part,$(filter-out $(APART),$(TESTS)))
-	$(if $(call part,$(APART)),$(PYTEST) $(CHOICE) $(call part,$(APART)))
+	$(PYTEST) $(CHOICE) $(call part,$(TESTS))
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) $(if $(SEED),--seed $(SEED))

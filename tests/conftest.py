@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -20,6 +21,17 @@ settings.load_profile("evenpipe")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+GIB_PER_WORKER = 3
+"""With the processes that its tests start."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, as far as there is memory."""
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(gib / GIB_PER_WORKER)))
 
 
 def pytest_collection_finish() -> None:

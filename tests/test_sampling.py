@@ -129,6 +129,5 @@ def test_the_parts_of_all_tests_are_all_files() -> None:
         command = ["make", "-n", "test-all", f"PART={number}/7"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
         parts.append(re.findall(r"tests/[\w/]*/?test_\w+\.py", listed))
-        assert listed.count("-m pytest") == (2 if number <= 6 else 1), "six files run apart"
     files = [str(file.relative_to(root)) for file in root.glob("tests/**/test_*.py")]
     assert sorted(itertools.chain(*parts)) == sorted(files)

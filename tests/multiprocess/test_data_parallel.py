@@ -108,7 +108,7 @@ def gathered(schedule: str, mode: str, tied: bool) -> None:
         assert all(torch.equal(gradients[name], first[name]) for name in first)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "mode"), [("1f1b", "vocab-2"), ("interleaved", "vocab-1"), ("v-half", "first-last")]
@@ -149,7 +149,7 @@ def as_torch_gathers(schedule: str, tied: bool) -> list[str]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gis", "zbv", "dualpipe-v"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_program_of_torch_gathers_and_sums_where_it_says(schedule: str, tied: bool) -> None:
     faults = run_processes(as_torch_gathers, 4, schedule, tied)
     assert not faults[0], "\n".join(faults[0])

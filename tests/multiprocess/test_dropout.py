@@ -216,7 +216,7 @@ def run_cases(cases: list[Case]) -> list[str]:
 
 
 def test_every_layout_drops_what_one_process_drops(sample) -> None:
-    check_cases(run_cases, sample(CASES, 6))
+    check_cases(run_cases, sample(CASES, 3))
 
 
 # --- checkpoints of loops of one's own --------------------------------------------------------------------------------
@@ -291,6 +291,7 @@ def test_and_also_in_another_layout_or_says_why_not(tmp_path: Path) -> None:
 # --- runs of the trainer ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_to_the_sixth_digit(tmp_path: Path) -> None:
     curves = []
     for name, parts in (("whole", [(2, "vocab-2", STEPS)]), ("parts", [(2, "vocab-2", 6), (1, "first-last", STEPS)])):

@@ -84,6 +84,7 @@ def gradients_of_other_choices(case: Case, others: bool) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("changes", [{"checkpointing": "full"}, {"repeats": True}], ids=["full", "R"])
+@pytest.mark.sampled(1)
 def test_a_repeated_forward_takes_the_choices_of_the_first(changes: dict[str, Any]) -> None:
     case = replace(SHARED, microbatches=2, **changes)
     alike, others = (run_processes(gradients_of_other_choices, 2, case, one)[0] for one in (False, True))
@@ -126,6 +127,7 @@ def messages(case: Case) -> list[tuple[str, str, int]]:
     [({}, ()), ({"repeats": True}, ("rows", "weights", "sums")), ({"checkpointing": "full"}, ("rows", "weights"))],
     ids=["plain", "R", "full"],
 )
+@pytest.mark.sampled(2)
 def test_exchanges_name_their_layer_and_rows_are_counted_once(changes: dict[str, Any], again: tuple[str, ...]) -> None:
     seen = run_processes(messages, 2, replace(SHARED, microbatches=2, **changes))[0]
     first = ("numbers", "choices", "rows", "weights", "sums")
@@ -263,6 +265,7 @@ def trained_by(case: Case, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@pytest.mark.sampled(1)
 def test_optimizers_see_whole_matrices_of_shared_experts(kind: str) -> None:
     alone = run_processes(trained_by, 1, Case("mixtral of 5 experts"), kind)[0]
     for case in (Case("mixtral of 5 experts", 2, members=2), Case("mixtral of 5 experts", 4, members=2)):

@@ -115,7 +115,7 @@ def run_torch_classes(microbatches: int, names: list[str]) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), (3, 6)])
 def test_schedules_of_torch_as_classes_and_as_instances(processes: int, microbatches: int, sample) -> None:
-    check(run_torch_classes, processes, microbatches, sample(CLASSES, 3))
+    check(run_torch_classes, processes, microbatches, sample(CLASSES, 1))
 
 
 def run_torch_files(folder: Path, names: list[str]) -> None:

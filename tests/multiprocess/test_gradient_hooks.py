@@ -98,7 +98,7 @@ def run_cases(cases: list[Case]) -> list[str]:
 
 
 def test_optimizers_in_hooks(sample) -> None:
-    check_cases(run_cases, sample(LAYOUTS, 3))
+    check_cases(run_cases, sample(LAYOUTS, 2))
 
 
 # --- in bf16 ---------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def doubles_in_bf16(cases: list[Case]) -> None:
         (2, [Case("llama", replicas=2, data_parallel="shard", mode="first-last"), Case("llama", tensor_ranks=2)]),
     ],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_in_bf16(processes: int, cases: list[Case]) -> None:
     run_processes(doubles_in_bf16, processes, cases)
 
@@ -261,7 +261,7 @@ def differs(case: Case, name: str, ranks: Sequence[int], post: bool, said: str) 
         (replace(TWO, replicas=2), MATRIX, (3,), "some replicas and others"),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_processes_that_disagree(case: Case, name: str, hooked: tuple[int, ...], said: str) -> None:
     run_processes(differs, case.processes, case, name, hooked, name == MATRIX, said)
 

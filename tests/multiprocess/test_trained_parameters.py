@@ -165,7 +165,7 @@ EMBEDDING, MATRIX = "model.embed_tokens.weight", "model.layers.3.mlp.up_proj.wei
         (4, Case("replicate", replicas=2), EMBEDDING, (1, 3), "replicas"),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_processes_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], where: str) -> None:
     said = rf"^{re.escape(name)}: requires_grad is True on some {where} and False on others, expected the same"
     run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), said)
@@ -204,7 +204,7 @@ NORM = "model.layers.3.input_layernorm.weight"
         ),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_ranks_of_a_device_that_disagree(
     processes: int, case: Case, name: str, frozen: tuple[int, ...], said: str
 ) -> None:

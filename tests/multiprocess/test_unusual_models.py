@@ -80,6 +80,7 @@ def as_in_one_process(model_type: str, settings: dict, schedules: list[str]) -> 
 
 
 @pytest.mark.parametrize(("model_type", "settings"), CLIPPED)
+@pytest.mark.sampled(1)
 def test_outputs_changed_in_place(model_type, settings) -> None:
     run_processes(as_in_one_process, 2, model_type, settings, ["zbv"])
 
@@ -110,6 +111,7 @@ def in_bf16(model_type: str, settings: dict) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "settings"), FOLLOWING)
+@pytest.mark.sampled(1)
 def test_buffers_that_follow_the_dtype_of_the_model(model_type, settings) -> None:
     run_processes(in_bf16, 2, model_type, settings)
 

@@ -215,8 +215,8 @@ def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> 
     with tempfile.TemporaryDirectory(prefix="evenpipe-mutation-") as name:
         copy = Path(name)
         for part in ("src", "examples", "docs", "benchmarks", "tools"):
-            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(tests, copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
+        shutil.copytree(tests, copy / "tests")
         for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
             shutil.copy(tests.parent / part, copy / part)
         (copy / "src" / "evenpipe" / mutation.file).write_bytes(damaged)
