@@ -1,7 +1,7 @@
-"""Models whose layers do something of their own with the hidden states, and what one process makes of them.
+"""Decoder layers of Llama that do something of their own with the hidden states, and what one process makes of them.
 
-Plain modules and decoder layers of Llama behave alike: by the number of the layer, and if wanted only on some
-microbatches, which they know by their hidden states (plain modules) or positions (Llama: tensor ranks see only rows).
+Layers behave by their number, and if wanted only on some microbatches, which they know by their positions. Modules of a
+user that do so are among the pipelines of tests/fuzz.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from unittest import mock
 
 import torch
 from small_llama import llama as small_llama
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
 from evenpipe import Pipeline
 from evenpipe.layers.compilation import compile_layer
-from evenpipe.layers.random_state import Draws, seed_of_layer
 from evenpipe.model import describe
 from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, add_slices, generate
 
-VOCABULARY, WIDTH, TOKENS = 61, 16, 8
+VOCABULARY, TOKENS = 61, 8
 LATER = 16
 """First position of every second microbatch."""
 SEED = 3
@@ -43,44 +42,11 @@ class Case:
 
     layers: tuple[str, ...]
     processes: int = 2
-    plain: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the pipeline; and "tied" weights, and "recompute" for an order with R before every backward."""
 
     def __str__(self) -> str:
-        kind = "plain modules" if self.plain else "Llama"
-        return f"{kind} {' '.join(self.layers)} on {self.processes} with {dict(self.options)}"
-
-
-class Block(nn.Module):
-    """Plain, with a residual; `kind` as in `Case.layers`."""
-
-    def __init__(self, kind: str, behaviours: Mapping[str, Behaviour]) -> None:
-        super().__init__()
-        self.kind, self.behaviours = kind, behaviours
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        chosen = float(hidden.detach().flatten()[0]) > 0
-        return _behave(self.kind, self.behaviours, self._run, hidden, self.norm.weight, chosen=chosen)
-
-    def _run(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-
-
-def _behave(
-    kind: str,
-    behaviours: Mapping[str, Behaviour],
-    run: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    chosen: bool,
-) -> Tensor:
-    if kind.endswith("?") and not chosen:
-        return run(hidden)
-    return behaviours[kind.removesuffix("?")](run, hidden, weight)
+        return f"{' '.join(self.layers)} on {self.processes} with {dict(self.options)}"
 
 
 @contextmanager
@@ -93,27 +59,15 @@ def patched(layers: tuple[str, ...], behaviours: Mapping[str, Behaviour]) -> Ite
             return own(layer, hidden, *args, **kwargs)
 
         kind = layers[layer.self_attn.layer_idx % len(layers)]
-        chosen = kind.endswith("?") and int(kwargs["position_ids"].max()) >= LATER
-        return _behave(kind, behaviours, run, hidden_states, layer.input_layernorm.weight, chosen=chosen)
+        if kind.endswith("?") and int(kwargs["position_ids"].max()) < LATER:
+            return run(hidden_states)
+        return behaviours[kind.removesuffix("?")](run, hidden_states, layer.input_layernorm.weight)
 
     with mock.patch.object(modeling_llama.LlamaDecoderLayer, "forward", forward):
         yield
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
-
-
-def plain_modules(layers: tuple[str, ...], behaviours: Mapping[str, Behaviour]) -> tuple[Any, ...]:
-    """Return embedding, layers, norm and head."""
-    torch.manual_seed(0)
-    with mock.patch.object(
-        nn.Linear, "reset_parameters", lambda one: [nn.init.normal_(p, 0, 0.3) for p in one.parameters()]
-    ):
-        parts = nn.Embedding(VOCABULARY, WIDTH), [Block(kind, behaviours) for kind in layers], nn.LayerNorm(WIDTH)
-        head = nn.Linear(WIDTH, VOCABULARY)
-    for part in (parts[0], *parts[1], parts[2], head):
-        part.double()
-    return *parts, head
 
 
 @cache
@@ -140,40 +94,20 @@ class Expected:
 
 def one_process(case: Case, behaviours: Mapping[str, Behaviour], microbatches: int, replicas: int = 1) -> Expected:
     """Microbatch after microbatch, through the same layers."""
-    if case.plain:
-        embedding, layers, norm, head = plain_modules(case.layers, behaviours)
-        modules = nn.ModuleDict({"embedding": embedding, "norm": norm, "head": head, "layers": nn.ModuleList(layers)})
-
-        def logits(ids: Tensor, positions: Tensor) -> Tensor:
-            hidden = embedding(ids)
-            for index, layer in enumerate(layers):
-                torch.manual_seed(seed_of_layer(number, unit, index))  # as a pipeline of plain modules seeds them
-                hidden = layer(hidden)
-            return head(norm(hidden))
-
-        parameters = dict(modules.named_parameters())
-    else:
-        model = copy.deepcopy(llama(len(case.layers), case.options.get("tied", False)))
-
-        def logits(ids: Tensor, positions: Tensor) -> Tensor:
-            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-        parameters = dict(model.named_parameters())
+    model = copy.deepcopy(llama(len(case.layers), case.options.get("tied", False)))
     data = [batch(microbatches, 1 + replica) for replica in range(replicas)]
     count = sum(int((labels[:, 1:] != -100).sum()) for _, labels, _ in data)
     total = 0.0
     torch.manual_seed(SEED)
-    number, unit = Draws.draw() if case.plain else 0, -1
     with patched(case.layers, behaviours):
         for of_replica in data:
-            for ids, labels, positions in zip(*(one.split(2) for one in of_replica), strict=True):
-                unit += 1
-                found = logits(ids, positions)[:, :-1].flatten(0, 1)
-                loss = functional.cross_entropy(found, labels[:, 1:].flatten(), reduction="sum") / count
+            for ids, labels, positions in zip(*(part.split(2) for part in of_replica), strict=True):
+                logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].flatten(0, 1)
+                loss = functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / count
                 if loss.requires_grad:
                     loss.backward()
                 total += loss.item()
-    return Expected(total, {name: parameter.grad for name, parameter in parameters.items()})
+    return Expected(total, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 # --- a pipeline -------------------------------------------------------------------------------------------------------
@@ -189,8 +123,6 @@ def pipeline_of(case: Case, behaviours: Mapping[str, Behaviour], microbatches: i
         others = math.prod(options.get(axis, 1) for axis in ("tensor_parallel", "context_parallel", "replicas"))
         order = generate(options.get("schedule", "1f1b"), case.processes // others, microbatches * slices)
         options["schedule"] = add_recompute(add_slices(order, slices))
-    if case.plain:
-        return Pipeline.from_modules(*plain_modules(case.layers, behaviours), **options)
     return Pipeline(describe(llama(len(case.layers), case.options.get("tied", False))), **options)
 
 
@@ -215,12 +147,11 @@ def faults_of(
         pipeline = pipeline_of(case, behaviours, microbatches)
         try:
             ids, labels, positions = batch(microbatches, 1 + pipeline.replica)
-            given = {} if case.plain else {"position_ids": positions}
             torch.manual_seed(SEED)
-            loss = float(pipeline.step(ids, labels, **given).loss)
+            loss = float(pipeline.step(ids, labels, position_ids=positions).loss)
             found = pipeline.full_gradients()
             absent = {name for name, parameter in pipeline.named_parameters() if parameter.grad is None}
-            evaluated = float(pipeline.evaluate(ids, labels, **given).loss)
+            evaluated = float(pipeline.evaluate(ids, labels, position_ids=positions).loss)
             feeds, replicas = pipeline._is_very_first, pipeline.replicas
         finally:
             pipeline.close()

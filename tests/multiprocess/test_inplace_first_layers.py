@@ -52,31 +52,31 @@ KINDS = ("add", "assign", "view", "no_grad", "scale")
 ALL, SECOND = ("add",) * 4, ("run", "run", "assign", "run")
 HOST = OffloadOptions(activations="all")
 
-ONE = [Case(at(place, kind), 1, plain=plain) for kind in KINDS for place, plain in ((0, True), (2, False))]
-TWO = [Case((kind,) * 4, plain=True, options={"schedule": "zbv", "recompute": True}) for kind in KINDS]
-TWO += [Case((kind,) * 4) for kind in KINDS]
-TWO += [
-    Case(layers, plain=plain, options=options)
-    for layers, plain, options in [
-        (at(2, "scale"), True, {"schedule": "dualpipe-v"}),
-        (at(2, "scale"), True, {"schedule": "interleaved", "recompute": True}),
-        (at(2, "add"), True, {"schedule": "zb-h1", "recompute": True}),
-        # A stage that returns its input, which R needs, to a stage of the same device that changes it.
-        (("run", "skip", "add", "run"), True, {"schedule": "zbv", "recompute": True}),
-        (("run", "skip", "add", "run"), False, {"schedule": "zbv", "recompute": True}),
-        (ALL, False, {"slices": 2}),
-        (ALL, False, {"slices": 2, "schedule": "zbv", "recompute": True}),
-        (SECOND, False, {"offload": HOST}),
-        (ALL, False, {"offload": HOST, "schedule": "zbv", "recompute": True}),
-        (ALL, False, {"compile_layers": True, "schedule": "zbv"}),
-        (ALL, False, {"vocabulary": "first-last"}),
-        (SECOND, False, {"vocabulary": "redistribute", "recompute": True}),
-        (ALL, False, {"vocabulary": "vocab-1", "tied": True, "self_check": True}),
-        (ALL, False, {"layers_per_stage": [0, 4], "recompute": True}),
-        (SECOND, False, {"layers_per_stage": [4, 0]}),
-        (at(2, "add"), False, {"checkpointing": ["full", "full", "none", "selective"], "schedule": "zbv"}),
-        (at(2, "scale"), False, {"checkpointing": "full"}),  # nothing is computed from its input again
-    ]
+ONE = [Case(at(place, kind), 1) for kind in KINDS for place in (0, 2)]
+TWO = [
+    *(Case((kind,) * 4) for kind in KINDS),
+    *(
+        Case(layers, options=options)
+        for layers, options in [
+            (at(2, "scale"), {"schedule": "dualpipe-v"}),
+            (at(2, "scale"), {"schedule": "interleaved", "recompute": True}),
+            (at(2, "add"), {"schedule": "zb-h1", "recompute": True}),
+            # A stage that returns its input, which R needs, to a stage of the same device that changes it.
+            (("run", "skip", "add", "run"), {"schedule": "zbv", "recompute": True}),
+            (ALL, {"slices": 2}),
+            (ALL, {"slices": 2, "schedule": "zbv", "recompute": True}),
+            (SECOND, {"offload": HOST}),
+            (ALL, {"offload": HOST, "schedule": "zbv", "recompute": True}),
+            (ALL, {"compile_layers": True, "schedule": "zbv"}),
+            (ALL, {"vocabulary": "first-last"}),
+            (SECOND, {"vocabulary": "redistribute", "recompute": True}),
+            (ALL, {"vocabulary": "vocab-1", "tied": True, "self_check": True}),
+            (ALL, {"layers_per_stage": [0, 4], "recompute": True}),
+            (SECOND, {"layers_per_stage": [4, 0]}),
+            (at(2, "add"), {"checkpointing": ["full", "full", "none", "selective"], "schedule": "zbv"}),
+            (at(2, "scale"), {"checkpointing": "full"}),  # nothing is computed from its input again
+        ]
+    ),
 ]
 FOUR = [
     Case(layers, 4, options=options)

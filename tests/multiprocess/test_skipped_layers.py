@@ -47,34 +47,27 @@ def at(place: int, kind: str) -> tuple[str, ...]:
     return tuple(kind if index == place else "run" for index in range(4))
 
 
-ONE = [Case(at(place, kind), processes=1, plain=plain) for kind in KINDS for place, plain in ((0, True), (2, False))]
-ONE += [Case((kind,) * 4, processes=1, plain=True) for kind in KINDS]
-ONE += [Case(at(1, "turned"), 1), Case(at(0, "turned"), 1, plain=True)]
-ONE += [  # of one process, which draws as the reference does
-    Case(("random",) * 4, processes=1, plain=plain, options={"checkpointing": choice})
-    for plain, choice in ((True, "none"), (True, "full"), (False, "selective"))
+ONE = [
+    *(Case(at(2, kind), 1) for kind in KINDS),
+    *(Case((kind,) * 4, 1) for kind in KINDS),
+    Case(at(1, "turned"), 1),
+    # of one process, which draws as the reference does
+    Case(("random",) * 4, 1, {"checkpointing": "selective"}),
+    Case(("random",) * 4, 1, {"self_check": True, "recompute": True}),
 ]
-ONE += [Case(("random",) * 4, processes=1, options={"self_check": True, "recompute": True})]
-
-# Every kind, at every place of a stage, first in 1F1B and then in a schedule of its own.
 TWO = [
-    Case(at(place, kind + often), plain=plain, options={"schedule": schedule})
-    for number, kind in enumerate(KINDS)
-    for place, (often, plain, schedule) in enumerate(
-        [
-            ("?", False, "1f1b"),
-            ("", True, ("zbv", "zb-h1", "dualpipe-v", "interleaved")[number % 4]),
-            ("?", True, ("zb-h1", "dualpipe-v", "interleaved", "zbv")[number % 4]),
-            ("", False, "zbv"),
-        ]
-    )
+    Case(at(place, kind + often), options={"schedule": schedule})
+    for kind in KINDS
+    for place, often, schedule in ((0, "?", "1f1b"), (1, "", "interleaved"), (2, "?", "zb-h1"), (3, "", "zbv"))
 ]
+"""Every kind, at every place of a stage."""
 HOST = OffloadOptions(activations="all")
 TWO += [
     Case(("above?",) * 4, options={"checkpointing": "full", "schedule": "zbv"}),
     Case(("skip?",) * 4, options={"checkpointing": "full", "vocabulary": "first-last"}),
     Case(("skip",) * 4, options={"schedule": "zbv", "vocabulary": "redistribute"}),
-    Case(("no_grad",) * 4, plain=True, options={"schedule": "zb-h1"}),
+    Case(("no_grad",) * 4, options={"schedule": "zb-h1"}),
+    Case(at(2, "below?"), options={"schedule": "dualpipe-v"}),
     Case(at(3, "below"), options={"checkpointing": "selective", "tied": True}),
     Case(at(2, "skip?"), options={"recompute": True, "schedule": "zbv"}),
     Case(at(1, "below?"), options={"recompute": True}),
