@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_run import as_json, printed
 from transformers import LlamaConfig
 
 from evenpipe.cli import printing
@@ -42,23 +43,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [["--workers", "2", "--json"], ["--workers", "1", "-o", "planned.toml"]])
 def test_ctrl_c_in_a_terminal_prints_what_was_found(options: list[str]) -> None:
     """All processes of the terminal get the signal; none stays behind, and none complains."""
-    search = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *PLAN, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert search.stderr is not None
-    said = []
-    for line in search.stderr:
-        said.append(line)
-        if "best step" in line:
-            break
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    search = subprocess.Popen([sys.executable, "-c", COMMAND, *PLAN, *options], env=environment, **streams)
+    assert any("best step" in line for line in search.stderr)
     os.killpg(search.pid, signal.SIGINT)
     out, err = search.communicate(timeout=END_SECONDS)
     assert search.returncode == 130, err
@@ -100,19 +92,12 @@ def test_a_plan_is_there_when_the_time_is_up(
 
 def test_no_time_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """It is not known that nothing fits."""
-    assert main([*PLAN, "--workers", "1", "--minutes", "1e-9"]) == 3
-    out = capsys.readouterr().out
-    assert "unfinished, the time is up after" in out and "no plan was found so far" in out
-    assert "no plan fits" not in out and "would fit" not in out
-    assert main([*PLAN, "--workers", "1", "--minutes", "1e-9", "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["plans"] == [] and found["ended_by"] == "time" and found["layouts_left"] > 0
-
-
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
-def test_a_limit_is_more_than_nothing(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, f"--minutes={minutes}"]) == 2
-    assert "--minutes is " in capsys.readouterr().err
+    arguments = [*PLAN, "--workers", "1", "--minutes", "1e-9"]
+    text = printed(capsys, *arguments, code=3)
+    assert "unfinished, the time is up after" in text and "no plan was found so far" in text
+    assert "no plan fits" not in text and "would fit" not in text
+    answer = as_json(capsys, *arguments, code=3)
+    assert answer["plans"] == [] and answer["ended_by"] == "time" and answer["layouts_left"] > 0
 
 
 # --- the line --------------------------------------------------------------------------------------------------------
