@@ -36,7 +36,7 @@ def estimated(capsys: pytest.CaptureFixture[str], arguments: str, code: int = 0)
     return as_json(capsys, "estimate", "--model", *arguments.split(), code=code)
 
 
-def test_json_has_every_key_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_key_and_adds_up(capsys):
     figures = estimated(capsys, "llama-8b --pp 4 --schedule zbv --gpu-memory 80GiB")
     assert figures["fits"] is True and figures["verdict"] == "fits" and figures["gpu_memory"] == 80 * 2**30
     assert figures["parallelism"] == {"dp": 1, "ep": 1, "tp": 1, "cp": 1, "pp": 4, "zero": 0, "gpus": 4}
@@ -49,9 +49,7 @@ def test_json_has_every_key_and_adds_up(capsys: pytest.CaptureFixture[str]) -> N
         assert device["binding_event"].split()[0] in "F B I W S C T E G optimizer"
 
 
-def test_a_folder_and_a_file_are_the_same_and_quantised_weights_count_whole(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_folder_and_a_file_are_the_same_and_quantised_weights_count_whole(capsys):
     folder, file = (estimated(capsys, f"{name} {LAYOUT}") for name in ("llama-8b", "llama-8b/config.json"))
     assert folder["devices"] == file["devices"] and folder["fits"] is None
     config = json.loads(Path("llama-8b/config.json").read_text())
@@ -64,18 +62,17 @@ def test_a_folder_and_a_file_are_the_same_and_quantised_weights_count_whole(
     assert quantised.err.startswith("evenpipe: the weights of this model are quantised")
 
 
-def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_rule_is_in_the_table(capsys):
     text = printed(capsys, f"llama-8b {LAYOUT} --kernels megatron --gpu-memory 80GiB --compare-to-paper")
     lines = text.splitlines()
-    assert lines[0] == "LlamaForCausalLM: 32 layers, 8.03 B parameters, vocabulary 128256"
-    assert lines[1] == "4 GPUs: dp 2, tp 2, zero 1"
-    head, row = lines[5].split(), lines[6].split()
-    assert head[:9] == ["device", "layers", *TERMS]
+    assert lines[:2] == [
+        "LlamaForCausalLM: 32 layers, 8.03 B parameters, vocabulary 128256",
+        "4 GPUs: dp 2, tp 2, zero 1",
+    ]
+    row = lines[6].split()
     assert row[:2] == ["0", "32"] and sum(map(float, row[2:9])) == pytest.approx(float(row[9]), abs=0.05)
     assert "fits: device 0 needs" in text and "of 80" not in text
-    # the authors' own values for this layout, and their rule
-    assert "paper     44.87 GiB" in text and "22.64 GiB" in text
-    assert "84 % of the card: its rule (80 %) rejects it." in text
+    assert "paper     44.87 GiB" in text and "84 % of the card: its rule (80 %) rejects it." in text
 
 
 AUTHORS = [
@@ -86,16 +83,16 @@ AUTHORS = [
 ]
 
 
-def test_the_papers_own_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_own_values(capsys, sample):
     """GiB, from its authors' unit tests: to 0.1 %."""
-    for axes, size, states, activations in AUTHORS:
+    for axes, size, states, activations in sample(AUTHORS, 1):
         run = f"--zero 1 --sequence 8192 --microbatch-size {size} --vocabulary first-last --compare-to-paper"
         paper = estimated(capsys, f"llama-8b {axes} {run}")["paper"]
         assert paper["states"] / 2**30 == pytest.approx(states, rel=1e-3)
         assert paper["activations"] / 2**30 == pytest.approx(activations, rel=1e-3)
 
 
-def test_exit_codes_tell_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_tell_the_verdict(capsys):
     assert estimated(capsys, "llama-8b --pp 2 --gpu-memory 40GiB", code=1)["verdict"] == "does not fit"
     text = printed(capsys, "llama-8b --pp 2 --gpu-memory 40GiB", code=1)
     assert "does not fit: device 0 needs" in text and "available: 40.00 GiB" in text
@@ -108,7 +105,7 @@ def test_exit_codes_tell_the_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert estimated(capsys, f"{card} --strict", code=1) == risky
 
 
-def test_a_picture_of_every_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_of_every_device(capsys):
     text = printed(capsys, "llama-8b --pp 4 --hardware h200 -o memory.svg")
     assert text.rstrip().endswith("wrote memory.svg")
     picture = Path("memory.svg").read_text()
@@ -117,7 +114,7 @@ def test_a_picture_of_every_device(capsys: pytest.CaptureFixture[str]) -> None:
         assert f">{term}</text>" in picture
 
 
-def test_the_split_is_that_of_a_run_on_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_split_is_that_of_a_run_on_the_hardware(capsys):
     """By memory, where the split by time does not fit and another one does."""
     run = "llama-8b --dp 2 --zero 3 --pp 4 --vocabulary redistribute --sequence 4096 --checkpointing selective"
     roomy, tight = (estimated(capsys, f"{run} --hardware H100-80G --gpu-memory {size}") for size in ("80GiB", "40GiB"))
@@ -127,7 +124,7 @@ def test_the_split_is_that_of_a_run_on_the_hardware(capsys: pytest.CaptureFixtur
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["redistribute", "vocab-2"])
-def test_choices_of_other_frameworks_on_known_hardware(capsys: pytest.CaptureFixture[str], mode: str) -> None:
+def test_choices_of_other_frameworks_on_known_hardware(capsys, mode):
     """Their times are unknown, but not their memory."""
     run = f"llama-8b --tp 2 --pp 2 --vocabulary {mode} --kernels megatron --hardware H200 --checkpointing"
     peaks = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,7 @@ def text_of(capsys: pytest.CaptureFixture[str], arguments: str, size: list[str] 
 # --- simulate ------------------------------------------------------------------------------------------------
 
 
-def test_simulate_gives_the_figures_of_every_schedule(
-    sample: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_gives_the_figures_of_every_schedule(sample, capsys):
     for name in sample(SCHEDULES, 6):
         figures = simulated(capsys, f"--schedule {name}")
         timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS), EQUAL_COSTS)
@@ -70,7 +67,7 @@ def test_simulate_gives_the_figures_of_every_schedule(
         assert 0 < figures["bounds"]["span"]["value"] <= figures["span"] * (1 + 1e-9)
 
 
-def test_simulate_in_every_vocabulary_mode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_in_every_vocabulary_mode(capsys):
     for mode in ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2", "balanced"):
         figures = simulated(capsys, f"--schedule 1f1b --vocabulary {mode}")
         timeline = time_order(plan_order("1f1b", 4, 8, mode, EQUAL_COSTS), EQUAL_COSTS)
@@ -78,21 +75,16 @@ def test_simulate_in_every_vocabulary_mode(capsys: pytest.CaptureFixture[str]) -
         assert figures["span"] == pytest.approx(timeline.span)
 
 
-def test_simulate_with_costs_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_with_costs_and_bytes(capsys):
     figures = simulated(capsys, "--schedule 1f1b --costs costs.json")
     assert (figures["span"], figures["peak_bytes"]) == (33, [12, 9, 6, 3])
     text = text_of(capsys, "--schedule 1f1b --costs costs.json")
     assert "costs.json" in text and "peak bytes" in text
     text = text_of(capsys, "--schedule 1f1b")
-    assert "equal (F = I = W = 1" in text and "critical path" in text
-    step, busy, span, bubble = text.splitlines()[2:6]
-    assert step.startswith("step       33  (no order is shorter: the step needs 3 before, 24 during and 6 after ")
-    assert busy == "busy       72.7 % of the step, on average over devices"
-    assert span.startswith("span       33")
-    assert bubble == "bubble     9, 27.3 % of the span of the slowest device"
+    assert "equal (F = I = W = 1" in text and "bubble     9, 27.3 % of the span of the slowest device" in text
 
 
-def test_simulate_a_file_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_a_file_as_it_stands(capsys):
     for file in ("order.csv", "program.csv", "vocabulary.csv", "torch.csv"):
         figures = simulated(capsys, f"--schedule {file}", [])
         assert (figures["devices"], figures["microbatches"], figures["schedule"]) == (2, 2, file)
@@ -103,7 +95,7 @@ def test_simulate_a_file_as_it_stands(capsys: pytest.CaptureFixture[str]) -> Non
     assert added["span"] == simulated(capsys, "--schedule vocabulary.csv", [])["span"]
 
 
-def test_options_reach_the_schedules_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_schedules_that_have_them(capsys):
     figures = simulated(capsys, "--schedule interleaved --stages-per-device 4")
     assert (figures["stages"], figures["stages_per_device"]) == (16, 4)
     assert simulated(capsys, "--schedule gis --group-size 2")["peak_in_flight"] == [6, 5, 4, 3]
@@ -112,7 +104,7 @@ def test_options_reach_the_schedules_that_have_them(capsys: pytest.CaptureFixtur
     assert [row["stages_per_device"] for row in compared] == [1, 4, 4]
 
 
-def test_compared_schedules_do_the_same_work_per_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compared_schedules_do_the_same_work_per_device(capsys):
     rows = simulated(capsys, "--compare 1f1b,zbv,interleaved --costs costs.json")["schedules"]
     assert [row["schedule"] for row in rows] == ["1f1b", "zbv", "interleaved"]
     assert [row["stages_per_device"] for row in rows] == [1, 2, 2]
@@ -127,33 +119,15 @@ def test_compared_schedules_do_the_same_work_per_device(capsys: pytest.CaptureFi
     assert second["busy"] == pytest.approx([48] * 4)
 
 
-def test_compare_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(capsys, "--compare 1f1b,v-half,order.csv", ["--devices", "2", "--microbatches", "2"])
-    above, head, first, second, third = (line.split() for line in text.splitlines()[-5:])
-    assert above == ["stages", "per", "bubble", "%", "of", "the", "stages", "microbatches"]
-    assert head[:6] == ["schedule", "device", "step", "bound", "busy", "%"]
-    assert head[6:] == ["span", "slowest", "device", "in", "flight", "in", "flight"]
-    assert [first[:2], second[:2], third[:2]] == [["1f1b", "1"], ["v-half", "2"], ["order.csv", "1"]]
-    assert first[2:] == third[2:]
-    assert "costs are those of a stage of 1f1b; in all schedules a device does the same work" in text
-
-
-def test_shortest_steps_are_marked_though_a_slowest_device_idles_more(capsys: pytest.CaptureFixture[str]) -> None:
-    modes = "--schedule zbv --vocabulary first-last,vocab-2"
-    whole, sharded = (line.split() for line in text_of(capsys, modes, TABLE).splitlines()[-2:])
-    assert whole == ["zbv", "first-last", "2", "396.8", "396.8", "54.8", "396.8", "0.0", "16", "8"]
-    assert sharded == ["zbv", "vocab-2", "2", "224.6", "224.6", "96.9", "224.6", "3.1", "18", "9", "<-", "shortest"]
-    _, figures = simulated(capsys, modes, TABLE)["schedules"]
-    assert figures["mean_busy"] == pytest.approx(sum(figures["busy"]) / (8 * figures["makespan"]))
-    text = text_of(capsys, "--compare 1f1b,zbv,v-budget", TABLE)
-    assert [line.split()[0] for line in text.splitlines() if line.endswith("  <- shortest")] == ["zbv", "v-budget"]
-
-
-def test_all_schedules_and_modes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_a_row_for_each_schedule_and_mode(capsys):
     text = text_of(capsys, "--compare all")
     assert [line.split()[0] for line in text.splitlines()[-len(SCHEDULES) :]] == list(SCHEDULES)
-    text = text_of(capsys, "--schedule 1f1b --vocabulary vocab-1,vocab-2")
-    assert [line.split()[:2] for line in text.splitlines()[-2:]] == [["1f1b", "vocab-1"], ["1f1b", "vocab-2"]]
+    text = text_of(capsys, "--compare 1f1b,order.csv", ["--devices", "2", "--microbatches", "2"])
+    assert "costs are those of a stage of 1f1b; in all schedules a device does the same work" in text
+    named, read = (line.split() for line in text.splitlines()[-2:])
+    assert (named[:2], read[:2], named[2:]) == (["1f1b", "1"], ["order.csv", "1"], read[2:])
+    text = text_of(capsys, "--compare 1f1b,zbv,v-budget", TABLE)
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("  <- shortest")] == ["zbv", "v-budget"]
 
 
 SORTED = {
@@ -169,22 +143,23 @@ SORTED = {
 
 @pytest.mark.parametrize("by", SORTED)
 @pytest.mark.sampled(2)
-def test_rows_are_sorted_the_best_first(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_sorted_the_best_first(by, capsys):
     arguments = f"--compare 1f1b,zbv,v-half --costs {EXAMPLES / 'copies.toml'} --sort {by}"
     assert [line.split()[0] for line in text_of(capsys, arguments, TABLE).splitlines()[-3:]] == SORTED[by]
     assert [row["schedule"] for row in simulated(capsys, arguments, TABLE)["schedules"]] == SORTED[by]
 
 
-def test_modes_that_shard_and_modes_that_do_not_have_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_modes_that_shard_and_modes_that_do_not_have_the_same_work(capsys):
     arguments = "--schedule zbv --vocabulary first-last,vocab-2"
     whole, sharded = simulated(capsys, arguments)["schedules"]
     assert sum(whole["busy"]) == pytest.approx(sum(sharded["busy"]))
     assert max(whole["busy"]) > 1.1 * max(sharded["busy"])
+    assert sharded["mean_busy"] == pytest.approx(sum(sharded["busy"]) / (4 * sharded["makespan"]))
     assert simulated(capsys, "--schedule zbv")["busy"] != whole["busy"]
     assert "first and last stage also do the vocabulary work" in text_of(capsys, arguments)
 
 
-def test_help_lists_every_schedule_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_schedule_in_a_line(capsys):
     lines = printed(capsys, "simulate", "--help").partition("\nschedules:\n")[2].splitlines()
     for name in SCHEDULES:
         (line,) = [line for line in lines if line.split()[:1] == [name]]
@@ -194,28 +169,17 @@ def test_help_lists_every_schedule_in_a_line(capsys: pytest.CaptureFixture[str])
 # --- activations on the host, without a cost file ------------------------------------------------------------
 
 
-def test_simulate_shows_what_copies_to_the_host_leave_on_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_shows_what_copies_to_the_host_leave_on_a_device(capsys):
     figures = simulated(capsys, "--schedule 1f1b --offload free")
     assert (figures["peak_in_flight"], figures["peak_on_device"]) == ([4, 3, 2, 1], [2, 2, 2, 1])
     assert (figures["peak_bytes"], figures["makespan"]) == ([2, 2, 2, 1], 33)  # a forward stores 1
-    text = text_of(capsys, "--schedule 1f1b --offload free")
-    assert "bytes: a forward of a stage stores 1" in text
-    head, first = (line.split() for line in text.splitlines()[8:10])
-    assert head[-6:] == ["flight", "on", "the", "device", "peak", "bytes"]
-    assert first == ["0", "24", "72.7", "4", "2", "2"]
     limited = simulated(capsys, "--schedule 1f1b --offload 2")  # a limit of two activations
     assert limited["peak_bytes"] == [2, 2, 2, 1]
     figures = simulated(capsys, "--schedule 1f1b --offload none")
     assert (figures["peak_on_device"], figures["peak_bytes"]) == (figures["peak_in_flight"], None)
 
 
-def test_what_is_on_the_device_is_beside_what_is_in_flight(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = text_of(capsys, "--compare 1f1b,po-h --sort on-device", TABLE)
-    po_h, base = (line.split() for line in text.splitlines()[-2:])
-    assert (po_h[0], po_h[7:11]) == ("po-h", ["13", "5", "6.5", "2.5"])
-    assert (base[0], base[7:]) == ("1f1b", ["8", "8", "8", "8"])
+def test_draw_shows_what_is_on_the_device(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     arguments = ["draw", "--schedule", "1f1b", *SIZE, "--memory"]
     assert "peak 4 in flight" in printed(capsys, *arguments)
@@ -227,7 +191,7 @@ def test_what_is_on_the_device_is_beside_what_is_in_flight(
 # --- draw ----------------------------------------------------------------------------------------------------
 
 
-def test_draw_to_the_terminal_and_to_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_to_the_terminal_and_to_files(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = printed(capsys, "draw", "--schedule", "1f1b", "--vocabulary", "first-last,vocab-2", *SIZE)
     assert "1f1b, first-last" in text and "1f1b, vocab-2" in text
@@ -238,7 +202,7 @@ def test_draw_to_the_terminal_and_to_files(capsys: pytest.CaptureFixture[str], m
     json.loads(Path("step.json").read_text())
 
 
-def test_sequences_are_cut_into_slices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_are_cut_into_slices(capsys):
     figures = simulated(capsys, "--schedule 1f1b --devices 4 --microbatches 4 --slices 3", [])
     assert (figures["microbatches"], figures["slices"], figures["bubble"]) == (4, 3, 3 * 3)
     assert figures["peak_in_flight"] == [6, 5, 4, 3]
@@ -249,7 +213,7 @@ def test_sequences_are_cut_into_slices(capsys: pytest.CaptureFixture[str]) -> No
     assert simulated(capsys, "--schedule cut.csv", [])["slices"] == 2
 
 
-def test_stages_may_form_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_may_form_a_graph(capsys):
     edges = ("--edges", "0>1,0>2,1>3,2>3")
     assert as_json(capsys, "check", "diamond.csv", *edges)["edges"] == [[0, 1], [0, 2], [1, 3], [2, 3]]
     graph = simulated(capsys, "--schedule diamond.csv", [*edges])
@@ -261,7 +225,7 @@ def test_stages_may_form_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
 # --- check ---------------------------------------------------------------------------------------------------
 
 
-def test_sound_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_files(capsys):
     for file in ("order.csv", "program.csv", "vocabulary.csv", "torch.csv", "evaluates.csv"):
         assert printed(capsys, "check", file).startswith("sound: ")
         checked = as_json(capsys, "check", file)
@@ -286,7 +250,7 @@ FAULTY = {
 }
 
 
-def test_every_fault_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_fault_is_listed(capsys):
     for arguments, words in FAULTY.items():
         text = printed(capsys, "check", *arguments.split(), code=1)
         checked = as_json(capsys, "check", *arguments.split(), code=1)
@@ -300,21 +264,19 @@ def test_every_fault_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 # --- search --------------------------------------------------------------------------------------------------
 
 
-def test_search_writes_what_check_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_writes_what_check_accepts(capsys):
     pytest.importorskip("ortools")
     arguments = ["search", "--devices", "2", "--microbatches", "3", "--split-backward", "-o", "best.csv"]
     best = as_json(capsys, *arguments)
     assert best["proved"] and best["possible"]
     assert as_json(capsys, "check", "best.csv")["sound"]
     assert simulated(capsys, "--schedule best.csv", [])["span"] == best["span"] == best["value"]
-    text = printed(capsys, *arguments)
-    assert text.splitlines()[:2] == ["step 10, devices busy 90.0 % of it on average", "span 9: no order is shorter"]
-    assert "zb-h1" in text and "bubble 0, 0.0 % of the span of the slowest device" in text
+    assert "zb-h1" in printed(capsys, *arguments)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
-def test_what_search_writes_can_be_trained(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_search_writes_can_be_trained(mode, capsys):
     pytest.importorskip("ortools")
     arguments = ["--devices", "2", "--microbatches", "2", "--placement", "v", "--vocabulary", mode]
     printed(capsys, "search", *arguments, "--seconds", "2", "-o", "best.csv")
@@ -323,14 +285,14 @@ def test_what_search_writes_can_be_trained(mode: str, capsys: pytest.CaptureFixt
     assert runnable_order(Recipe.of(pp=2, microbatches=2, schedule="best.csv")) == order == program.order
 
 
-def test_search_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_says_when_nothing_fits(capsys):
     pytest.importorskip("ortools")
     arguments = ["search", "--devices", "2", "--microbatches", "2", "--placement", "v", "--memory-limit", "1"]
     assert printed(capsys, *arguments, code=1) == "no order fits the memory limit\n"
     assert as_json(capsys, *arguments, code=1) == {"possible": False}
 
 
-def test_search_without_its_solver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_without_its_solver(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     unnamed = ("--placement", "1,0,0")  # no schedule has this placement, so that the solver is needed
     assert refused(capsys, "search", "--devices", "2", "--microbatches", "2", *unnamed) == (
@@ -338,6 +300,6 @@ def test_search_without_its_solver(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     )
 
 
-def test_the_example_costs_have_every_kind() -> None:
+def test_the_example_costs_have_every_kind():
     costs = read_costs(EXAMPLES / "costs.toml")
     assert None not in (costs.F, costs.I, costs.W, costs.S, costs.T, costs.E, costs.G, costs.bytes)

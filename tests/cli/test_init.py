@@ -69,7 +69,7 @@ assert not {"torch", "transformers"} & {*sys.modules}, "they take seconds to imp
 """
 
 
-def test_what_is_wrong_with_data_is_said_at_once() -> None:
+def test_what_is_wrong_with_data_is_said_at_once():
     Path("chat.jsonl").write_text(CHAT)
     command = [sys.executable, "-c", QUICK, "date", "data", "chat.jsonl"]
     missing, empty, chat = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
@@ -137,7 +137,7 @@ FOLDERS: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_file_is_trained_on_or_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_file_is_trained_on_or_listed(name, capsys):
     files, patterns, said = FOLDERS[name]
     write(files)
     *remarks, last = init(capsys).splitlines()
@@ -154,7 +154,7 @@ def test_every_file_is_trained_on_or_listed(name: str, capsys: pytest.CaptureFix
         assert set(find_files(config.data.files)) == visible - left_out
 
 
-def test_links_and_what_is_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_and_what_is_no_file(folder, capsys):
     """A link to a folder above, one to nothing, one to text elsewhere, and a pipe that nobody writes to."""
     write({"a": TEXT})
     (folder / "elsewhere").mkdir()
@@ -166,7 +166,7 @@ def test_links_and_what_is_no_file(folder: Path, capsys: pytest.CaptureFixture[s
     assert accepted().data.files == ("data/a", "data/b")
 
 
-def test_a_folder_whose_name_is_a_pattern_and_a_single_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_whose_name_is_a_pattern_and_a_single_file(capsys):
     Path("[x]").mkdir()
     Path("[x]", "a.txt").write_text(TEXT)
     init(capsys, "--data", "[x]", "-o", "a.toml")
@@ -190,7 +190,7 @@ CHATS = {
 
 
 @pytest.mark.parametrize("kind", CHATS)
-def test_chats_are_refused_by_init_and_by_training(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chats_are_refused_by_init_and_by_training(kind, capsys):
     CHATS[kind]()
     assert NO_CHAT in refused(capsys, "init", "--data", "data") and not Path("train.toml").exists()
     where = "dataset=data" if kind == "saved" else 'files=["data/*[!d]"]'
@@ -212,7 +212,7 @@ BROKEN = {
 }
 
 
-def test_a_file_that_cannot_be_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_trained_on(capsys):
     for name, (content, words) in BROKEN.items():
         write({name: content})
         for data in ("data", f"data/{name}"):
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_trained_on(capsys: pytest.CaptureFixture[str]) ->
         Path("data", name).unlink()
 
 
-def test_tables_whose_text_is_in_another_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_whose_text_is_in_another_column(capsys):
     write({"a.jsonl": json.dumps({"text": TEXT, "messages": []}) + "\n"})
     init(capsys, "-o", "a.toml")
     assert accepted("a.toml").data.text_field == "text", "messages beside it do not make it a chat"
@@ -252,14 +252,7 @@ LIMITS = [
 @pytest.mark.parametrize("with_weights", [True, False])
 @pytest.mark.parametrize(("family", "fields", "of_tokenizer", "longest"), LIMITS, ids=str)
 @pytest.mark.sampled(3)
-def test_sequences_fit_the_model(  # noqa: PLR0917
-    family: str,
-    fields: dict[str, Any],
-    of_tokenizer: int | None,
-    longest: int,
-    with_weights: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sequences_fit_the_model(family, fields, of_tokenizer, longest, with_weights, capsys):  # noqa: PLR0917
     write({"a.txt": TEXT * 40, "b.txt": "".join(map(str, range(300_000)))})
     config = CONFIG_MAPPING[family](**SMALL, **fields)
     config.save_pretrained("model")
@@ -274,7 +267,7 @@ def test_sequences_fit_the_model(  # noqa: PLR0917
     assert accepted().data.sequence_length == longest
 
 
-def test_a_length_that_nobody_wrote_is_called_the_default() -> None:
+def test_a_length_that_nobody_wrote_is_called_the_default():
     write({"a.txt": TEXT})
     CONFIG_MAPPING["gpt2"](**SMALL, n_positions=256).save_pretrained("model")
     Path("own.toml").write_text('[model]\nsource = "model"\nfresh_weights = true\n[data]\nfiles = ["data/*"]\n')
@@ -292,7 +285,7 @@ LITTLE = {
 }
 
 
-def test_little_data_trains_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_little_data_trains_or_is_refused(capsys):
     for number, text in enumerate(LITTLE.values()):
         write({"a.txt": text})
         init(capsys, "-o", f"{number}.toml")
@@ -302,7 +295,7 @@ def test_little_data_trains_or_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert words in refused(capsys, "init", "--data", "data", "--processes", "2")
 
 
-def test_the_length_of_sequences_follows_from_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_length_of_sequences_follows_from_the_data(capsys):
     lengths = []
     for numbers in (400, 20_000, 2_000_000):
         write({"a.txt": " ".join(map(str, range(numbers)))})
@@ -318,7 +311,7 @@ def test_the_length_of_sequences_follows_from_the_data(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(capsys):
     llama = CONFIG_MAPPING["llama"](**SMALL, intermediate_size=32, max_position_embeddings=64)
     llama.save_pretrained("model")
     code = "def f(x):\n    return x + 1\n" * 2000
@@ -338,7 +331,7 @@ def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(capsys: pytes
     assert 0 < report["validation_loss"] < 5, "it has learned"
 
 
-def test_a_model_with_weights_is_continued_with_its_own_tokenizer() -> None:
+def test_a_model_with_weights_is_continued_with_its_own_tokenizer():
     llama = CONFIG_MAPPING["llama"](**{**SMALL, "num_hidden_layers": 3}, intermediate_size=32)
     AutoModelForCausalLM.from_config(llama).save_pretrained("model")
     with pytest.raises(InputError, match=r'"model" has no tokenizer: it has no .*; give tokenizer\.source'):
@@ -349,7 +342,7 @@ def test_a_model_with_weights_is_continued_with_its_own_tokenizer() -> None:
     assert tables["pipeline"]["processes"] == 3, "no more than layers"
 
 
-def test_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples(capsys):
     for name in example_configurations():
         text = printed(capsys, "init", "--example", name)
         assert text == f"wrote {name}.toml; next: evenpipe train {name}.toml\n"
@@ -359,7 +352,7 @@ def test_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
         assert exists in refused(capsys, "init", "--example", name)
 
 
-def test_all_examples_reach_those_who_have_no_source_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_examples_reach_those_who_have_no_source_checkout(capsys):
     assert printed(capsys, "init", "--example", "all") == "wrote examples\n"
     copied = {path.relative_to("examples").as_posix() for path in Path("examples").rglob("*") if path.is_file()}
     assert {"own_loop.py", "own_loop.ipynb", "models/llama-3.1-8b.json", "train.slurm"} <= copied

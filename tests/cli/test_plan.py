@@ -10,6 +10,7 @@ from small_run import as_json, refused
 from small_run import printed as printed_by
 from transformers import LlamaConfig
 
+from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, write_hardware
 from evenpipe.errors import InputError
 from evenpipe.plan import runnable
@@ -68,15 +69,7 @@ SMALL = ["--model", "model", "--gpus", "4", "--sequence", "2048", "--batch", "32
 HOST = ["--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--schedule", "1f1b"]
 
 
-def test_a_table_with_what_binds_each_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *SMALL, "--schedule", "1f1b", "--best", "3")
-    assert out.startswith("4 GPUs (H100-80G, 79.1 GiB), 32 sequences of 2048 tokens per step:")
-    lines = out.splitlines()
-    assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "recomputed"]
-    assert len([line for line in lines if "limits:" in line]) == 3
-
-
-def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure(capsys):
     answer = planned(capsys, *SMALL, "--schedule", "1f1b,zbv", "--best", "4", "--explain")
     assert len(answer["plans"]) == 4 and answer["evaluated"] >= 4
     times = [plan["seconds"] for plan in answer["plans"]]
@@ -90,7 +83,7 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(device["spare"] >= 0 and device["event"] for device in plan["devices"])
 
 
-def test_if_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_nothing_fits_it_says_what_would(capsys):
     narrow = (*SMALL, "--gpu-memory", "9GiB", "--schedule", "1f1b", "--tp", "1", "--cp", "1")
     near = planned(capsys, *narrow, code=1)
     assert near["plans"] == [] and near["nearest"]["lacking_bytes"] > 0
@@ -98,16 +91,17 @@ def test_if_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) 
     assert host["change"].startswith("--host-share 1")
     gpus = int(more["change"].removesuffix(" GPUs"))
     assert gpus in (8, 16, 32, 64)
-    text = printed(capsys, *narrow, "--explain", code=1).splitlines()
-    assert text[1] == "no plan fits" and any("out of memory by" in line for line in text[3:])
+    assert printed(capsys, *narrow, "--explain", code=1).count("out of memory by") > 1
+    text = printed(capsys, *narrow, code=1).splitlines()
+    assert text[1] == "no plan fits"
     assert text[2].startswith(f"nearest: {near['nearest']['name']}: out of memory by ")
     assert text[3] == "would fit:"
-    assert [line.split(":")[0].strip() for line in text[4:6]] == [host["change"], more["change"]]
+    assert [line.split(":")[0].strip() for line in text[4:]] == [host["change"], more["change"]]
     wider = (*(str(gpus) if argument == "4" else argument for argument in narrow), "--best", "1")
     assert planned(capsys, *wider)["plans"][0]["name"] == more["plan"]
 
 
-def test_plans_for_a_cpu_are_written_for_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_for_a_cpu_are_written_for_training(capsys):
     out = printed(capsys, *HOST[:-2], "-o", "planned.toml")
     assert "wrote planned.toml" in out and "2 GPUs (host" in out
     config = load_config("planned.toml")
@@ -128,9 +122,9 @@ FOLDERS = [
 ]
 
 
-def test_a_plan_gets_folders_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_gets_folders_of_its_own(capsys, sample):
     """Or it would resume the run that it was planned from, or write over its model."""
-    for before, name, own in FOLDERS:
+    for before, name, own in sample(FOLDERS, 1):
         text = TRAINING.replace("runs/small", before) if before else TRAINING[: TRAINING.index("[output]")]
         Path("train.toml").write_text(text)
         assert f"wrote {name}; the run will write to {own}" in printed(capsys, *HOST, "-o", name)
@@ -140,7 +134,8 @@ def test_a_plan_gets_folders_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         Path(name).unlink()
 
 
-def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_plans_for_a_described_model_are_written_too(capsys):
     out = printed(capsys, *SMALL[:-2], "--schedule", "1f1b", "-o", "planned.toml")
     assert "wrote planned.toml" in out
     config = load_config("planned.toml")
@@ -148,18 +143,17 @@ def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixtu
     assert config.data.sequence_length == 2048 and config.pipeline.sequences_per_step == 32
 
 
-def test_estimates_only_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimates_only_are_called_so(capsys):
     plan = ["--dp", "2", "--schedule", "1f1b", "--best", "1"]
     assert "estimate only" not in printed(capsys, *SMALL[:-2], *plan)
     plan = [*SMALL, *plan]
     assert "estimate only" in printed(capsys, *plan)
-    error = refused(capsys, "plan", *plan, "-o", "no.toml", *QUICK)
-    assert "is an estimate only, evenpipe train does not run it: data_parallel" in error
+    assert main(["plan", *plan, "-o", "no.toml", *QUICK]) == 2
+    assert "is an estimate only, evenpipe train does not run it: data_parallel" in capsys.readouterr().err
 
 
-def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkeypatch):
     """Three groups of heads: three ranks share them. Two would need half a head of keys and values."""
     model = LlamaConfig(
         hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=3
@@ -184,7 +178,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(
     assert "estimate only" in printed(capsys, *plan, *three, "--kernels", "megatron")
 
 
-def test_the_cache_answers_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_answers_again(capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     arguments = ["plan", *SMALL, "--schedule", "1f1b", "--workers", "1"]
     first = as_json(capsys, *arguments)

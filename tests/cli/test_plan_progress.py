@@ -43,9 +43,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--workers", "2", "--json"], ["--workers", "1", "-o", "planned.toml"]])
-def test_ctrl_c_in_a_terminal_prints_what_was_found(options: list[str]) -> None:
+def test_ctrl_c_in_a_terminal_prints_what_was_found(options):
     """All processes of the terminal get the signal; none stays behind, and none complains."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -76,9 +76,7 @@ def is_alive(group: int) -> bool:
     return True
 
 
-def test_a_plan_is_there_when_the_time_is_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_there_when_the_time_is_up(capsys, monkeypatch):
     """A second passes whenever the search looks at the time."""
     ticks = itertools.count()
     monkeypatch.setattr(configuration_search, "MANY", 1)
@@ -90,7 +88,7 @@ def test_a_plan_is_there_when_the_time_is_up(
     assert load_config("planned.toml").pipeline.tensor_parallel == 8
 
 
-def test_no_time_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_time_is_no_answer(capsys):
     """It is not known that nothing fits."""
     arguments = [*PLAN, "--workers", "1", "--minutes", "1e-9"]
     text = printed(capsys, *arguments, code=3)
@@ -108,7 +106,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_one_line_that_is_removed(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "20")
@@ -119,7 +117,7 @@ def test_a_terminal_has_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch
     assert first == "a plan in a line th" and "\n" not in second and last == ""
 
 
-def test_a_file_gets_a_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_a_line_per_minute(monkeypatch):
     file, now = io.StringIO(), [0.0]
     monkeypatch.setattr(sys, "stderr", file)
     monkeypatch.setattr(printing.time, "monotonic", lambda: now[0])

@@ -66,7 +66,7 @@ WRITTEN = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WRITTEN)
-def test_with_data_the_file_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_data_the_file_is_complete(name, capsys):
     options, files, field, tokenizer = WRITTEN[name]
     out, _ = planned(capsys, *SHORT, "--batch", "8", *options, "-o", "run.toml")
     assert "wrote run.toml; the run will write to runs/run" in out and "replace" not in out
@@ -86,7 +86,7 @@ def test_with_data_the_file_is_complete(name: str, capsys: pytest.CaptureFixture
     check_enough(config, 8)
 
 
-def test_without_data_the_file_says_what_to_replace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_data_the_file_says_what_to_replace(capsys):
     out, _ = planned(capsys, *SHORT, "--batch", "8", "-o", "run.toml")
     assert "replace data.files in run.toml before evenpipe train, or give --data" in out
     text = Path("run.toml").read_text()
@@ -96,7 +96,7 @@ def test_without_data_the_file_says_what_to_replace(capsys: pytest.CaptureFixtur
     assert PLACEHOLDER in capsys.readouterr().err
 
 
-def test_little_data_gives_a_smaller_step_unless_one_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_little_data_gives_a_smaller_step_unless_one_is_asked_for(capsys):
     _, err = planned(capsys, *SHORT, "--data", "texts", "-o", "run.toml")
     batch = load_config("run.toml").pipeline.sequences_per_step
     assert batch == 8 and f"a step has {batch} sequences instead of 65536: --data is small" in err
@@ -105,7 +105,7 @@ def test_little_data_gives_a_smaller_step_unless_one_is_asked_for(capsys: pytest
     assert "tokens, but one step of 4096 sequences of 64 tokens needs" in err
 
 
-def test_tokens_are_counted_as_the_tokenizer_of_the_run_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_are_counted_as_the_tokenizer_of_the_run_counts_them(capsys):
     """One that is trained on this text has tokens of whole words, the other one of single letters."""
     step = [*SHORT, "--data", "texts", "-o", "run.toml", "--batch", "320"]
     _, err = planned(capsys, *step, code=2)
@@ -113,7 +113,8 @@ def test_tokens_are_counted_as_the_tokenizer_of_the_run_counts_them(capsys: pyte
     assert planned(capsys, *step, "--tokenizer", "letters")[0]
 
 
-def test_a_configuration_keeps_its_own_sections_and_the_planned_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_configuration_keeps_its_own_sections_and_the_planned_vocabulary(capsys):
     """A small text may give a tokenizer with fewer entries; the model has as many rows as planned all the same."""
     planned(capsys, *SHORT, "--batch", "8", "--data", "texts", "-o", "run.toml")
     text = Path("run.toml").read_text().replace("vocab_size = 1000\n", "")
@@ -140,9 +141,7 @@ REFUSED = {
 }
 
 
-def test_what_would_not_run_is_refused_before_the_search(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_not_run_is_refused_before_the_search(capsys, monkeypatch):
     monkeypatch.setattr(configuration_search, "search_configurations", lambda *_, **__: pytest.fail("it searches"))
     Path("own.toml").write_text('[model]\narchitecture = "llama"\n[data]\nfiles = "little.txt"\n')
     for arguments, words in REFUSED.items():
