@@ -33,6 +33,7 @@ folder = "run"
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     """Return what a command prints that ends with `code` and without a word on standard error."""
+    capsys.readouterr()  # of libraries that wrote files before
     assert main(list(arguments)) == code
     output = capsys.readouterr()
     assert output.err == ""
@@ -47,6 +48,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return the one sentence with which a command refuses its input."""
+    capsys.readouterr()
     assert main(list(arguments)) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("evenpipe: ") and output.err.count("\n") == 1

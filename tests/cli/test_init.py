@@ -251,7 +251,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("with_weights", [True, False])
 @pytest.mark.parametrize(("family", "fields", "of_tokenizer", "longest"), LIMITS, ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_sequences_fit_the_model(family, fields, of_tokenizer, longest, with_weights, capsys):  # noqa: PLR0917
     write({"a.txt": TEXT * 40, "b.txt": "".join(map(str, range(300_000)))})
     config = CONFIG_MAPPING[family](**SMALL, **fields)
