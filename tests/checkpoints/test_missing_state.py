@@ -51,6 +51,8 @@ def test_which_parameters_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFi
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             load(open_checkpoint(path), other.shards, other.optimizer)
+        loaded, state = run.tensors(), other.tensors()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items() if name in loaded)
         warnings = [record.getMessage() for record in caplog.records]
         assert len(warnings) == (said is not None), warnings
         assert not warnings or warnings[0].startswith(f"the checkpoint '{path}' has {said}")

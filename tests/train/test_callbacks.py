@@ -130,17 +130,6 @@ class Fails(Callback):
         raise self.error
 
 
-def test_a_failing_one_is_named_with_its_traceback():
-    with pytest.raises(RunError) as caught:
-        call(make_callbacks([Fails(KeyError("lost"))]), "on_evaluate", state())
-    sentence, *traceback = str(caught.value).splitlines()
-    assert sentence == f"callback {__name__}:Fails failed in on_evaluate at step 3: KeyError: 'lost'"
-    assert traceback[0] == "Traceback (most recent call last):"
-    assert f'File "{__file__}"' in traceback[1]
-    assert traceback[-1] == "KeyError: 'lost'"
-    assert "callbacks.py" not in "".join(traceback).replace(__file__, "")
-
-
 def test_the_end_of_another_process_is_no_fault_of_the_callback():
     with pytest.raises(RunError, match=r"^process 1 has died$"):
         call(make_callbacks([Fails(RunError("process 1 has died"))]), "on_evaluate", state())

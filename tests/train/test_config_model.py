@@ -9,10 +9,13 @@ import pytest
 from refusals import wrong_refusals
 from transformers import LlamaConfig, PreTrainedConfig
 
+from evenpipe.cli.model_argument import read_model
 from evenpipe.errors import InputError
+from evenpipe.model import Description, describe
 from evenpipe.schedule import generate
 from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.model_source import check_pipeline, model_config, pipeline_model
+from evenpipe.train.planned_config import configured_model, model_tables
 
 SMALL = {
     "hidden_size": 16,
@@ -139,3 +142,31 @@ def test_the_quickstart_is_accepted() -> None:
     quickstart = load_config(Path(__file__).parents[2] / "examples" / "quickstart.toml")
     model = pipeline_model(quickstart, quickstart.tokenizer.vocabulary_size, 0)
     assert (model.vocab_size, model.num_hidden_layers) == (8192, 8)
+
+
+# ---- configurations of real models, as hubs have them: a plan for each can be written, and describes the same model
+
+MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.json"))
+
+
+def text_shapes(description: Description) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the language model."""
+    names = {name.replace("model.language_model.", "model."): shape for name, shape in description.shapes.items()}
+    images = ("model.vision_tower.", "model.multi_modal_projector.")
+    return {name: tuple(shape) for name, shape in names.items() if not name.startswith(images)}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_run_of_the_same_model_is_written(path: Path) -> None:
+    planned = read_model(str(path))
+    tables = model_tables(planned, str(path))
+    written = describe(configured_model(config_from_dict({**tables, "pipeline": {"processes": 2}})))
+    assert text_shapes(written) == text_shapes(planned)
+
+
+def test_fields_that_only_the_model_reads_are_accepted() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    configured_model(config({"architecture": "qwen3_moe", "config": {**sizes, "head_dim": 32}}))
+    with pytest.raises(InputError, match=r"model\.config\.head_dimension is no field of Qwen3MoeConfig"):
+        configured_model(config({"architecture": "qwen3_moe", "config": {**sizes, "head_dimension": 32}}))

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import wrong_refusals
@@ -108,34 +107,10 @@ def test_prepared_data_is_every_document_and_an_end_of_text(config):
     assert (data.documents, data.tokens, data.tokenizer_size) == (60, len(tokens), 300)
     assert (tokens == data.end_of_text_id).sum() == 60
     assert [text.split(" ")[0] for text in said] == ["reading", "training", "60"]
+    batch, rows = open_batches(config(), data), data.tokens // 16
+    assert batch.batch(0).input_ids.tolist() == tokens[: rows * 16].reshape(rows, 16)[batch.row_numbers(0)].tolist()
     for path in data.tokenizer_folder.iterdir():
         assert (config().run_folder / "tokenizer" / path.name).read_bytes() == path.read_bytes()
-
-
-def test_batches_are_rows_of_the_tokens(config):
-    run = config()
-    data = prepare(run)
-    assert open_data(run) == data
-    batches = open_batches(run, data)
-    rows = data.tokens // 16
-    assert len(batches.training_rows) + len(batches.validation_rows) == rows
-    batch = batches.batch(0).input_ids
-    assert batch.shape == (4, 16)
-    assert batch.tolist() == tokens_of(data)[: rows * 16].reshape(rows, 16)[batches.row_numbers(0)].tolist()
-
-
-def test_separate_documents_have_positions_of_their_own(config):
-    """A tokenizer that reads the end of text in a text as one token does not end the document there."""
-    run = config(data={"documents": "separate"})
-    data = prepare(run)
-    assert ends_of(data).tolist() == [
-        at + 1 for at, token in enumerate(tokens_of(data)) if token == data.end_of_text_id
-    ]
-    ids, _, positions = open_batches(run, data).batch(0)
-    before = torch.cat([torch.full((len(ids), 1), data.end_of_text_id), ids[:, :-1]], 1)
-    assert torch.equal(positions == 0, before == data.end_of_text_id)
-    assert torch.equal(positions.diff(dim=1)[positions[:, 1:] > 0], torch.ones((positions[:, 1:] > 0).sum().int()))
-    assert open_batches(config(data={"documents": "joined"}), data).batch(0).position_ids is None
 
 
 def test_the_end_of_text_within_a_document_does_not_end_it(config, corpus):
