@@ -27,31 +27,36 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def exported(monkeypatch):
+def stand_in(monkeypatch):
+    """Function that puts names in the place of a module of evenpipe."""
+
+    def replace(module, **names):
+        stand = types.ModuleType(f"evenpipe.{module}")
+        vars(stand).update(names)
+        monkeypatch.setitem(sys.modules, stand.__name__, stand)
+
+    return replace
+
+
+@pytest.fixture
+def exported(stand_in):
     """What is exported, (from, to), in place of exporting it."""
     calls: list[tuple[Path, Path]] = []
-
-    def export_checkpoint(source, target, **options):
-        calls.append((source, target))
-        return target
-
-    export = types.ModuleType("evenpipe.train.export")
-    export.export_checkpoint = export_checkpoint
-    monkeypatch.setitem(sys.modules, "evenpipe.train.export", export)
+    stand_in("train.export", export_checkpoint=lambda source, target, **_: calls.append((source, target)) or target)
     return calls
 
 
 @pytest.fixture
-def started(monkeypatch, exported):
+def started(stand_in, exported):
     """What is launched, in place of launching it."""
     calls: list[tuple] = []
-    launcher = types.ModuleType("evenpipe.processes.launcher")
-    launcher.prepare_launch = lambda *modules: None
-    launcher.launch = lambda function, *arguments, **options: [calls.append((function, arguments, options)) or 0]
-    trainer = types.ModuleType("evenpipe.train.trainer")
-    trainer.train = "train"
-    monkeypatch.setitem(sys.modules, "evenpipe.processes.launcher", launcher)
-    monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
+
+    def launch(function, *arguments, **options):
+        calls.append((function, arguments, options))
+        return [0]
+
+    stand_in("processes.launcher", prepare_launch=lambda *modules: None, launch=launch)
+    stand_in("train.trainer", train="train")
     return calls
 
 
@@ -137,7 +142,7 @@ class Watch:
 
 
 @pytest.fixture
-def torchrun(monkeypatch, exported):
+def torchrun(stand_in, monkeypatch, exported):
     """One process of two that torchrun started; the rank can be chosen. Gives (watch, marks, calls of train)."""
     watch, marks, trained = Watch(), set(), []
 
@@ -148,24 +153,26 @@ def torchrun(monkeypatch, exported):
 
     def become(rank):
         this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch, mark=marks.add, wait_for_mark=wait_for_mark)
-        worker = types.ModuleType("evenpipe.processes.worker")
-        worker.initialise_worker = lambda timeout_seconds: this
-        worker.finish_worker = lambda: watch.calls.append("finished")
-        trainer = types.ModuleType("evenpipe.train.trainer")
-        trainer.train = lambda config, callbacks: trained.append(config)
+        finish = lambda: watch.calls.append("finished")  # noqa: E731
+        stand_in("processes.worker", initialise_worker=lambda timeout_seconds: this, finish_worker=finish)
+        stand_in("train.trainer", train=lambda config, callbacks: trained.append(config))
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setitem(sys.modules, "evenpipe.processes.worker", worker)
-        monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
         return watch, marks, trained
 
     return become
 
 
-def test_inside_torchrun_the_first_process_prepares_and_exports(torchrun, exported):
+def test_inside_torchrun_the_first_process_prepares_and_exports(torchrun, exported, capsys):
     watch, marks, trained = torchrun(0)
+    assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
+    assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
+    assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
+    reported = watch.calls.copy()  # so that the others end with the same words
+    assert reported[0].startswith("reported pipeline.processes") and "nowhere.txt" in reported[1]
+    assert not marks and not trained
+    watch.calls.clear()
     assert main(["train", "config.toml"]) == 0
-    assert trained == [load_config("config.toml")]
-    assert marks == {start_module.SET_UP}
+    assert (trained, marks) == ([load_config("config.toml")], {start_module.SET_UP})
     assert watch.calls == ["awaited the data for training", "finished"]
     assert Path("run/data.json").is_file()
     assert exported == [(Path("run/checkpoints"), Path("run/model"))]
@@ -175,25 +182,13 @@ def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, export
     watch, marks, trained = torchrun(1)
     assert main(["train", "config.toml"]) == 3
     assert watch.calls[0] == "awaited the data for training"
-    assert trained == []
-    assert not Path("run").exists()
+    assert not trained and not Path("run").exists()
     assert "the data is wrong" in capsys.readouterr().err
     marks.add(start_module.SET_UP)
     watch.calls.clear()
     assert main(["train", "config.toml"]) == 0
     assert watch.calls == ["awaited the data for training", "finished"]
     assert (len(trained), exported) == (1, [])
-
-
-def test_inside_torchrun_wrong_input_reaches_the_others(torchrun, capsys):
-    watch, marks, trained = torchrun(0)
-    assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
-    assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
-    assert watch.calls[0].startswith("reported pipeline.processes")
-    assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
-    assert "nowhere.txt" in watch.calls[1]
-    assert not marks
-    assert not trained
 
 
 def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, capsys):
@@ -204,11 +199,7 @@ def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, caps
     generated = []
 
     def generator(folder):
-        def generate(prompt, **options):
-            generated.append((folder, prompt, options))
-            return prompt + " more"
-
-        return generate
+        return lambda prompt, **options: generated.append((folder, prompt, options)) or f"{prompt} more"
 
     monkeypatch.setattr("evenpipe.train.generation.Generator", generator)
     arguments = ["--prompt", "text", "--new-tokens", "5", "--temperature", "0", "--top-k", "3", "--seed", "8"]

@@ -14,8 +14,7 @@ import pytest
 from evenpipe import __version__
 from evenpipe.cli import main as cli
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.config_file import sections
-from evenpipe.train.config_help import describe_section
+from evenpipe.train.config_help import configuration_help
 
 
 @pytest.fixture
@@ -107,16 +106,9 @@ def test_version_and_help(capsys):
     assert all(name in text for name in cli.COMMANDS)
     for name in cli.COMMANDS:
         assert cli.main([name, "--help"]) == 0
-        assert f"usage: evenpipe {name}" in capsys.readouterr().out
-
-
-def test_the_help_of_train_lists_every_field(capsys):
-    assert cli.main(["train", "--help"]) == 0
-    text = capsys.readouterr().out
-    for section in sections().values():
-        for field in describe_section(section):
-            assert f"  {field.name} = {field.default}   ({field.type})" in text
-    assert "train[:1%]" in text
+        text = capsys.readouterr().out
+        assert f"usage: evenpipe {name}" in text
+        assert name != "train" or configuration_help() in text
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed():

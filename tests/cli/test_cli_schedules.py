@@ -119,11 +119,8 @@ def test_compared_schedules_do_the_same_work_per_device(capsys):
     assert second["busy"] == pytest.approx([48] * 4)
 
 
-def test_tables_have_a_row_for_each_schedule_and_mode(capsys):
-    text = text_of(capsys, "--compare all")
-    assert [line.split()[0] for line in text.splitlines()[-len(SCHEDULES) :]] == list(SCHEDULES)
+def test_tables_have_a_row_for_each_schedule_and_mark_the_shortest(capsys):
     text = text_of(capsys, "--compare 1f1b,order.csv", ["--devices", "2", "--microbatches", "2"])
-    assert "costs are those of a stage of 1f1b; in all schedules a device does the same work" in text
     named, read = (line.split() for line in text.splitlines()[-2:])
     assert (named[:2], read[:2], named[2:]) == (["1f1b", "1"], ["order.csv", "1"], read[2:])
     text = text_of(capsys, "--compare 1f1b,zbv,v-budget", TABLE)
@@ -145,7 +142,6 @@ SORTED = {
 @pytest.mark.sampled(2)
 def test_rows_are_sorted_the_best_first(by, capsys):
     arguments = f"--compare 1f1b,zbv,v-half --costs {EXAMPLES / 'copies.toml'} --sort {by}"
-    assert [line.split()[0] for line in text_of(capsys, arguments, TABLE).splitlines()[-3:]] == SORTED[by]
     assert [row["schedule"] for row in simulated(capsys, arguments, TABLE)["schedules"]] == SORTED[by]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from refusals import missing_words, refusal, wrong_refusals
 
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import apply_overrides, config_from_dict, sections
+from evenpipe.train.config_file import apply_overrides, config_from_dict
 
 MINIMAL = {"model": {"architecture": "llama"}, "data": {"corpus": "python-standard-library"}}
 
@@ -137,14 +135,6 @@ def test_sections_that_contradict_each_other_are_refused() -> None:
     assert not wrong_refusals(lambda tables: config(**tables), CONFLICTS)
 
 
-def test_defaults_are_accepted_travel_to_other_processes_and_cannot_change() -> None:
-    original = config("model.config.hidden_size=8", "data.sequence_length=17")
-    assert set(dataclasses.asdict(original)) == set(sections())
-    assert pickle.loads(pickle.dumps(original)) == original
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        original.training.steps = 5  # type: ignore[misc]
-
-
 CONVERTED = [
     # section, field, value in the file, value in the configuration
     ("data", "files", "only.txt", ("only.txt",)),
@@ -207,14 +197,6 @@ def test_the_batch_follows_from_the_fields() -> None:
         section = config(pipeline=pipeline).pipeline
         expected = (devices, microbatches, sequences)
         assert (section.devices, section.microbatches_per_step, section.sequences_per_step) == expected
-
-
-def test_folders_follow_from_the_fields() -> None:
-    plain = config("output.folder=there")
-    assert (plain.cache_folder, plain.checkpoint_folder) == (Path("there/data"), Path("there/checkpoints"))
-    assert plain.export_folder == Path("there/model")
-    moved = config("data.cache_folder=a", "checkpoint.folder=b", "output.export_folder=c")
-    assert (moved.cache_folder, moved.checkpoint_folder, moved.export_folder) == (Path("a"), Path("b"), Path("c"))
 
 
 LLAMA = {"architecture": "llama"}
