@@ -135,9 +135,7 @@ def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(saved: tuple[
         same.take_step(step)
 
 
-def test_moments_of_the_host_need_no_room_on_the_device(
-    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_of_the_host_need_no_room_on_the_device(saved, monkeypatch):
     """The device is "meta" here, and locked memory is ordinary memory."""
     _, path = saved
     device = Run()

@@ -60,9 +60,7 @@ FILES = ["__0_0.distcp", ".metadata", "run.json", MANIFEST]
 @pytest.mark.sampled()
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [flip, truncate, append, delete, zero_a_block], ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_never_picked_up(
-    three: Path, file: str, damage: Callable, request: pytest.FixtureRequest
-) -> None:
+def test_a_damaged_checkpoint_is_never_picked_up(three, file, damage, request):
     chance = random.Random(f"{file} {damage.__name__}")
     rounds = 1 if damage is delete else 4 if request.config.option.quick else 30
     newest, whole = three / NEWEST, three.parent / f"{three.name}-whole"

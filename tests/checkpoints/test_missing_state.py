@@ -58,9 +58,7 @@ def test_which_parameters_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert not warnings or warnings[0].startswith(f"the checkpoint '{path}' has {said}")
 
 
-def test_a_parameter_that_stays_frozen_in_an_optimizer_of_all_is_not_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parameter_that_stays_frozen_in_an_optimizer_of_all_is_not_named(tmp_path, caplog):
     runs = [Run(), Run(seed=5)]
     for run in runs:
         run.shards[NAMES["norm"]].tensor.requires_grad_(False)
@@ -72,9 +70,7 @@ def test_a_parameter_that_stays_frozen_in_an_optimizer_of_all_is_not_named(
     assert caplog.records == []
 
 
-def test_a_checkpoint_without_an_optimizer_names_the_first_and_counts_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_an_optimizer_names_the_first_and_counts_the_others(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("evenpipe.checkpoints.checkpoint.SHOWN_NAMES", 1)
     run = Run()
     path = save(tmp_path, 3, run.shards, None, METADATA)

@@ -114,6 +114,7 @@ def test_a_picture_of_every_device(capsys):
         assert f">{term}</text>" in picture
 
 
+@pytest.mark.slow
 def test_the_split_is_that_of_a_run_on_the_hardware(capsys):
     """By memory, where the split by time does not fit and another one does."""
     run = "llama-8b --dp 2 --zero 3 --pp 4 --vocabulary redistribute --sequence 4096 --checkpointing selective"
@@ -122,7 +123,7 @@ def test_the_split_is_that_of_a_run_on_the_hardware(capsys):
     assert roomy["fits"] and tight["fits"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["redistribute", "vocab-2"])
 def test_choices_of_other_frameworks_on_known_hardware(capsys, mode):
     """Their times are unknown, but not their memory."""

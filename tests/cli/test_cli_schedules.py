@@ -57,7 +57,7 @@ def text_of(capsys: pytest.CaptureFixture[str], arguments: str, size: list[str] 
 
 
 def test_simulate_gives_the_figures_of_every_schedule(sample, capsys):
-    for name in sample(SCHEDULES, 6):
+    for name in sample(SCHEDULES, 4):
         figures = simulated(capsys, f"--schedule {name}")
         timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS), EQUAL_COSTS)
         assert figures["schedule"] == name
@@ -139,7 +139,7 @@ SORTED = {
 
 
 @pytest.mark.parametrize("by", SORTED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_rows_are_sorted_the_best_first(by, capsys):
     arguments = f"--compare 1f1b,zbv,v-half --costs {EXAMPLES / 'copies.toml'} --sort {by}"
     assert [row["schedule"] for row in simulated(capsys, arguments, TABLE)["schedules"]] == SORTED[by]

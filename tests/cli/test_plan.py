@@ -143,6 +143,7 @@ def test_plans_for_a_described_model_are_written_too(capsys):
     assert config.data.sequence_length == 2048 and config.pipeline.sequences_per_step == 32
 
 
+@pytest.mark.slow
 def test_estimates_only_are_called_so(capsys):
     plan = ["--dp", "2", "--schedule", "1f1b", "--best", "1"]
     assert "estimate only" not in printed(capsys, *SMALL[:-2], *plan)
@@ -178,6 +179,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkey
     assert "estimate only" in printed(capsys, *plan, *three, "--kernels", "megatron")
 
 
+@pytest.mark.slow
 def test_the_cache_answers_again(capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     arguments = ["plan", *SMALL, "--schedule", "1f1b", "--workers", "1"]

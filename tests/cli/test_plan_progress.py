@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from small_run import as_json, printed
 from transformers import LlamaConfig
 
 from evenpipe.cli import printing
@@ -91,10 +90,12 @@ def test_a_plan_is_there_when_the_time_is_up(capsys, monkeypatch):
 def test_no_time_is_no_answer(capsys):
     """It is not known that nothing fits."""
     arguments = [*PLAN, "--workers", "1", "--minutes", "1e-9"]
-    text = printed(capsys, *arguments, code=3)
+    assert main(arguments) == 3
+    text = capsys.readouterr().out
     assert "unfinished, the time is up after" in text and "no plan was found so far" in text
     assert "no plan fits" not in text and "would fit" not in text
-    answer = as_json(capsys, *arguments, code=3)
+    assert main([*arguments, "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
     assert answer["plans"] == [] and answer["ended_by"] == "time" and answer["layouts_left"] > 0
 
 

@@ -96,6 +96,7 @@ def test_without_data_the_file_says_what_to_replace(capsys):
     assert PLACEHOLDER in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_little_data_gives_a_smaller_step_unless_one_is_asked_for(capsys):
     _, err = planned(capsys, *SHORT, "--data", "texts", "-o", "run.toml")
     batch = load_config("run.toml").pipeline.sequences_per_step
@@ -105,6 +106,7 @@ def test_little_data_gives_a_smaller_step_unless_one_is_asked_for(capsys):
     assert "tokens, but one step of 4096 sequences of 64 tokens needs" in err
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_as_the_tokenizer_of_the_run_counts_them(capsys):
     """One that is trained on this text has tokens of whole words, the other one of single letters."""
     step = [*SHORT, "--data", "texts", "-o", "run.toml", "--batch", "320"]

@@ -83,9 +83,7 @@ def test_the_peak_is_that_of_the_table_of_cards(monkeypatch: pytest.MonkeyPatch)
         assert throughput._peak_flops(torch.device("cpu"), run) == 0
 
 
-def test_peak_memory_on_a_gpu_is_that_of_the_steps_of_a_line_and_that_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_on_a_gpu_is_that_of_the_steps_of_a_line_and_that_of_the_run(monkeypatch):
     """Building the model takes 90, steps 50 and 60, an evaluation between them 70."""
     peak = [90]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
