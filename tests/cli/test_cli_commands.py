@@ -153,8 +153,8 @@ def torchrun(stand_in, monkeypatch, exported):
 
     def become(rank):
         this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch, mark=marks.add, wait_for_mark=wait_for_mark)
-        finish = lambda: watch.calls.append("finished")  # noqa: E731
-        stand_in("processes.worker", initialise_worker=lambda timeout_seconds: this, finish_worker=finish)
+        ends = {"finish_worker": lambda: watch.calls.append("finished")}
+        stand_in("processes.worker", initialise_worker=lambda timeout_seconds: this, **ends)
         stand_in("train.trainer", train=lambda config, callbacks: trained.append(config))
         monkeypatch.setenv("RANK", str(rank))
         return watch, marks, trained

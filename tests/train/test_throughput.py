@@ -51,14 +51,17 @@ PEAKS = [
 ]
 
 
+def pipeline_with(peaks: list[float]) -> SimpleNamespace:
+    """As far as the throughput of a run on processes with these peaks looks at it."""
+    gathered = [[peak] for peak in peaks]
+    device = torch.device("cpu")
+    return SimpleNamespace(description=None, torch_device=device, gather_numbers=lambda numbers: gathered)
+
+
 def test_mfu_is_there_if_all_peaks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "training_flops", lambda description, sequence: 6e9)
     for peaks, share, teraflops in PEAKS:
-        gathered = [[peak] for peak in peaks]
-        pipeline = SimpleNamespace(
-            description=None, torch_device=torch.device("cpu"), gather_numbers=lambda numbers, all_=gathered: all_
-        )
-        run = Throughput(pipeline, settings())
+        run = Throughput(pipeline_with(peaks), settings())
         assert run.utilization(1e5) == (None if share is None else pytest.approx(share))
         assert run.teraflops_per_second(1e5) == pytest.approx(teraflops)
 
