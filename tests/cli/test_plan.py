@@ -162,7 +162,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkey
     model.save_pretrained("three")
     plan = ["--model", "three", "--gpus", "6", "--sequence", "768", "--batch", "12", "--schedule", "1f1b", "--cp", "1"]
     plans = planned(capsys, *plan, "--best", "40")["plans"]
-    assert {one["tp"] for one in plans} == {1, 3} and all(one["runnable"] for one in plans)
+    assert {row["tp"] for row in plans} == {1, 3} and all(row["runnable"] for row in plans)
     printed(capsys, *plan, "--tp", "3", "--pp", "2", "-o", "planned.toml")
     pipeline = load_config("planned.toml").pipeline
     assert (pipeline.processes, pipeline.tensor_parallel, pipeline.devices) == (6, 3, 2)
@@ -173,7 +173,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkey
         raise InputError("tensor_parallel: it would be trained wrongly")
 
     monkeypatch.setattr(runnable, "cut_of_model", refuse)
-    assert {one["tp"] for one in planned(capsys, *plan, "--best", "40")["plans"]} == {1}
+    assert {row["tp"] for row in planned(capsys, *plan, "--best", "40")["plans"]} == {1}
     three = ["--tp", "3", "--dp", "1", "--pp", "2", "--best", "1"]
     assert "tensor_parallel: it would be trained wrongly" in refused(capsys, "plan", *plan, *three, *QUICK)
     assert "estimate only" in printed(capsys, *plan, *three, "--kernels", "megatron")

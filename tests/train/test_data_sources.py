@@ -47,8 +47,8 @@ def test_names_that_look_like_patterns_are_taken_as_they_are(tmp_path):
     names = ["100%.txt", "a[1].txt", "b*.txt", "bzz.txt", "c d?.txt", "hash#.txt"]
     for name in names:
         (tmp_path / name).write_text(name)
-    for pattern, found in (("a[1].txt", ["a[1].txt"]), ("b*.txt", ["b*.txt"]), ("*.txt", names)):
-        assert read(tmp_path, files=(f"{tmp_path}/{pattern}",)) == found
+    for pattern, matched in (("a[1].txt", ["a[1].txt"]), ("b*.txt", ["b*.txt"]), ("*.txt", names)):
+        assert read(tmp_path, files=(f"{tmp_path}/{pattern}",)) == matched
 
 
 def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path):

@@ -109,10 +109,10 @@ def test_tensorboard_hides_what_was_logged_behind_the_resumed_step(tmp_path):
         for number in range(resume_step + 1, 5):
             board.write({"step": number, "loss": loss, "busy": [0.25, 0.5]})
         board.close()
-    found = scalars(tmp_path)
-    assert found["loss"] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
-    assert found["busy/device 1"] == [(number, 0.5) for number in range(1, 5)]
-    assert "step" not in found
+    shown = scalars(tmp_path)
+    assert shown["loss"] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
+    assert shown["busy/device 1"] == [(number, 0.5) for number in range(1, 5)]
+    assert "step" not in shown
 
 
 def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
