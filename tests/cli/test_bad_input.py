@@ -407,7 +407,7 @@ def fault_of(arguments: list[str], words: Iterable[str], capsys: pytest.CaptureF
 def test_wrong_files(sample: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
     cases = [(command, *case) for command, contents in CONTENTS.items() for case in contents]
     faults = []
-    for command, content, *words in sample(cases, 60):
+    for command, content, *words in sample(cases, 40):
         file = Path(command.replace("=", " ").split()[-1])
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         faults.append(fault_of(command.split(), words, capsys))
@@ -419,7 +419,7 @@ def test_wrong_arguments(sample: Callable[..., list[Any]], capsys: pytest.Captur
     """Every other command that can print JSON is asked to."""
     cases = [(command, *case) for command, others in ARGUMENTS.items() for case in others]
     faults = []
-    for number, (command, others, *words) in enumerate(sample(cases, 150)):
+    for number, (command, others, *words) in enumerate(sample(cases, 100)):
         arguments = [*command.split(), *shlex.split(others)]
         json_too = number % 2 and arguments[0] in WITH_JSON
         faults.append(fault_of([*arguments, *(["--json"] if json_too else [])], words, capsys))

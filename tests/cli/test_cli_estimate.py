@@ -49,6 +49,7 @@ def test_json_has_every_key_and_adds_up(capsys):
         assert device["binding_event"].split()[0] in "F B I W S C T E G optimizer"
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_file_are_the_same_and_quantised_weights_count_whole(capsys):
     folder, file = (estimated(capsys, f"{name} {LAYOUT}") for name in ("llama-8b", "llama-8b/config.json"))
     assert folder["devices"] == file["devices"] and folder["fits"] is None

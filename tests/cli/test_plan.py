@@ -83,6 +83,7 @@ def test_json_has_every_figure(capsys):
         assert all(device["spare"] >= 0 and device["event"] for device in plan["devices"])
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_it_says_what_would(capsys):
     narrow = (*SMALL, "--gpu-memory", "9GiB", "--schedule", "1f1b", "--tp", "1", "--cp", "1")
     near = planned(capsys, *narrow, code=1)
