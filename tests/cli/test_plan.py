@@ -10,6 +10,7 @@ from small_run import as_json, refused
 from small_run import printed as printed_by
 from transformers import LlamaConfig
 
+from evenpipe.cli import printing
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, write_hardware
 from evenpipe.errors import InputError
@@ -49,6 +50,7 @@ QUICK = ["--workers", "1", "--no-cache"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder to work in, with a model's config, a training configuration and a machine of two processes."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(printing, "EVERY_SECONDS", float("inf"))  # on a busy machine too
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
     LlamaConfig(**sizes, vocab_size=128256).save_pretrained("model")
     Path("train.toml").write_text(TRAINING)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from evenpipe.cli import printing
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, write_hardware
 from evenpipe.plan import configuration_search
@@ -28,6 +29,7 @@ TEXT = "The committee met on a rainy day, and said little about what it had foun
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model's config, a machine of two processes, texts, and tokenizers."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(printing, "EVERY_SECONDS", float("inf"))  # on a busy machine too
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     for name, entries in (("model", ROWS), ("narrow", 200)):
         LlamaConfig(**shape, vocab_size=entries, max_position_embeddings=256).save_pretrained(name)
