@@ -23,10 +23,9 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(("text", "in_one_line", "in_lines"), PLAIN, ids=ascii)
-def test_controls_are_escapes(text, in_one_line, in_lines):
-    assert plain(text) == in_one_line
-    assert plain_lines(text) == in_lines
+def test_controls_are_escapes():
+    for text, in_one_line, in_lines in PLAIN:
+        assert (plain(text), plain_lines(text)) == (in_one_line, in_lines)
 
 
 def nested(depth: int) -> list:
@@ -45,17 +44,13 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("value", "text"), SHOWN, ids=lambda value: type(value).__name__)
-def test_values_are_shown_in_a_line(value, text):
-    assert shown(value) == text
-
-
-@pytest.mark.parametrize("value", ["x" * 10**6, list(range(10**5)), 10**4000, {"a": "b" * 1000}], ids=lambda v: type(v))
-def test_long_values_are_cut_short(value):
-    text = shown(value)
-    assert LONGEST - 10 < len(text) <= LONGEST
-    assert text.startswith(repr(value)[:50])
-    assert " ... " in text
+def test_values_are_shown_in_a_line_and_cut_short():
+    for value, text in SHOWN:
+        assert shown(value) == text
+    for value in ("x" * 10**6, list(range(10**5)), 10**4000, {"a": "b" * 1000}):
+        text = shown(value)
+        assert LONGEST - 10 < len(text) <= LONGEST
+        assert text.startswith(repr(value)[:50]) and " ... " in text
     assert shortened("x" * LONGEST) == "x" * LONGEST
 
 
@@ -71,19 +66,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("toml", "json", "words"), REFUSED, ids=lambda value: value[:20])
-def test_what_parsers_take_and_nobody_can_use(toml, json, words, tmp_path):
-    for read, name, content in ((read_toml, "f.toml", toml), (read_json, "f.json", json)):
-        path = tmp_path / name
-        path.write_text(content)
-        with pytest.raises(InputError, match=f"{re.escape(name)} .*({words})"):
-            read(path)
-
-
-def test_values_at_the_limits_are_taken(tmp_path):
+def test_what_parsers_take_and_nobody_can_use(tmp_path):
+    for toml, json, words in REFUSED:
+        for read, name, content in ((read_toml, "f.toml", toml), (read_json, "f.json", json)):
+            path = tmp_path / name
+            path.write_text(content)
+            with pytest.raises(InputError, match=f"{re.escape(name)} .*({words})"):
+                read(path)
     path = tmp_path / "f.toml"
     path.write_text(f"a = {2**63 - 1}\nb = {-(2**63)}\nc = {'[' * 98}{']' * 98}\n")
-    assert read_toml(path)["a"] == 2**63 - 1
+    assert read_toml(path)["a"] == 2**63 - 1, "values at the limits are taken"
 
 
 def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch):

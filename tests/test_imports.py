@@ -52,45 +52,38 @@ ANYTHING = set(MAY_IMPORT) | {"cli"}
 MAY_IMPORT["cli"] = ANYTHING - {"__main__", "cli"}
 
 
-def room_of(path: Path) -> str:
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0].removesuffix(".py")
-
-
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms of evenpipe that a file imports, at module level or inside functions, absolute or relative."""
-    rooms: set[str] = set()
-    package = ("evenpipe", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = list(package[: len(package) - node.level + 1]) if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [module] if module != "evenpipe" else [f"evenpipe.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "evenpipe" and len(parts) > 1:
-                rooms.add(parts[1])
-    return rooms
-
-
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def test_the_rooms_are_those_of_the_rule() -> None:
-    found = {room_of(path) for path in FILES} - {"__init__"}
-    assert found <= ANYTHING, f"rooms without a rule: {sorted(found - ANYTHING)}"
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules that a file imports, at module level or inside functions, by their absolute names."""
+    modules: set[str] = set()
+    package = ("evenpipe", *path.relative_to(SOURCE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            modules |= {module} if module != "evenpipe" else {f"evenpipe.{alias.name}" for alias in node.names}
+    return modules
 
 
 def test_a_room_imports_only_what_it_may() -> None:
+    """And the schedule room needs no torch."""
+    rooms = {room_of(path) for path in FILES} - {"__init__"}
+    assert rooms <= ANYTHING, f"rooms without a rule: {sorted(rooms - ANYTHING)}"
     for path in FILES:
-        room = room_of(path)
+        room, names = room_of(path), [name.split(".") for name in imported_modules(path)]
         if room != "__init__":
             allowed = MAY_IMPORT[room] | {room, "errors", "given", "words", "__version__"}
-            assert imported_rooms(path) <= allowed, path
+            assert {name[1] for name in names if name[0] == "evenpipe" and len(name) > 1} <= allowed, path
+        if room == "schedule":
+            assert not {"torch", "transformers"} & {name[0] for name in names}, path
 
 
 def test_the_rule_has_no_circles() -> None:
@@ -99,16 +92,3 @@ def test_the_rule_has_no_circles() -> None:
         ready = {room for room, needs in MAY_IMPORT.items() if room not in done and needs <= done}
         assert ready, f"a circle among {sorted(set(MAY_IMPORT) - done)}"
         done |= ready
-
-
-def test_the_schedule_room_needs_no_torch() -> None:
-    for path in (SOURCE / "schedule").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom) and not node.level
-                else []
-            )
-            assert not any(name.split(".")[0] in {"torch", "transformers"} for name in names), path

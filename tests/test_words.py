@@ -15,50 +15,30 @@ from evenpipe.schedule import Costs
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.words import count, join, quoted
 
-
-@pytest.mark.parametrize(
-    ("number", "noun", "form", "says"),
-    [
-        (1, "layer", "", "1 layer"),
-        (0, "layer", "", "0 layers"),
-        (2, "microbatch", "", "2 microbatches"),
-        (1, "process", "", "1 process"),
-        (4, "process", "", "4 processes"),
-        (3, "entry", "", "3 entries"),
-        (1, "entry", "", "1 entry"),
-        (2, "key", "", "2 keys"),
-        (2000, "token", ",", "2,000 tokens"),
-        (1.0, "activation", "g", "1 activation"),
-        (1.5, "activation", "g", "1.5 activations"),
-    ],
-)
-def test_a_number_has_its_noun(number: float, noun: str, form: str, says: str) -> None:
-    assert count(number, noun, form) == says
+COUNTED = [
+    (1, "layer", "", "1 layer"),
+    (0, "layer", "", "0 layers"),
+    (2, "microbatch", "", "2 microbatches"),
+    (4, "process", "", "4 processes"),
+    (3, "entry", "", "3 entries"),
+    (2, "key", "", "2 keys"),
+    (2000, "token", ",", "2,000 tokens"),
+    (1.0, "activation", "g", "1 activation"),
+    (1.5, "activation", "g", "1.5 activations"),
+]
 
 
-def test_lists_are_joined_and_counted() -> None:
-    assert [join(list("abc")), join(["a"]), join([]), join(list("abcd"), 3)] == [
-        "a, b and c",
-        "a",
-        "",
-        "a, b and 2 more",
-    ]
-
-
-def test_quoted() -> None:
-    assert quoted("2F0") == "'2F0'"
-    assert quoted("x" * 5000) == f"'{'x' * 57}...'"
+def test_numbers_lists_and_quotes() -> None:
+    for number, noun, form, says in COUNTED:
+        assert count(number, noun, form) == says
+    joined = [join(list("abc")), join(["a"]), join([]), join(list("abcd"), 3)]
+    assert joined == ["a, b and c", "a", "", "a, b and 2 more"]
+    assert quoted("2F0") == "'2F0'" and quoted("x" * 5000) == f"'{'x' * 57}...'"
 
 
 def pipeline(**options: Any) -> Pipeline:
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=4,
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=16, max_position_embeddings=4, **sizes)
     return Pipeline(config, self_check=False, microbatches=2, **options)
 
 
@@ -77,12 +57,9 @@ SENTENCES: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), SENTENCES)
-def test_sentences_about_one_of_a_thing(call: Callable[[], Any], says: str) -> None:
-    with pytest.raises(InputError) as caught:
-        call()
-    assert says in str(caught.value)
-
-
-def test_a_pipeline_of_one_layer_says_so() -> None:
+def test_sentences_about_one_of_a_thing() -> None:
+    for call, says in SENTENCES:
+        with pytest.raises(InputError) as caught:
+            call()
+        assert says in str(caught.value)
     assert " of 1 layer and " in repr(pipeline())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_run import METADATA, Run, assert_same, flip, save_three, saved_steps, truncate
+from checkpoint_run import METADATA, Run, assert_same, save_three, saved_steps, truncate
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -26,6 +26,13 @@ from evenpipe.model.placement import Held
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     return save_three(tmp_path)
+
+
+def reloaded(path: Path, **options: Any) -> Run:
+    """Another run, which has loaded the checkpoint."""
+    other = Run(seed=5, **options)
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    return other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -47,70 +54,52 @@ def test_all_comes_back_and_the_next_step_is_the_same(tmp_path: Path, dtype: tor
 def test_moments_wider_than_their_parameters_keep_their_dtype(tmp_path: Path) -> None:
     run = Run(dtype=torch.bfloat16)
     for shard in run.shards.values():
-        run.optimizer.state[shard.tensor] = {
-            "step": torch.tensor(7.0),
-            "exp_avg": torch.randn(shard.tensor.shape),
-            "exp_avg_sq": torch.rand(shard.tensor.shape),
-        }
-    path = run.save(tmp_path, 7)
-    other = Run(seed=5, dtype=torch.bfloat16)
-    load(open_checkpoint(path), other.shards, other.optimizer)
-    assert_same(run.tensors(), other.tensors())
+        moments = {name: torch.rand(shard.tensor.shape) for name in MOMENTS}
+        run.optimizer.state[shard.tensor] = {"step": torch.tensor(7.0), **moments}
+    assert_same(run.tensors(), reloaded(run.save(tmp_path, 7), dtype=torch.bfloat16).tensors())
 
 
-def test_loading_removes_state_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path: Path, steps: int) -> None:
+    """Also by none, if there is none in the checkpoint."""
     run, other = Run(), Run(seed=5)
-    path = run.save(tmp_path, 0)
-    other.take_step(1)
-    load(open_checkpoint(path), other.shards, other.optimizer)
-    assert not other.optimizer.state
-    run.take_step(1)
-    other.take_step(1)
-    assert_same(run.tensors(), other.tensors())
-
-
-def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=5)
-    run.take_step(1)
-    path = run.save(tmp_path, 1)
+    for step in range(steps):
+        run.take_step(step)
+    path = run.save(tmp_path, steps)
     for step in range(2, 5):
         other.take_step(step)
     load(open_checkpoint(path), other.shards, other.optimizer)
     assert_same(run.tensors(), other.tensors())
-
-
-def test_a_frozen_parameter_has_no_state(tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=5)
-    for each in (run, other):
-        frozen = each.shards["model.norm.weight"].tensor
-        frozen.requires_grad_(False)
-        each.optimizer = torch.optim.AdamW([s.tensor for s in each.shards.values() if s.tensor is not frozen])
-    run.take_step(1)
-    load(open_checkpoint(run.save(tmp_path, 1)), other.shards, other.optimizer)
+    run.take_step(5)
+    other.take_step(5)
     assert_same(run.tensors(), other.tensors())
-    assert "exp_avg of model.norm.weight" not in other.tensors()
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop"])
-def test_other_optimizers_of_torch(tmp_path: Path, optimizer: str) -> None:
-    run, other = Run(optimizer=optimizer), Run(seed=5, optimizer=optimizer)
-    run.take_step(1)
-    path = run.save(tmp_path, 1)
-    if optimizer == "SGD":  # keeps None where there is no momentum
-        run.optimizer.state.clear()
-    load(open_checkpoint(path), other.shards, other.optimizer)
-    assert_same(run.tensors(), other.tensors())
+def test_other_optimizers_of_torch(tmp_path: Path) -> None:
+    for optimizer in ("SGD", "Adagrad", "RMSprop"):
+        run = Run(optimizer=optimizer)
+        run.take_step(1)
+        path = run.save(tmp_path / optimizer, 1)
+        if optimizer == "SGD":  # keeps None where there is no momentum
+            run.optimizer.state.clear()
+        assert_same(run.tensors(), reloaded(path, optimizer=optimizer).tensors())
 
 
 def on_the_host(run: Run, share: float = 1.0, **changes: object) -> HostAdamW:
     return HostAdamW([shard.tensor for shard in run.shards.values()], share=share, lr=0.01, **changes)
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_moments_of_the_host_are_read_to_where_they_stay(tmp_path: Path, share: float) -> None:
-    run, other = Run(), Run(seed=5)
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Run, Path]:
+    """A run after its first step, and its checkpoint."""
+    run = Run()
     run.take_step(1)
-    path = run.save(tmp_path, 1)
+    return run, run.save(tmp_path, 1)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_moments_of_the_host_are_read_to_where_they_stay(saved: tuple[Run, Path], share: float) -> None:
+    (run, path), other = saved, Run(seed=5)
     other.optimizer = optimizer = on_the_host(other, share)
     load(open_checkpoint(path), other.shards, optimizer)
     assert optimizer.hosted
@@ -122,18 +111,16 @@ def test_moments_of_the_host_are_read_to_where_they_stay(tmp_path: Path, share: 
         run.take_step(step)
         other.take_step(step)
     load(open_checkpoint(path), other.shards, optimizer)  # over those of an optimizer that has stepped
-    again = Run(seed=5)
-    load(open_checkpoint(path), again.shards, again.optimizer)
+    again = reloaded(path)
     again.take_step(4)
     other.take_step(4)
     assert_same(again.tensors(), other.tensors())
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(tmp_path: Path, steps: int) -> None:
-    run, other, same = Run(), Run(seed=5), Run(seed=5)
-    run.take_step(1)
-    path = run.save(tmp_path, 1)
+def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(saved: tuple[Run, Path], steps: int) -> None:
+    _, path = saved
+    other, same = Run(seed=5), Run(seed=5)
     other.optimizer, same.optimizer = on_the_host(other), on_the_host(same)
     for step in range(steps):
         other.take_step(step)
@@ -148,11 +135,9 @@ def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(tmp_path: Pat
         same.take_step(step)
 
 
-def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_the_host_need_no_room_on_the_device(saved, monkeypatch):
     """The device is "meta" here, and locked memory is ordinary memory."""
-    run = Run()
-    run.take_step(1)
-    path = run.save(tmp_path, 1)
+    _, path = saved
     device = Run()
     for name, shard in device.shards.items():
         device.shards[name] = replace(shard, tensor=nn.Parameter(shard.tensor.to("meta")))
@@ -179,18 +164,16 @@ def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypa
         assert fresh[moment].data_ptr() != optimizer.state[stepped][moment].data_ptr()
 
 
-def test_parameters_load_without_an_optimizer_and_in_place(tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=5)
-    run.take_step(1)
+def test_parameters_load_without_an_optimizer_and_in_place(saved: tuple[Run, Path]) -> None:
+    (run, path), other = saved, Run(seed=5)
     views = {name: shard.tensor.detach() for name, shard in other.shards.items()}
-    load(open_checkpoint(run.save(tmp_path, 1)), other.shards)
+    load(open_checkpoint(path), other.shards)
     for name, shard in run.shards.items():
         assert torch.equal(views[name], shard.tensor)
 
 
-def test_a_second_copy_is_loaded_but_not_saved(tmp_path: Path) -> None:
-    run, other = Run(), Run(seed=5)
-    path = run.save(tmp_path, 1)
+def test_a_second_copy_is_loaded_but_not_saved(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    (run, path), other = saved, Run(seed=5)
     for name, shard in other.shards.items():
         other.shards[name] = replace(shard, placement=replace(shard.placement, copied_along=frozenset({"dp"})))
     load(open_checkpoint(path), other.shards, other.optimizer)
@@ -225,105 +208,74 @@ def test_torch_reads_it_without_us(three: Path, tmp_path: Path) -> None:
 
 
 def test_the_latest_is_found(three: Path) -> None:
-    found = find_latest(three)
-    assert found.checkpoint is not None
-    assert (found.checkpoint.step, found.rejected) == (3, ())
-    assert found.checkpoint.metadata["step"] == 3
+    latest = find_latest(three)
+    assert (latest.checkpoint.step, latest.rejected) == (3, ())
+    assert latest.checkpoint.metadata["step"] == 3
 
 
-@pytest.mark.parametrize("name", ["nothing", "empty", "file"])
-def test_no_checkpoint_is_an_answer(tmp_path: Path, name: str) -> None:
+def test_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    found = find_latest(tmp_path / name)
-    assert (found.checkpoint, found.rejected) == (None, ())
+    for name in ("nothing", "empty", "file"):
+        latest = find_latest(tmp_path / name)
+        assert (latest.checkpoint, latest.rejected) == (None, ())
 
 
 # ---- what does not fit
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        (lambda: Run(rows=10), r"embed_tokens.weight' has shape \(9, 4\) in the checkpoint and \(10, 4\) in the model"),
-        (lambda: Run(dtype=torch.bfloat16), "has dtype float32 in the checkpoint and bfloat16 in the model"),
-    ],
-)
-def test_another_model_is_refused(three: Path, other: Callable, says: str) -> None:
-    run = other()
-    before = run.tensors()
-    with pytest.raises(InputError, match=says):
-        load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
-    assert_same(before, run.tensors())
+def with_more(run: Run) -> None:
+    run.shards["lm_head.weight"] = Held.whole(nn.Parameter(torch.zeros(9, 4)))
 
 
-def test_other_names_are_refused(three: Path) -> None:
-    checkpoint = open_checkpoint(three / "step-00000003")
-    more, fewer = Run(), Run()
-    more.shards["lm_head.weight"] = Held.whole(nn.Parameter(torch.zeros(9, 4)))
-    with pytest.raises(InputError, match=r"the checkpoint has no 'lm_head\.weight', which the model has"):
-        load(checkpoint, more.shards)
-    del fewer.shards["model.norm.weight"]
-    with pytest.raises(InputError, match=r"has 'model\.norm\.weight' that the model does not"):
-        load(checkpoint, fewer.shards)
+def with_fewer(run: Run) -> None:
+    del run.shards["model.norm.weight"]
+    run.optimizer = torch.optim.AdamW([shard.tensor for shard in run.shards.values()])
 
 
-def test_state_of_another_dtype_is_refused(three: Path) -> None:
-    run = Run()
+def with_wider_state(run: Run) -> None:
     run.take_step(1)
-    parameter = run.shards["model.norm.weight"].tensor
-    run.optimizer.state[parameter]["exp_avg"] = run.optimizer.state[parameter]["exp_avg"].double()
-    with pytest.raises(InputError, match=r"'exp_avg' of 'model\.norm\.weight' has dtype float32 in the .* and float64"):
-        load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
+    state = run.optimizer.state[run.shards["model.norm.weight"].tensor]
+    state["exp_avg"] = state["exp_avg"].double()
 
 
-def test_a_file_lost_while_loading_leaves_all_as_it_was(three: Path) -> None:
-    run = Run(seed=5)
-    run.take_step(1)
-    before = run.tensors()
-    checkpoint = open_checkpoint(three / "step-00000003")
-    os.truncate(three / "step-00000003" / "__0_0.distcp", 5000)
-    with pytest.raises(RunError, match=r"step-00000003' cannot be read: "):
-        load(checkpoint, run.shards, run.optimizer)
-    (three / "step-00000003" / "__0_0.distcp").unlink()
-    with pytest.raises(RunError, match="No such file or directory"):
-        load(checkpoint, run.shards, run.optimizer)
-    assert_same(before, run.tensors())
+MISFITS: list[tuple[dict[str, Any], Callable[[Run], None] | None, str]] = [
+    # options of the other model, what is changed in it, the sentence
+    ({"rows": 10}, None, r"embed_tokens.weight' has shape \(9, 4\) in the checkpoint and \(10, 4\) in the model"),
+    ({"dtype": torch.bfloat16}, None, "has dtype float32 in the checkpoint and bfloat16 in the model"),
+    ({}, with_more, r"the checkpoint has no 'lm_head\.weight', which the model has"),
+    ({}, with_fewer, r"has 'model\.norm\.weight' that the model does not"),
+    ({}, with_wider_state, r"'exp_avg' of 'model\.norm\.weight' has dtype float32 in the .* and float64"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda run: {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected JSON values"),
-        (lambda run: {"keep": 0}, "keep is 0, expected at least 1"),
-        (lambda run: {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
-    ],
-)
-def test_what_cannot_be_saved_is_refused(three: Path, change: Callable, says: str) -> None:
-    run = Run()
-    arguments = {"shards": run.shards, "optimizer": run.optimizer, "metadata": METADATA, "keep": 2} | change(run)
-    with pytest.raises(InputError, match=says):
-        save(three, 4, **arguments)
-    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+def test_another_model_is_refused_and_stays_as_it_is(three: Path) -> None:
+    for options, change, says in MISFITS:
+        run = Run(**options)
+        if change is not None:
+            change(run)
+        before = run.tensors()
+        with pytest.raises(InputError, match=says):
+            load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
+        assert_same(before, run.tensors())
 
 
-def test_optimizer_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
-    run = Run()
-    run.optimizer.state[run.shards["model.norm.weight"].tensor] = {"rounds": 3}
-    with pytest.raises(InputError, match=r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"):
-        run.save(tmp_path, 1)
+def test_what_cannot_be_saved_is_refused(three: Path) -> None:
+    run, odd = Run(), Run()
+    odd.optimizer.state[odd.shards["model.norm.weight"].tensor] = {"rounds": 3}
+    for of_run, changes, says in (
+        (run, {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected JSON values"),
+        (run, {"keep": 0}, "keep is 0, expected at least 1"),
+        (run, {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
+        (odd, {}, r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"),
+    ):
+        arguments = {"shards": of_run.shards, "optimizer": of_run.optimizer, "metadata": METADATA, "keep": 2} | changes
+        with pytest.raises(InputError, match=says):
+            save(three, 4, **arguments)
+        assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 # ---- old ones
-
-
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    run = Run()
-    for step in range(1, 6):
-        run.save(tmp_path, step, keep=2)
-    assert saved_steps(tmp_path) == ["step-00000004", "step-00000005"]
-    run.save(tmp_path, 6, keep=1)
-    assert saved_steps(tmp_path) == ["step-00000006"]
 
 
 def test_a_damaged_one_does_not_count_as_kept(three: Path) -> None:
@@ -338,35 +290,6 @@ def test_later_ones_stay_when_a_run_went_back(three: Path) -> None:
     (three / "step-00000003").rename(three / "step-00000300")
     Run().save(three, 3, keep=1)
     assert saved_steps(three) == ["step-00000003", "step-00000300"]
-
-
-def test_a_checkpoint_of_the_same_step_is_replaced(three: Path) -> None:
-    flip(three / "step-00000003" / "__0_0.distcp", random.Random(0))
-    run = Run(seed=5)
-    run.save(three, 3)
-    assert saved_steps(three) == ["step-00000002", "step-00000003"]
-    other = Run()
-    load(find_latest(three).checkpoint, other.shards)
-    assert torch.equal(run.shards["model.norm.weight"].tensor, other.shards["model.norm.weight"].tensor)
-
-
-def test_killed_between_the_two_renames_the_replaced_one_is_found(three: Path) -> None:
-    (three / "step-00000003").rename(three / "step-00000003.replaced")
-    assert find_latest(three).checkpoint.path.name == "step-00000003.replaced"
-    Run().save(three, 3)
-    assert find_latest(three).checkpoint.path.name == "step-00000003"
-    assert saved_steps(three) == ["step-00000002", "step-00000003"]
-
-
-def test_what_a_killed_run_left_is_removed_at_the_start(three: Path) -> None:
-    (three / "step-00000004.tmp").mkdir()
-    (three / "step-00000004.tmp" / "__0_0.distcp").write_bytes(b"half")
-    prepare_folder(three)
-    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
-    (three / "step-00000004.tmp").mkdir()
-    (three / "step-00000004.tmp" / "__0_0.distcp").write_bytes(b"half")
-    Run().save(three, 4)
-    assert find_latest(three).checkpoint.step == 4
 
 
 def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path) -> None:

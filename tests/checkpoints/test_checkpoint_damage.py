@@ -7,11 +7,13 @@ import io
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,19 +53,24 @@ def zero_a_block(path: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json", MANIFEST])
+NEWEST = "step-00000003"
+FILES = ["__0_0.distcp", ".metadata", "run.json", MANIFEST]
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [flip, truncate, append, delete, zero_a_block], ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_never_picked_up(three: Path, file: str, damage: Callable) -> None:
+def test_a_damaged_checkpoint_is_never_picked_up(three, file, damage, request):
     chance = random.Random(f"{file} {damage.__name__}")
-    newest, whole = three / "step-00000003", three.parent / f"{three.name}-whole"
+    rounds = 1 if damage is delete else 4 if request.config.option.quick else 30
+    newest, whole = three / NEWEST, three.parent / f"{three.name}-whole"
     shutil.copytree(newest, whole)
-    for _ in range(1 if damage is delete else 30):
+    for _ in range(rounds):
         damage(newest / file, chance)
-        found = find_latest(three)
-        assert found.checkpoint is not None
-        assert found.checkpoint.step == 2
-        assert [(each.path, file in each.reason) for each in found.rejected] == [(newest, True)]
-        with pytest.raises(InputError, match=f"step-00000003' cannot be used: .*{file}"):
+        latest = find_latest(three)
+        assert latest.checkpoint is not None and latest.checkpoint.step == 2
+        assert [(each.path, file in each.reason) for each in latest.rejected] == [(newest, True)]
+        with pytest.raises(InputError, match=f"{NEWEST}' cannot be used: .*{file}"):
             open_checkpoint(newest)
         shutil.rmtree(newest)
         shutil.copytree(whole, newest)
@@ -71,18 +78,18 @@ def test_a_damaged_checkpoint_is_never_picked_up(three: Path, file: str, damage:
 
 
 def test_the_one_before_the_one_before(three: Path) -> None:
-    flip(three / "step-00000003" / MANIFEST, random.Random(0))
+    flip(three / NEWEST / MANIFEST, random.Random(0))
     delete(three / "step-00000002" / ".metadata", random.Random(0))
     found = find_latest(three)
     assert found.checkpoint.step == 1
-    assert [each.path.name for each in found.rejected] == ["step-00000003", "step-00000002"]
+    assert [each.path.name for each in found.rejected] == [NEWEST, "step-00000002"]
     assert found.rejected[1].reason == ".metadata is missing"
     truncate(three / "step-00000001" / "__0_0.distcp", random.Random(0))
     assert find_latest(three).checkpoint is None
 
 
 def test_a_checkpoint_under_another_step_is_not_believed(three: Path) -> None:
-    (three / "step-00000003").rename(three / "step-00000009")
+    (three / NEWEST).rename(three / "step-00000009")
     found = find_latest(three)
     assert (found.checkpoint.step, found.rejected[0].reason) == (2, "manifest.json says step 3")
     (three / "step-00000009").rename(three / "my-favourite")
@@ -90,7 +97,7 @@ def test_a_checkpoint_under_another_step_is_not_believed(three: Path) -> None:
 
 
 def test_half_written_and_foreign_folders_are_no_candidates(three: Path) -> None:
-    (three / "step-00000003").rename(three / "step-00000003.tmp")
+    (three / NEWEST).rename(three / "step-00000003.tmp")
     (three / "step-4").mkdir()
     (three / "step-00000005").touch()
     (three / "notes").mkdir()
@@ -114,30 +121,28 @@ def vouch_for(path: Path, **changes: object) -> None:
     (path / MANIFEST).write_bytes(replace(manifest, files=files, **changes).to_bytes())
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
-def test_a_file_of_another_save_is_noticed_though_its_hash_is_right(three: Path, file: str) -> None:
-    newest = three / "step-00000003"
+def test_a_file_of_another_save_is_noticed_though_its_hash_is_right(three: Path) -> None:
+    newest, whole = three / NEWEST, three / "whole"
     vouch_for(newest)
+    shutil.copytree(newest, whole)
     assert find_latest(three).checkpoint.step == 3, "the forger of this test cannot forge"
-    shutil.copy(three / "step-00000002" / file, newest / file)
-    vouch_for(newest)
-    says = f"{file} does not carry the id of the save that manifest.json names"
-    found = find_latest(three)
-    assert (found.checkpoint.step, [each.reason for each in found.rejected]) == (2, [says])
-    with pytest.raises(InputError, match=says.replace(".", r"\.")):
-        open_checkpoint(newest)
-
-
-def test_a_manifest_of_another_save_is_noticed(three: Path) -> None:
-    vouch_for(three / "step-00000003", id=read_manifest(three / "step-00000002").id)
+    for file in ("__0_0.distcp", ".metadata", "run.json"):
+        shutil.copy(three / "step-00000002" / file, newest / file)
+        vouch_for(newest)
+        says = f"{file} does not carry the id of the save that manifest.json names"
+        latest = find_latest(three)
+        assert (latest.checkpoint.step, [each.reason for each in latest.rejected]) == (2, [says])
+        with pytest.raises(InputError, match=re.escape(says)):
+            open_checkpoint(newest)
+        shutil.copy(whole / file, newest / file)
+    own = read_manifest(newest).id
+    vouch_for(newest, id=read_manifest(three / "step-00000002").id)
     assert "does not carry the id" in find_latest(three).rejected[0].reason
-
-
-@pytest.mark.parametrize("content", [b"[]", b"3", b"{}", b'{"id": 3}', b"no JSON"])
-def test_metadata_that_are_none_are_noticed(three: Path, content: bytes) -> None:
-    (three / "step-00000003" / "run.json").write_bytes(content)
-    vouch_for(three / "step-00000003")
-    assert find_latest(three).rejected[0].reason.startswith("run.json does not ")
+    vouch_for(newest, id=own)
+    for content in (b"[]", b"3", b"{}", b'{"id": 3}', b"no JSON"):
+        (newest / "run.json").write_bytes(content)
+        vouch_for(newest)
+        assert find_latest(three).rejected[0].reason.startswith("run.json does not ")
 
 
 class WriterOfVersion1(dcp.FileSystemWriter):
@@ -167,7 +172,7 @@ def test_a_save_that_does_not_stand_there_is_an_error(three: Path, monkeypatch: 
     """Another one has come in between, whatever the locks said."""
 
     def replaced(temporary: Path, published: Path) -> None:
-        shutil.copytree(three / "step-00000003", published)
+        shutil.copytree(three / NEWEST, published)
 
     monkeypatch.setattr(module, "_put_in_place", replaced)
     with pytest.raises(RunError, match=r"step 4 was not saved: '.*step-00000004' has been replaced by another run"):
@@ -226,47 +231,46 @@ def test_an_index_that_runs_code_is_refused(three: Path, tmp_path: Path) -> None
     pickle.loads(content)
     assert canary.exists(), "the canary of this test does not sing"
     canary.unlink()
-    replace_index(three / "step-00000003", content)
-    assert_refused(three / "step-00000003", "which no index of tensors needs; it was not")
+    replace_index(three / NEWEST, content)
+    assert_refused(three / NEWEST, "which no index of tensors needs; it was not")
     assert not canary.exists()
+    for function in (os.system, eval, torch.load, shutil.rmtree):
+        replace_index(three / NEWEST, pickle.dumps(SimpleNamespace(state_dict_metadata=function)))
+        assert_refused(three / NEWEST, "which no index of tensors needs")
 
 
-@pytest.mark.parametrize("call", [os.system, eval, torch.load, shutil.rmtree])
-def test_no_function_is_called(three: Path, call: Callable) -> None:
-    replace_index(three / "step-00000003", pickle.dumps(SimpleNamespace(state_dict_metadata=call)))
-    assert_refused(three / "step-00000003", "which no index of tensors needs")
+KEY = "parameters.model.norm.weight"
+
+
+def point_outside(index: Any) -> None:
+    next(iter(index.storage_data.values())).relative_path = "../step-00000002/__0_0.distcp"
+
+
+def unpack_it(index: Any) -> None:
+    next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
+
+CHANGED_INDEX: list[tuple[Callable[[Any], object], str]] = [
+    (lambda index: index.state_dict_metadata.update({KEY: BytesStorageMetadata()}), "BytesStorageMetadata, which no"),
+    (lambda index: index.state_dict_metadata.update({KEY: 3}), "not a tensor"),
+    (lambda index: index.state_dict_metadata.pop(KEY), "same tensors"),
+    (point_outside, "not a file of the manifest"),
+    (unpack_it, "not a file of the manifest"),
+    (lambda index: index.state_dict_metadata[KEY].chunks.clear(), "does not give the whole"),
+    (lambda index: setattr(index.state_dict_metadata[KEY].chunks[0], "sizes", torch.Size([5])), "lies outside"),
+    (lambda index: index.storage_data.clear(), "where a piece"),
+    (lambda index: setattr(index, "storage_data", None), "not an index of tensors"),
+]
 
 
 def test_an_index_is_held_against_the_manifest(three: Path) -> None:
-    path = three / "step-00000003"
+    path = three / NEWEST
     whole = (path / ".metadata").read_bytes()
-    key = "parameters.model.norm.weight"
-
-    def changed(change: Callable) -> bytes:
+    for change, says in CHANGED_INDEX:
         index = pickle.loads(whole)
         change(index)
-        return pickle.dumps(index)
-
-    def point_outside(index) -> None:
-        next(iter(index.storage_data.values())).relative_path = "../step-00000002/__0_0.distcp"
-
-    def unpack_it(index) -> None:
-        next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
-
-    cases = {
-        "BytesStorageMetadata, which no": lambda index: index.state_dict_metadata.update({key: BytesStorageMetadata()}),
-        "not a tensor": lambda index: index.state_dict_metadata.update({key: 3}),
-        "same tensors": lambda index: index.state_dict_metadata.pop(key),
-        "not a file of the manifest": point_outside,
-        "not a file of the manifest ": unpack_it,
-        "does not give the whole": lambda index: index.state_dict_metadata[key].chunks.clear(),
-        "lies outside": lambda index: setattr(index.state_dict_metadata[key].chunks[0], "sizes", torch.Size([5])),
-        "where a piece": lambda index: index.storage_data.clear(),
-        "not an index of tensors": lambda index: setattr(index, "storage_data", None),
-    }
-    for says, change in cases.items():
-        replace_index(path, changed(change))
-        assert_refused(path, says.strip())
+        replace_index(path, pickle.dumps(index))
+        assert_refused(path, says)
     replace_index(path, b"no pickle at all")
     assert_refused(path, "not an index of tensors")
     replace_index(path, whole)
@@ -303,6 +307,7 @@ def fill_disk_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp", "run.json", MANIFEST])
+@pytest.mark.sampled(2)
 def test_a_full_disk_while_writing(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that torch writes, and files that we write."""
     fill_disk_for(file, monkeypatch)

@@ -35,15 +35,10 @@ class Holder:
     def __init__(self, groups: list[str], scheduler: str | None = None, **rates_of_groups: float) -> None:
         self.names = {nn.Parameter(torch.ones(2)): name for group in groups for name in group}
         by_name = {name: parameter for parameter, name in self.names.items()}
+        options = [{"lr": rates_of_groups.get(group, 0.1), "betas": (0.8, 0.9)} for group in groups]
+        parameters = [[by_name[name] for name in group] for group in groups]
         self.optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [by_name[name] for name in group],
-                    "lr": rates_of_groups.get(group, 0.1),
-                    "betas": (0.8, 0.9),
-                }
-                for group in groups
-            ]
+            [{"params": held, **option} for held, option in zip(parameters, options, strict=True)]
         )
         self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
 
@@ -59,64 +54,50 @@ class Holder:
     def load(self, settings: dict[str, Any]) -> None:
         plan_settings(settings, self.optimizer, self.scheduler, self.names, where="the checkpoint 'x'")()
 
-    @property
-    def learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
 
 def saved(*holders: Holder) -> dict[str, Any]:
     return json.loads(json.dumps(merge_settings([holder.describe() for holder in holders])))
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_schedule_goes_on(name: str) -> None:
-    whole, other = Holder(["ab", "c"], name), Holder(["ab", "c"], name)
-    for step in range(4):
-        whole.take_step(step)
-    other.load(saved(whole))
-    assert other.scheduler.state_dict().keys() == whole.scheduler.state_dict().keys()
-    for step in range(4, STEPS):
-        assert whole.take_step(step) == other.take_step(step)
+def test_a_schedule_goes_on() -> None:
+    for name in SCHEDULERS:
+        whole, other = Holder(["ab", "c"], name), Holder(["ab", "c"], name)
+        for step in range(4):
+            whole.take_step(step)
+        other.load(saved(whole))
+        assert other.scheduler.state_dict().keys() == whole.scheduler.state_dict().keys(), name
+        for step in range(4, STEPS):
+            assert whole.take_step(step) == other.take_step(step), name
 
 
-@pytest.mark.parametrize(
-    ("saved_groups", "groups", "learning_rates"),
-    [
-        ([["ab", "cd"]], ["ab", "cd"], [1, 2]),
-        ([["ab"], ["cd"]], ["ab", "cd"], [1, 2]),
-        ([["ab", "cd"]], ["cd"], [2]),
-        ([["ab", "cd"]], ["a", "b", "c"], [1, 1, 2]),
-        ([["ab", "cd"]], ["", "cd"], [1, 2]),  # empty: by its place
-        ([["cd"], ["ab", "cd"]], ["c", "a"], [2, 1]),
-        ([["ab", "cd"]], ["ab", "ef"], [1, 9]),  # new parameters keep what they are given
-        ([["ab", "cd"]], ["ae"], [1]),
-    ],
-    ids=str,
-)
-def test_parameters_keep_the_options_of_their_group(
-    saved_groups: list[list[str]], groups: list[str], learning_rates: list[float]
-) -> None:
-    processes = [Holder(one, ab=1, cd=2) for one in saved_groups]
-    other = Holder(groups, **dict.fromkeys(groups, 9))
-    other.load(saved(*processes))
-    assert other.learning_rates == learning_rates
-    assert all(group["betas"] == (0.8, 0.9) for group in other.optimizer.param_groups)
+REGROUPED = [
+    # groups of each process that saved, groups of the one that loads, its learning rates
+    ([["ab", "cd"]], ["ab", "cd"], [1, 2]),
+    ([["ab"], ["cd"]], ["ab", "cd"], [1, 2]),
+    ([["ab", "cd"]], ["cd"], [2]),
+    ([["ab", "cd"]], ["a", "b", "c"], [1, 1, 2]),
+    ([["ab", "cd"]], ["", "cd"], [1, 2]),  # empty: by its place
+    ([["cd"], ["ab", "cd"]], ["c", "a"], [2, 1]),
+    ([["ab", "cd"]], ["ab", "ef"], [1, 9]),  # new parameters keep what they are given
+    ([["ab", "cd"]], ["ae"], [1]),
+]
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_that_tensor() -> None:
+def test_parameters_keep_the_options_of_their_group() -> None:
+    for saved_groups, groups, learning_rates in REGROUPED:
+        other = Holder(groups, **dict.fromkeys(groups, 9))
+        other.load(saved(*(Holder(held, ab=1, cd=2) for held in saved_groups)))
+        assert [group["lr"] for group in other.optimizer.param_groups] == learning_rates, groups
+        assert all(group["betas"] == (0.8, 0.9) for group in other.optimizer.param_groups)
+
+
+def test_a_rate_that_is_a_tensor_stays_one_and_how_an_optimizer_computes_is_not_restored() -> None:
     before, after = Holder(["a"]), Holder(["a"])
-    before.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    before.optimizer.param_groups[0] |= {"lr": torch.tensor(0.5), "fused": True}
     rate = after.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
     after.load(saved(before))
-    assert after.optimizer.param_groups[0]["lr"] is rate
-    assert rate == 0.5
-
-
-def test_how_an_optimizer_computes_is_not_restored() -> None:
-    before, after = Holder(["a"]), Holder(["a"])
-    before.optimizer.param_groups[0]["fused"] = True
-    after.load(saved(before))
-    assert after.optimizer.param_groups[0]["fused"] is None
+    (group,) = after.optimizer.param_groups
+    assert group["lr"] is rate and rate == 0.5 and group["fused"] is None
 
 
 def test_a_schedule_that_is_left_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,20 +105,20 @@ def test_a_schedule_that_is_left_out_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert "contains the state of a scheduler (LambdaLR), but no scheduler is given" in caplog.text
 
 
-def test_what_json_cannot_hold_is_refused() -> None:
+def test_what_cannot_be_saved_or_loaded_is_refused() -> None:
     holder = Holder(["a"])
     holder.optimizer.param_groups[0]["owner"] = object()
-    with pytest.raises(InputError, match="'owner' of a group is object, expected numbers, texts"):
-        holder.describe()
-
-
-def test_groups_that_were_apart_may_not_be_put_together() -> None:
-    with pytest.raises(
-        InputError, match="'b' and 'c' are in one group, but have different options in the checkpoint 'x'"
+    apart = saved(Holder(["a", "c", "b"], a=1, c=2, b=1))
+    for call, says in (
+        (holder.describe, "'owner' of a group is object, expected numbers, texts"),
+        (
+            lambda: Holder(["bac"]).load(apart),
+            "'b' and 'c' are in one group, but have different options in the checkpoint 'x'",
+        ),
+        (
+            lambda: Holder(["a"], "LambdaLR").load(saved(Holder(["a"]))),
+            "scheduler: LambdaLR, but the checkpoint 'x' was saved without one",
+        ),
     ):
-        Holder(["bac"]).load(saved(Holder(["a", "c", "b"], a=1, c=2, b=1)))
-
-
-def test_a_checkpoint_without_a_scheduler_is_not_taken_for_the_beginning_of_one() -> None:
-    with pytest.raises(InputError, match="scheduler: LambdaLR, but the checkpoint 'x' was saved without one"):
-        Holder(["a"], "LambdaLR").load(saved(Holder(["a"])))
+        with pytest.raises(InputError, match=says):
+            call()

@@ -20,6 +20,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.processes.signs import machine, started
 
 LOCK = ".evenpipe-lock-1"
+SINCE = "2026-01-02 03:04:05 UTC"
 
 
 class Clock:
@@ -58,7 +59,7 @@ def process(**changes: object) -> dict[str, object]:
         "run": "0" * 32,
         "host": socket.gethostname(),
         "pid": parent,
-        "since": "2026-01-02 03:04:05 UTC",
+        "since": SINCE,
         "machine": machine(),
         "started": started(parent),
         "inode": None,
@@ -100,40 +101,33 @@ def finish_writing(file: Path) -> None:
     write(file, process())
 
 
-@pytest.mark.parametrize(
-    ("holder", "during", "refused_by", "seconds"),
-    [
-        # on this machine the kernel knows
-        (lambda: process(), nothing, rf"process {os.getppid()} on {socket.gethostname()} since 2026", 0),
-        (lambda: process(**dead_process()), nothing, None, 0),
-        (lambda: process(started="1"), nothing, None, 0),  # the number now belongs to another process
-        (lambda: process(released=True), nothing, None, 0),
-        # elsewhere a sign of life is waited for
-        (lambda: process(**FAR), touch, r"process 4711 on node7 since 2026-01-02 03:04:05 UTC", BEAT_SECONDS),
-        (lambda: process(**FAR), nothing, None, SILENCE_SECONDS),
-        (lambda: process(**FAR), release_it, None, BEAT_SECONDS),
-        (lambda: process(**FAR), take_it_over, "process 4711 on node8", 2 * BEAT_SECONDS),
-        (lambda: process(**FAR, released=True), nothing, None, 0),
-        (lambda: process(host="a container"), touch, rf"process {os.getppid()} on a container", BEAT_SECONDS),
-        # a copy of a folder in use, and of one on another machine
-        (lambda: process(inode=1), nothing, None, SILENCE_SECONDS),
-        (lambda: process(**FAR, inode=1), nothing, None, SILENCE_SECONDS),
-        # a file system without lasting inodes: its holder touches it
-        (lambda: process(inode=1), touch, r"process \d+ on", BEAT_SECONDS),
-        # killed while it was written; or only looked at too early
-        (lambda: None, nothing, None, SILENCE_SECONDS),
-        (lambda: None, finish_writing, rf"process {os.getppid()} on", BEAT_SECONDS),
-        (lambda: None, touch, "an unknown process", BEAT_SECONDS),
-    ],
-)
-def test_a_lock_holds_as_long_as_its_holder_runs(  # noqa: PLR0917
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    holder: Callable[[], dict[str, object] | None],
-    during: Callable[[Path], None],
-    refused_by: str | None,
-    seconds: float,
-) -> None:
+HERE = rf"process {os.getppid()} on {socket.gethostname()} since 2026"
+HOLDERS: dict[str, tuple[Callable[[], dict[str, object] | None], Callable[[Path], None], str | None, float]] = {
+    # text of the lock, what happens meanwhile, who refuses the folder, seconds until it is known
+    # on this machine the kernel knows
+    "running here": (lambda: process(), nothing, HERE, 0),
+    "dead": (lambda: process(**dead_process()), nothing, None, 0),
+    "the number now belongs to another process": (lambda: process(started="1"), nothing, None, 0),
+    "released": (lambda: process(released=True), nothing, None, 0),
+    # elsewhere a sign of life is waited for
+    "running elsewhere": (lambda: process(**FAR), touch, f"process 4711 on node7 since {SINCE}", BEAT_SECONDS),
+    "silent elsewhere": (lambda: process(**FAR), nothing, None, SILENCE_SECONDS),
+    "released while we wait": (lambda: process(**FAR), release_it, None, BEAT_SECONDS),
+    "taken over while we wait": (lambda: process(**FAR), take_it_over, "process 4711 on node8", 2 * BEAT_SECONDS),
+    "released elsewhere": (lambda: process(**FAR, released=True), nothing, None, 0),
+    "in a container": (lambda: process(host="a box"), touch, rf"process {os.getppid()} on a box", BEAT_SECONDS),
+    "a copy of a folder in use": (lambda: process(inode=1), nothing, None, SILENCE_SECONDS),
+    "a copy of one on another machine": (lambda: process(**FAR, inode=1), nothing, None, SILENCE_SECONDS),
+    "a file system without lasting inodes": (lambda: process(inode=1), touch, r"process \d+ on", BEAT_SECONDS),
+    "killed while it was written": (lambda: None, nothing, None, SILENCE_SECONDS),
+    "looked at too early": (lambda: None, finish_writing, rf"process {os.getppid()} on", BEAT_SECONDS),
+    "never written but touched": (lambda: None, touch, "an unknown process", BEAT_SECONDS),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_lock_holds_as_long_as_its_holder_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, during, refused_by, seconds = HOLDERS[name]
     write(tmp_path / LOCK, holder())
     clock = Clock(during, tmp_path / LOCK)
     monkeypatch.setattr(module, "time", clock)
@@ -148,31 +142,28 @@ def test_a_lock_holds_as_long_as_its_holder_runs(  # noqa: PLR0917
     assert abs(clock.seconds - seconds) <= module.POLL_SECONDS
 
 
-@pytest.mark.parametrize(
-    ("text", "from_whom"),
-    [
-        (process(**FAR), "process 4711 on node7 since 2026-01-02 03:04:05 UTC"),
-        (process(), f"process {os.getppid()} on {socket.gethostname()} since 2026-01-02 03:04:05 UTC"),
-        (process(started="1"), None),  # nobody loses anything
-        (process(released=True), None),
-    ],
-)
-def test_by_force_it_is_taken_at_once_and_from_whom_is_said(
-    tmp_path: Path, text: dict[str, object], from_whom: str | None
-) -> None:
-    write(tmp_path / LOCK, text)
-    assert claim(tmp_path, force=True).taken_from == from_whom
-    check(tmp_path)
+def test_by_force_it_is_taken_at_once_and_from_whom_is_said(tmp_path: Path) -> None:
+    for number, (text, from_whom) in enumerate(
+        (
+            (process(**FAR), f"process 4711 on node7 since {SINCE}"),
+            (process(), f"process {os.getppid()} on {socket.gethostname()} since {SINCE}"),
+            (process(started="1"), None),  # nobody loses anything
+            (process(released=True), None),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / LOCK, text)
+        assert claim(folder, force=True).taken_from == from_whom
+        check(folder)
 
 
 def test_the_message_names_the_setting(tmp_path: Path) -> None:
     write(tmp_path / LOCK, process())
     with pytest.raises(InputError, match=r"^output\.folder is '.*; --force takes the folder from it, and"):
         claim(tmp_path, field="output.folder", by_force="--force")
-    with pytest.raises(
-        InputError,
-        match=r"^folder is '.*; evenpipe\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder",
-    ):
+    by_default = r"^folder is '.*; evenpipe\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder"
+    with pytest.raises(InputError, match=by_default):
         hold(tmp_path)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import types
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_run import TOML
 
 from evenpipe.cli.main import MOST, main
 from evenpipe.costs.hardware import KNOWN, hardware_to_toml
+from evenpipe.schedule import plan_order
 
 MODEL = {
     "model_type": "llama",
@@ -21,7 +25,15 @@ MODEL = {
     "num_attention_heads": 2,
     "vocab_size": 300,
 }
-
+DEVICE = {
+    "row": "0F0,0B0",
+    "start": 0,
+    "end": 2,
+    "clock": {"offset": 0, "drift": 0, "uncertainty": 0},
+    "passes": [["0F0", 0, 1, 0], ["0B0", 1, 2, 0]],
+    "waits": [],
+    "transfers": [],
+}
 TRACE = {
     "format": "evenpipe trace",
     "version": 1,
@@ -31,25 +43,13 @@ TRACE = {
     "barriers": 0,
     "forward_only": False,
     "costs": None,
-    "devices": [
-        {
-            "row": "0F0,0B0",
-            "start": 0,
-            "end": 2,
-            "clock": {"offset": 0, "drift": 0, "uncertainty": 0},
-            "passes": [["0F0", 0, 1, 0], ["0B0", 1, 2, 0]],
-            "waits": [],
-            "transfers": [],
-        }
-    ],
+    "devices": [DEVICE],
 }
-
 MANY = "9" * 5000
 HEX = "0x" + "f" * 5000
 DEEP = "[" * 500 + "]" * 500
 ESCAPE = "\x1b[31m"
-
-COSTS = "F = 1\nB = 2\n"
+BINARY = b"\x7fELF\x00\x01" + bytes(range(256))
 HARDWARE = hardware_to_toml(KNOWN["H100-80G"])
 
 
@@ -58,370 +58,370 @@ def traced(**changes: object) -> str:
 
 
 def device(**changes: object) -> str:
-    return traced(devices=[{**TRACE["devices"][0], **changes}])
+    return traced(devices=[{**DEVICE, **changes}])
 
 
-FILES: dict[str, str | bytes] = {
+FILES: dict[str, str] = {
     "text.txt": "def f(x):\n    return x\n" * 100,
     "config.toml": TOML,
     "model.json": json.dumps(MODEL),
-    "costs.toml": COSTS,
+    "model/config.json": json.dumps(MODEL),
+    "costs.toml": "F = 1\nB = 2\n",
     "order.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    "vocabulary.csv": plan_order("1f1b", 2, 2, "vocab-2").to_csv(),
+    "transfers.csv": "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
     "trace.json": traced(),
-    "empty": b"",
     "kept.toml": "# of another day\n",
     "kept.svg": "<svg/>",
-    "lama.json": json.dumps({"model_type": "lama"}),
-    "empty.csv": b"",
-    "empty.toml": b"",
-    "empty.json": b"",
-    "binary.csv": bytes(range(256)),
-    "binary.toml": b"\x7fELF\x00\x01" + bytes(range(256)),
-    "binary.json": b"\x7fELF\x00\x01" + bytes(range(256)),
-    f"{ESCAPE}.csv": "0F0\x1b]0;title\x07,0B0\n",
-    "title.csv": "0F0\x1b]0;title\x07,0B0\n",
-    "digits.csv": f"0F{MANY},0B0\n",
-    "parts.csv": "(" + ";".join(["0F0"] * 3000) + ")OVERLAP_F_X\n",
-    "digits.toml": f"F = {MANY}\nB = 2\n",
-    "hex.toml": f"F = {HEX}\nB = 2\n",
-    "wide.toml": "F = 1\nB = 100000000000000000000\n",
-    "large.toml": "F = 1.7e308\nB = 2\n",
-    "beyond.toml": "F = 1e309\nB = 2\n",
-    "nan.toml": "F = nan\nB = 2\n",
-    "minus.toml": "F = 1\nB = -2\n",
-    "name.toml": 'F = 1\nB = "two"\n',
-    "table.toml": "F = 1\nB = {a = 1}\n",
-    "nested.toml": f"F = 1\nB = {DEEP}\n",
-    "key.toml": 'F = 1\nB = 2\n"\\u001b[31m" = 3\n',
-    "twice.toml": "F = 1\nF = 1\nB = 2\n",
-    "links.toml": "F = 1\nB = 2\n[links]\np2p = 3\n",
-    "streams.toml": "F = 1\nB = 2\n[engine]\nstreams = [1]\n",
-    "shared.toml": 'F = 1\nB = 2\n[engine]\nshared = [["a"]]\n',
-    "twice.json": '{"F": 1, "B": 2, "F": 1}',
-    "digits.json": f'{{"F": {MANY}, "B": 2}}',
-    "nested.json": f'{{"F": 1, "B": {DEEP}}}',
-    "nul.json": '{"F": 1, "B": "\\u0000"}',
-    "half.json": '{"F": 1, "B": "\\ud800"}',
-    "long.json": json.dumps({"F": 1, "B": ["x"] * 100_000}),
-    "t-late.json": device(end=1.7e308),
-    "t-digits.json": device(end=1).replace('"end": 1,', f'"end": {MANY},'),
-    "t-wide.json": device(end=10**400),
-    "t-text.json": device(start="now"),
-    "t-row.json": device(row=["0F0"]),
-    "t-passes.json": device(passes=[["0F0", 0, 1, 0]]),
-    "t-list.json": device(passes=[[["0F0"], 0, 1, 0]]),
-    "t-clock.json": device(clock=3),
-    "t-stages.json": traced(placement=[0] * 5000),
-    "t-device.json": traced(placement=["0"]),
-    "t-hop.json": device(row="0F0,0SEND_F0,0B0", transfers=[["0SEND_F0", 1, 1, None]]),
-    "t-about.json": traced(about=[1]),
-    "t-empty.json": traced(devices=[], placement=[]),
-    "t-half.json": traced(about={"schedule": "\ud800"}),
-    "h-name.toml": HARDWARE.replace('name = "H100-80G"', "name = [1]"),
-    "h-device.toml": HARDWARE.replace('torch_device = "cuda"', 'torch_device = "tpu"'),
-    "h-digits.toml": HARDWARE.replace("units = 1\n", f"units = {MANY}\n"),
-    "h-large.toml": HARDWARE.replace("units = 1\n", "units = 1e300\n"),
-    "h-zero.toml": HARDWARE.replace("units = 1\n", "units = 0\n"),
-    "h-peak.toml": HARDWARE.replace("[peak_flops]", "[peaks]"),
-    "c-digits.toml": TOML.replace("= 300", f"= {MANY}"),
-    "c-hex.toml": TOML.replace("= 300", f"= {HEX}"),
-    "c-list.toml": TOML.replace('architecture = "llama"', "architecture = [1]"),
-    "c-nested.toml": TOML + f"log_every_steps = {DEEP}\n",
-    "c-nul.toml": TOML.replace('"run"', '"r\\u0000n"'),
-    "c-key.toml": TOML + '"a\\u001b[31m\\nb" = 1\n',
-    "c-table.toml": "model = 3\n",
+    "empty/.hidden": "",
+    "folder.svg/.hidden": "",
 }
 
-TRAIN = ["train", "config.toml"]
-SIMULATE = ["simulate", "--schedule", "1f1b", "--devices", "2", "--microbatches", "2"]
-COSTED = [*SIMULATE, "--costs"]
-ESTIMATE = ["estimate", "--model", "model.json"]
-EXPLAIN = ["explain", "model.json", "--gpus", "4"]
-PLAN = ["plan", "--model", "model.json", "--gpus", "4", "--no-cache", "--workers", "1"]
-PROFILE = ["profile", "--from", "trace.json"]
-SEARCH = ["search", "--devices", "2", "--microbatches", "2"]
-DRAW = ["draw", "--schedule", "1f1b", "--devices", "2", "--microbatches", "2", "-o"]
+SIMULATE = "simulate --schedule 1f1b --devices 2 --microbatches 2"
+CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
+    # command, which reads the file that it names last: contents of that file, words of the sentence
+    "check bad.csv": [
+        ("", "bad.csv", "the file is empty"),
+        (bytes(range(256)), "bad.csv", "not UTF-8 at byte 128"),
+        ("0F0\x1b]0;title\x07,0B0\n", "row 1, column 1", "'0F0\\x1b]0;title\\x07' is not a pass"),
+        ("(" + ";".join(["0F0"] * 3000) + ")OVERLAP_F_X\n", "row 1, column 1", "...' is not a pass"),
+        ("0F0,0F1\n1F0,1B0,1Q1\n", "bad.csv: row 2, column 3 (device 1, position 2): '1Q1' is not a pass"),
+    ],
+    f"check {ESCAPE}.csv": [("0X0\n", "\\x1b[31m.csv: row 1")],
+    "simulate --schedule bad.csv": [("0F0,0B0,0B0\n1F0,1B0,1B0\n", "bad.csv: the schedule has", "faults")],
+    "train config.toml pipeline.schedule=bad.csv": [
+        ("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", "1 fault"),
+        ("0F0,0F1\n1F0,1F1\n", "only evaluates"),
+    ],
+    f"{SIMULATE} --costs bad.toml": [
+        ("", "bad.toml", "F is missing"),
+        (BINARY, "bad.toml is not UTF-8"),
+        ("F = = 1\n", "bad.toml is not TOML", "line 1"),
+        (f"F = {HEX}\nB = 2\n", "bad.toml contains a whole number beyond 64 bits", "too large to show"),
+        ("F = 1\nB = -2\n", "bad.toml", "B must be a finite number of at least 0", "-2"),
+        ('F = 1\nB = 2\n"\\u001b[31m" = 3\n', "unknown key", "\\x1b[31m"),
+        ("F = 1\nB = 2\n[links]\np2p = 3\n", "links.p2p must be a table", "3"),
+        ('F = 1\nB = 2\n[links]\n"F:0-1" = {latency = 1}\n', "links: unknown key 'F:0-1', did you mean F:0>1?"),
+    ],
+    f"{SIMULATE} --costs bad.json": [
+        ("", "bad.json is not JSON"),
+        (BINARY, "bad.json is not UTF-8"),
+        ('{"F": 1, "B": "\\ud800"}', "bad.json", "an invalid character", "\\ud800"),
+        ("[1, 2]", "bad.json", "must be a table"),
+        ('{"F": NaN, "B": 1}', "F must be a finite number"),
+        (json.dumps({"F": 1, "B": ["x"] * 100_000}), "B[0] must be a finite number", "'x'"),
+    ],
+    "draw bad.json": [
+        ("", "bad.json is not JSON"),
+        (BINARY, "bad.json is not UTF-8"),
+        (device(end=1.7e308), "devices[0] has the time 1.7e+308, expected seconds"),
+        (device(start="now"), "devices[0] has the time 'now'"),
+        (device(row=["0F0"]), "row is ['0F0'], expected a text"),
+        (device(passes=[["0F0", 0, 1, 0]]), "devices[0].passes are not the passes of devices[0].row"),
+        (device(passes=[[["0F0"], 0, 1, 0]]), "devices[0].passes[0] is [['0F0'], 0, 1, 0]"),
+        (device(clock=3), "devices[0].clock is 3, expected a table"),
+        (traced(placement=[0] * 5000), "placement has 5000 stages, but the rows have only 2"),
+        (traced(placement=["0"]), "placement is ['0'], expected the device of each stage"),
+        (
+            device(row="0F0,0SEND_F0,0B0", transfers=[["0SEND_F0", 1, 1, None]]),
+            "transfers[0] is '0SEND_F0', a transfer that no pass of this placement needs",
+        ),
+        (traced(about=[1]), "about is [1], expected a table"),
+        (traced(devices=[], placement=[]), "bad.json"),
+        (traced(about={"schedule": "\ud800"}), "an invalid character"),
+    ],
+    "profile --from bad.json": [(device(end=1.7e308), "bad.json: devices[0] has the time 1.7e+308")],
+    "profile -o kept.toml --from bad.json": [("", "bad.json is not JSON")],
+    "explain model.json --gpus 4 --hardware bad.toml": [
+        (HARDWARE.replace('name = "H100-80G"', "name = [1]"), "hardware: name is [1], expected a text"),
+        (HARDWARE.replace('torch_device = "cuda"', 'torch_device = "tpu"'), "torch_device is 'tpu'"),
+        (HARDWARE.replace("units = 1\n", "units = 1e300\n"), "units is 1e+300, expected a number above 0"),
+        (HARDWARE.replace("units = 1\n", "units = 0\n"), "units is 0, expected a number above 0"),
+        (HARDWARE.replace("[peak_flops]", "[peaks]"), "unknown key 'peaks', did you mean peak_flops"),
+    ],
+    "estimate --model bad.json": [
+        ("", "bad.json"),
+        ("{", "bad.json"),
+        (json.dumps({"model_type": "lama"}), "'bad.json'", "model type `lama`"),
+    ],
+    "init --data bad.txt": [("", '--data is "bad.txt"', "empty; expected text")],
+    "train bad.toml": [
+        ("", "model needs either source or architecture"),
+        (BINARY, "bad.toml", "not UTF-8"),
+        (TOML.replace("= 300", f"= {MANY}"), "bad.toml", "is not TOML", "thousands of digits"),
+        (TOML + '"a\\u001b[31m\\nb" = 1\n', "output.a\\x1b[31m\\nb is no field"),
+    ],
+    "train config.toml pipeline.costs=bad.toml": [("", "bad.toml", "F is missing")],
+}
 
-WRONG: list[tuple[list[str], list[str]]] = [
-    # arguments, words of the sentence
-    # --- schedules
-    (["check", "empty.csv"], ["empty.csv", "the file is empty"]),
-    (["check", "binary.csv"], ["binary.csv", "not UTF-8 at byte 128"]),
-    (["check", "."], [". cannot be read", "Is a directory"]),
-    (["check", ""], ["the name of a file is empty"]),
-    (["check", "title.csv"], ["row 1, column 1", "'0F0\\x1b]0;title\\x07' is not a pass"]),
-    (["check", f"{ESCAPE}.csv"], ["\\x1b[31m.csv: row 1"]),
-    (["check", "a\nb.csv"], ["a\\nb.csv cannot be read", "No such file"]),
-    (["check", "digits.csv"], ["row 1, column 1", "...' is not a pass"]),
-    (["check", "parts.csv"], ["row 1, column 1", "...' is not a pass"]),
-    (["check", "x" * 300 + ".csv"], ["cannot be read", "too long"]),
-    (["check", "/dev/null/x.csv"], ["cannot be read", "Not a directory"]),
-    (["simulate", "--schedule", f"{ESCAPE}"], ["'\\x1b[31m' is unknown"]),
-    ([*SIMULATE[:4], "1000000000", "--microbatches", "2"], ["2000000000", "too many to simulate"]),
-    # --- arguments that are no text
-    (["check", "\udcff.csv"], ["'\\udcff.csv' is not UTF-8"]),
-    (["check", "a\0b.csv"], ["'a\\x00b.csv'", "contains NUL"]),
-    ([*TRAIN, "output.folder=\udcff"], ["\\udcff", "not UTF-8"]),
-    (["generate", "\udcff"], ["'\\udcff' is not UTF-8"]),
-    (["check", "order.csv", f"--{ESCAPE}"], ["has no argument --\\x1b[31m"]),
-    # --- costs
-    ([*COSTED, "empty.toml"], ["empty.toml", "F is missing"]),
-    ([*COSTED, "empty.json"], ["empty.json is not JSON"]),
-    ([*COSTED, "binary.toml"], ["binary.toml is not UTF-8"]),
-    ([*COSTED, "binary.json"], ["binary.json is not UTF-8"]),
-    ([*COSTED, "digits.toml"], ["digits.toml is not TOML", "thousands of digits"]),
-    ([*COSTED, "digits.json"], ["digits.json is not JSON", "thousands of digits"]),
-    ([*COSTED, "hex.toml"], ["hex.toml contains a whole number beyond 64 bits", "too large to show"]),
-    ([*COSTED, "wide.toml"], ["whole number beyond 64 bits", "100000000000000000000"]),
-    ([*COSTED, "large.toml"], ["F must be at most 1e+100", "1.7e+308"]),
-    ([*COSTED, "beyond.toml"], ["F must be a finite number", "inf"]),
-    ([*COSTED, "nan.toml"], ["F must be a finite number", "nan"]),
-    ([*COSTED, "minus.toml"], ["B must be a finite number of at least 0", "-2"]),
-    ([*COSTED, "name.toml"], ["B must be a finite number", "'two'"]),
-    ([*COSTED, "table.toml"], ["B must be a finite number", "{'a': 1}"]),
-    ([*COSTED, "nested.toml"], ["nested.toml", "more than 100 nested tables or lists"]),
-    ([*COSTED, "nested.json"], ["nested.json", "more than 100 nested tables or lists"]),
-    ([*COSTED, "key.toml"], ["unknown key", "\\x1b[31m"]),
-    ([*COSTED, "twice.toml"], ["twice.toml is not TOML", "Cannot overwrite"]),
-    ([*COSTED, "twice.json"], ["twice.json is not JSON", "'F' appears twice"]),
-    ([*COSTED, "nul.json"], ["nul.json", "an invalid character", "\\x00"]),
-    ([*COSTED, "half.json"], ["half.json", "an invalid character", "\\ud800"]),
-    ([*COSTED, "long.json"], ["B[0] must be a finite number", "'x'"]),
-    ([*COSTED, "links.toml"], ["links.p2p must be a table", "3"]),
-    ([*COSTED, "streams.toml"], ["engine.streams must be 1 or 2", "[1]"]),
-    ([*COSTED, "shared.toml"], ["engine.shared", "'a' is not a device"]),
-    # --- traces
-    (["draw", "empty.json"], ["empty.json is not JSON"]),
-    (["draw", "binary.json"], ["binary.json is not UTF-8"]),
-    (["draw", "."], [". cannot be read"]),
-    (["draw", "t-late.json"], ["devices[0] has the time 1.7e+308, expected seconds"]),
-    (["draw", "t-digits.json"], ["t-digits.json is not JSON", "thousands of digits"]),
-    (["draw", "t-wide.json"], ["whole number beyond 64 bits"]),
-    (["draw", "t-text.json"], ["devices[0] has the time 'now'"]),
-    (["draw", "t-row.json"], ["row is ['0F0'], expected a text"]),
-    (["draw", "t-passes.json"], ["devices[0].passes are not the passes of devices[0].row"]),
-    (["draw", "t-list.json"], ["devices[0].passes[0] is [['0F0'], 0, 1, 0]"]),
-    (["draw", "t-clock.json"], ["devices[0].clock is 3, expected a table"]),
-    (["draw", "t-stages.json"], ["placement has 5000 stages, but the rows have only 2"]),
-    (["draw", "t-device.json"], ["placement is ['0'], expected the device of each stage"]),
-    (["draw", "t-hop.json"], ["transfers[0] is '0SEND_F0', a transfer that no pass of this placement needs"]),
-    (["draw", "t-about.json"], ["about is [1], expected a table"]),
-    (["draw", "t-empty.json"], ["t-empty.json"]),
-    (["draw", "t-half.json"], ["an invalid character"]),
-    (["draw", "trace.json", "--unit-seconds", "1e308"], ["--unit-seconds is 1e+308", "1e+100"]),
-    (["draw", "trace.json", "--unit-seconds", "nan"], ["--unit-seconds is nan"]),
-    (["profile", "--from", "t-late.json"], ["t-late.json: devices[0] has the time 1.7e+308"]),
-    # --- pictures and other output
-    ([*DRAW, "/proc/x.svg"], ["/proc/x.svg cannot be written"]),
-    ([*DRAW, "/dev/null/x.svg"], ["there is no folder '/dev/null'"]),
-    ([*DRAW, "text.txt/x.svg"], ["there is no folder 'text.txt'"]),
-    ([*DRAW, "folder.svg"], ["folder.svg cannot be written", "Is a directory"]),
-    ([*DRAW, "x" * 300 + ".svg"], ["cannot be written", "too long"]),
-    ([*DRAW, f"{ESCAPE}/x.svg"], ["there is no folder '\\x1b[31m'"]),
-    ([*SEARCH, "-o", "a\nb.txt"], ["'a\\nb.txt'", "must end in .csv"]),
-    ([*PLAN, "-o", "/dev/null/x.toml"], ["there is no folder '/dev/null'"]),
-    ([*ESTIMATE, "-o", "text.txt/x.svg"], ["there is no folder 'text.txt'"]),
-    (["profile", "--from", "trace.json", "-o", "/proc/x.toml"], ["/proc/x.toml cannot be written"]),
-    # --- hardware and numbers
-    ([*EXPLAIN, "--hardware", "h-name.toml"], ["hardware: name is [1], expected a text"]),
-    ([*EXPLAIN, "--hardware", "h-device.toml"], ["torch_device is 'tpu'"]),
-    ([*EXPLAIN, "--hardware", "h-digits.toml"], ["h-digits.toml is not TOML", "thousands of digits"]),
-    ([*EXPLAIN, "--hardware", "h-large.toml"], ["units is 1e+300, expected a number above 0"]),
-    ([*EXPLAIN, "--hardware", "h-zero.toml"], ["units is 0, expected a number above 0"]),
-    ([*EXPLAIN, "--hardware", "h-peak.toml"], ["unknown key 'peaks', did you mean peak_flops"]),
-    ([*EXPLAIN, "--hardware", "."], ["hardware '.' is unknown"]),
-    ([*EXPLAIN, "--hardware", f"{ESCAPE}"], ["hardware '\\x1b[31m' is unknown"]),
-    ([*EXPLAIN, "--gpu-memory", "9" * 400 + "GiB"], ["--gpu-memory", "less than 8 EiB"]),
-    ([*ESTIMATE, "--gpu-memory", "1" + "0" * 30 + "B"], ["--gpu-memory", "less than 8 EiB"]),
-    ([*ESTIMATE, "--gpu-memory", "nan GiB"], ["--gpu-memory is 'nan GiB'", "as in 80GiB"]),
-    ([*ESTIMATE, "--pp", "1000000000"], ["too many to simulate"]),
-    ([*EXPLAIN[:3], "1000000000"], ["--gpus is 1000000000", "at most 100000"]),
-    ([*PLAN[:4], "1000000000"], ["--gpus is 1000000000", "at most 100000"]),
-    ([*ESTIMATE, "--memory-limit", "nan"], ["memory_limit", "nan"]),
-    (["estimate", "--model", "empty.json"], ["empty.json"]),
-    (["estimate", "--model", f"{ESCAPE}.json"], ["'\\x1b[31m.json'", "no such file"]),
-    ([*PLAN, "--host-share", "nan"], ["host"]),
-    ([*SIMULATE, "--offload", "nan"], ["offload", "nan"]),
-    ([*SIMULATE, "--memory-limit", "inf"], ["memory_limit"]),
-    # --- configurations
-    (["train", "empty.toml"], ["model needs either source or architecture"]),
-    (["train", "binary.toml"], ["binary.toml", "not UTF-8"]),
-    (["train", "."], ['the configuration "." cannot be read: Is a directory']),
-    (["train", f"{ESCAPE}.toml"], ['"\\x1b[31m.toml" cannot be read']),
-    (["train", "c-digits.toml"], ["c-digits.toml", "is not TOML", "thousands of digits"]),
-    (["train", "c-hex.toml"], ["c-hex.toml", "whole number beyond 64 bits"]),
-    (["train", "c-list.toml"], ["model.architecture is [1], but must be text"]),
-    (["train", "c-nested.toml"], ["c-nested.toml", "more than 100 nested tables"]),
-    (["train", "c-nul.toml"], ["an invalid character", "r\\x00n"]),
-    (["train", "c-key.toml"], ["output.a\\x1b[31m\\nb is no field"]),
-    (["train", "c-table.toml"], ["[model] must be a table, not 3"]),
-    ([*TRAIN, f"training.steps={MANY}"], ["training.steps is", "must be an integer"]),
-    ([*TRAIN, f"training.steps={HEX}"], ["training.steps is", "must be an integer"]),
-    ([*TRAIN, "training.steps=[1, 2]"], ["training.steps is [1, 2], but must be an integer"]),
-    ([*TRAIN, "optimizer.learning_rate=1e309"], ["optimizer.learning_rate is inf", "finite number"]),
-    ([*TRAIN, "optimizer.learning_rate=nan"], ["optimizer.learning_rate is nan", "finite number"]),
-    ([*TRAIN, "optimizer.learning_rate=1e200"], ["optimizer.learning_rate is 1e+200", "below 1e+100"]),
-    ([*TRAIN, "optimizer.learning_rate=-1"], ["optimizer.learning_rate is -1", "above 0"]),
-    ([*TRAIN, f"optimizer.betas={DEEP}"], ["optimizer.betas is", "list of 2 numbers"]),
-    ([*TRAIN, "pipeline.timeout_seconds=1e50"], ["pipeline.timeout_seconds is 1e+50", "at most 1e+09"]),
-    ([*TRAIN, "tokenizer.vocabulary_size=4000000000"], ["tokenizer.vocabulary_size is 4000000000", "at most 10000000"]),
-    ([*TRAIN, "pipeline.processes=1000000000"], ["pipeline.processes is 1000000000", "at most 4"]),
-    ([*TRAIN, "pipeline.microbatches=1000000000"], ["order of 2000000000 forwards"]),
-    ([*TRAIN, f"pipeline.schedule={ESCAPE}"], ['pipeline.schedule is "\\x1b[31m"']),
-    ([*TRAIN, "pipeline.schedule={a = 1}"], ["pipeline.schedule"]),
-    ([*TRAIN, f"{ESCAPE}.a=1"], ["[\\x1b[31m] is no section"]),
-    ([*TRAIN, "offload.host_memory=1000000000000000000000000000000B"], ["offload.host_memory", "less than 8 EiB"]),
-    ([*TRAIN, f"offload.host_memory={'9' * 400}GiB"], ["offload.host_memory", "less than 8 EiB"]),
-    ([*TRAIN, "offload.copy_time=inf"], ["offload.copy_time", "finite number"]),
-    ([*TRAIN, "offload.directory=/proc/x"], ['offload.directory is "/proc/x"', "an existing directory"]),
-    ([*TRAIN, "output.folder=/proc/x"], ['output.folder is "/proc/x"', "a folder that can be written"]),
-    ([*TRAIN, "output.folder=/dev/null/x"], ['output.folder is "/dev/null/x"', "Not a directory"]),
-    ([*TRAIN, "output.folder=text.txt"], ['output.folder is "text.txt"', "Not a directory"]),
-    ([*TRAIN, f"output.folder={'x' * 300}"], ["output.folder", "too long"]),
-    ([*TRAIN, "checkpoint.folder=/proc/x"], ['checkpoint.folder is "/proc/x"', "a folder that can be written"]),
-    ([*TRAIN, "checkpoint.folder=text.txt/x"], ['checkpoint.folder is "text.txt/x"', "Not a directory"]),
-    ([*TRAIN, "data.cache_folder=/dev/null/x"], ['data.cache_folder is "/dev/null/x"', "Not a directory"]),
-    ([*TRAIN, "output.export_folder=/proc/x/y"], ["output.export_folder", "a folder that can be written"]),
-    ([*TRAIN, "--steps", "3"], ["no argument --steps; fields", "without dashes: training.steps=3"]),
-    ([*TRAIN, "--learning-rate=1e-3"], ["no argument --learning-rate=1e-3; ", ": optimizer.learning_rate=1e-3"]),
-    ([*TRAIN, "--data.sequence-length", "8"], ["data.sequence_length=8"]),
-    ([*TRAIN, "--source"], ["model.source=VALUE or tokenizer.source=VALUE"]),
-    ([*TRAIN, "--forse"], ["no argument --forse, did you mean --force?"]),
-    ([*TRAIN, "steps=3"], ['the override "steps=3" must be written section.key=value; did you mean training.steps']),
-    (["tarin", "config.toml"], ["there is no command 'tarin', did you mean train?"]),
-    (["xyz"], ["there is no command 'xyz', known: explain, init, train,"]),
-    ([*TRAIN, "--force", "training.steps=many"], ['training.steps is "many"']),
-    ([*TRAIN, "--trace", "training.steps=many"], ['training.steps is "many"']),
-    ([*TRAIN, "--trace", "output.tensorboard=false", "training.steps=many"], ['training.steps is "many"']),
-    ([*TRAIN, "--trace", "text.txt/x"], ['output.trace_folder is "text.txt/x"', "Not a directory"]),
-    ([*TRAIN, "data.validation_fraction=nan"], ["data.validation_fraction is nan", "finite number"]),
-    ([*TRAIN, "pipeline.costs=empty.toml"], ["empty.toml", "F is missing"]),
-    # --- what argparse finds
-    (["check"], ["required: FILE.csv", "evenpipe check --help"]),
-    (["train"], ["required: CONFIG.toml;", "evenpipe train --help"]),
-    (["explain", "model.json"], ["required: --gpus"]),
-    (["export", "run"], ["required: -o/--output"]),
-    (["search"], ["required: --devices, --microbatches"]),
-    ([*SIMULATE[:4], "two"], ["--devices: expected a whole number, not 'two'"]),
-    ([*SEARCH, "--seconds", "long"], ["--seconds: expected a number, not 'long'"]),
-    ([*SIMULATE, "--sort", "x"], ["--sort: invalid choice: 'x'", "choose from", "--help"]),
-    ([*ESTIMATE, "--zero", "4"], ["--zero: invalid choice: 4", "choose from 0, 1, 2, 3"]),
-    (["init", "extra"], ["init has no argument extra", "evenpipe init --help"]),
-    # --- what files that exist are kept for
-    ([*DRAW, "kept.svg", "--costs", "nan.toml"], ["nan.toml", "F must be a finite number"]),
-    (["init", "-o", "kept.toml"], ['"kept.toml" exists already', "-o names another one"]),
-    (["profile", "--from", "empty.json", "-o", "kept.toml"], ["empty.json is not JSON"]),
-    ([*PLAN, "-o", "kept.toml", "--batch", "0"], ["sequences per step is 0", "at least 1"]),
-    # --- sizes and names
-    (["simulate"], ["no schedule is given", "--schedule NAME"]),
-    (["draw"], ["no schedule is given", "--schedule FILE.csv"]),
-    ([*SIMULATE[:4], "0", "--microbatches", "2"], ["devices must be a whole number of at least 1, not 0"]),
-    ([*SIMULATE[:3]], ["devices: not given", "at least 1"]),
-    (["simulate", "--schedule", "zvb"], ["schedule 'zvb' is unknown, did you mean 'zbv'?", "Accepted: gpipe, 1f1b"]),
-    (["simulate", "--schedule", "nowhere.csv"], ["nowhere.csv cannot be read", "No such file"]),
-    (["simulate", "--schedule", "order.csv", "--devices", "3"], ["'order.csv' is for 2 devices", "not 3"]),
-    ([*SIMULATE, "--stages-per-device", "2"], ["'1f1b' has 1 stage per device, not 2"]),
-    ([*SIMULATE, "--group-size", "2"], ["'1f1b' has no option 'group_size'", "none"]),
-    ([*SIMULATE, "--memory-limit", "1,2,3"], ["memory_limit has 3 numbers for 2 devices"]),
-    ([*SIMULATE, "--vocabulary", "vocab-3"], ["'vocab-3' is unknown, did you mean 'vocab-2'?", "Accepted: first-last"]),
-    ([*SIMULATE, "--sort", "step"], ["--sort is given", "--compare"]),
-    ([*SIMULATE, "--offload", "some"], ["offload: 'some', expected one of scheduled, none, free, all"]),
-    (["check", "nowhere.csv"], ["nowhere.csv cannot be read", "No such file"]),
-    (["check", "order.csv", "--bytes-limit", "3"], ["a limit in bytes needs costs"]),
-    (["draw", "nowhere.json"], ["nowhere.json cannot be read"]),
-    (["draw", "trace.json", "--devices", "2"], ["--devices is given", "leave one of them out"]),
-    (["draw", "trace.json", "--reshard"], ["--reshard is given", "leave one of them out"]),
-    (["draw", "trace.json", "--data-parallel", "shard"], ["--data-parallel is given", "leave one of them out"]),
-    ([*DRAW, "x.pdf"], ["'x.pdf' cannot be drawn", ".html", ".svg", ".json"]),
-    ([*COSTED, "config.toml"], ["unknown key 'model'", "Accepted: F, B"]),
-    ([*COSTED, "nowhere.toml"], ["nowhere.toml cannot be read"]),
-    ([*ESTIMATE, "--sequence", "0"], ["sequence is 0", "at least 1"]),
-    ([*ESTIMATE, "--tp", "3"], ["tp is 3, expected a divisor of the model's 2 attention heads"]),
-    ([*ESTIMATE, "--layers-per-stage", "1,2"], ["layers_per_stage: [1, 2]", "add up to the model's 4 layers"]),
-    ([*ESTIMATE, "--kernels", "fuse"], ["kernels is 'fuse', expected one of transformers, fused"]),
-    ([*ESTIMATE, "--gpu-memory", "80"], ["--gpu-memory is '80', which has no unit", "as in 80GiB"]),
-    ([*ESTIMATE, "--traced", "--cp", "2", "--kernels", "megatron"], ["traced: with cp = 2", "expected 1"]),
-    ([*ESTIMATE, "-o", "x.pdf"], ["--output is 'x.pdf'", "must end in .svg"]),
-    (["estimate", "--model", "lama.json"], ["'lama.json'", "model type `lama`"]),
-    (["estimate", "--model", "nowhere/x"], ["model = 'nowhere/x' is neither a folder", "nor a model that the hub"]),
-    (["explain", "nowhere.json", "--gpus", "4"], ["the model is 'nowhere.json', but there is no such file"]),
-    ([*EXPLAIN[:3], "0"], ["--gpus is 0, expected a whole number of at least 1"]),
-    ([*EXPLAIN, "--sequence", "0"], ["--sequence is 0, expected a whole number of at least 1"]),
-    ([*EXPLAIN, "--hardware", "H100"], ["hardware 'H100' is unknown, did you mean 'H100-80G'?"]),
-    ([*PLAN, "--vocabulary", "x"], ["vocabulary mode 'x' is unknown", "Accepted: first-last"]),
-    ([*PLAN, "--host-share", "2"], ["host share is 2", "between 0 and 1"]),
-    ([*SEARCH, "--placement", "y"], ["placement is 'y', expected linear, looped, v"]),
-    ([*SEARCH, "--placement", "0,5"], ["stage 1 is placed on device 5", "devices are 0 to 1"]),
-    ([*SEARCH, "--seconds", "nan"], ["seconds must be a number above 0, not nan"]),
-    ([*SEARCH, "-o", "x.txt"], ["'x.txt'", "must end in .csv"]),
-    (["profile"], ["either CONFIG.toml or --from TRACE.json, but neither is given"]),
-    (["profile", "config.toml", "--steps", "0"], ["steps is 0, expected a whole number of at least 1"]),
-    (["profile", "--hardware", "--processes", "0"], ["processes is 0, expected at least 1"]),
-    ([*PROFILE, "--processes", "2"], ["--processes needs --hardware"]),
-    ([*PROFILE, "-o", "x.csv"], ["'x.csv' cannot be written", "must end in .toml"]),
-    (["init", "--data", "nowhere.txt"], ['--data is "nowhere.txt"', "no such file or folder"]),
-    (["init", "--data", "empty"], ['--data is "empty"', "empty; expected text"]),
-    (["init", "--processes", "0"], ["--processes is 0, but must be at least 1"]),
-    (
-        ["init", "--example", "zvb"],
-        ['--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?'],
-    ),
-    (["init", "-o", "x.csv"], ["--output is 'x.csv'", "must end in .toml"]),
-    # --- every section of a configuration
-    ([*TRAIN, "model.architecture=lama"], ['model.architecture is "lama"', 'did you mean "llama"?']),
-    ([*TRAIN, "model.source=nowhere/x"], ["either source or architecture, but both are given"]),
-    ([*TRAIN, "model.config.hidden_size=0"], ["hidden_size is 0", "from 1 to 1048576"]),
-    ([*TRAIN, "model.config.hidden_sise=8"], ["hidden_sise is no field of LlamaConfig", '"hidden_size"?']),
-    ([*TRAIN, "data.dataset=folder.svg"], ["exactly one of files, dataset and corpus", "has files and dataset"]),
-    ([*TRAIN, "data.sequence_length=1000"], ["data.sequence_length is 1000", "at most 64"]),
-    ([*TRAIN, "tokenizer.vocabulary_size=1"], ["tokenizer.vocabulary_size is 1", "at least 257"]),
-    ([*TRAIN, "tokenizer.source=folder.svg"], ["must be left out when tokenizer.source is given"]),
-    ([*TRAIN, "pipeline.schedule=zb"], ['pipeline.schedule is "zb"', "one of gpipe", 'did you mean "zbv"?']),
-    ([*TRAIN, "pipeline.checkpointing=some"], ['pipeline.checkpointing is ["some"]', "none, full, selective"]),
-    ([*TRAIN, "pipeline.vocab=x"], ["pipeline.vocab is no field", 'did you mean "vocabulary"?']),
-    ([*TRAIN, "offload.activations=x"], ['offload.activations is "x"', "one of scheduled, none, free, all"]),
-    ([*TRAIN, "loss.label_smoothing=2"], ["loss.label_smoothing is 2", "below 1"]),
-    ([*TRAIN, "optimizer.betas=[0.9]"], ["optimizer.betas is [0.9]", "a list of 2 numbers"]),
-    ([*TRAIN, "training.minutes=-1"], ["training.minutes is -1", "above 0"]),
-    ([*TRAIN, "checkpoint.keep=0"], ["checkpoint.keep is 0", "at least 1"]),
-    ([*TRAIN, "output.trace_steps=[0]"], ["output.trace_steps is [0]", "at least 1"]),
-    ([*TRAIN, "sample.top_k=-1"], ["sample.top_k is -1", "at least 0"]),
-    ([*TRAIN, "wandb.x=1"], ["[wandb] is no section", "known: model, data"]),
-    # --- models
-    (["export", "folder.svg", "-o", "out"], ["'folder.svg' has no checkpoint", "expected a checkpoint's folder"]),
-    (["generate", "folder.svg"], ['"folder.svg" is not a model folder', "config.json"]),
-    (["export", "nowhere", "-o", "out"], ["nowhere"]),
-    (["generate", f"{ESCAPE}"], ["\\x1b[31m"]),
-    (["generate", "text.txt"], ["text.txt"]),
-]
+LONG = "x" * 300
+ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
+    # beginning of the command: its other arguments, words of the sentence
+    "": [
+        ("--unknown", "the following arguments are required: COMMAND", "evenpipe --help"),
+        ("tarin config.toml", "there is no command 'tarin', did you mean train?"),
+        ("xyz", "there is no command 'xyz', known: explain, init, train,"),
+        ("check", "required: FILE.csv", "evenpipe check --help"),
+        ("train", "required: CONFIG.toml;", "evenpipe train --help"),
+        ("explain model.json", "required: --gpus"),
+        ("search", "required: --devices, --microbatches"),
+        ("draw", "no schedule is given", "--schedule FILE.csv"),
+    ],
+    "check": [
+        (".", ". cannot be read", "Is a directory"),
+        ("''", "the name of a file is empty"),
+        ("'a\nb.csv'", "a\\nb.csv cannot be read", "No such file"),
+        (f"{LONG}.csv", "cannot be read", "too long"),
+        ("\udcff.csv", "'\\udcff.csv' is not UTF-8"),
+        ("a\0b.csv", "'a\\x00b.csv'", "contains NUL"),
+        (f"order.csv --{ESCAPE}", "has no argument --\\x1b[31m"),
+        ("vocabulary.csv --costs costs.toml", "is missing, but the order has"),
+    ],
+    "simulate": [
+        (f"--schedule {ESCAPE}", "'\\x1b[31m' is unknown"),
+        ("--schedule zvb", "schedule 'zvb' is unknown, did you mean 'zbv'?", "Accepted: gpipe, 1f1b"),
+        ("--schedule nowhere.csv", "nowhere.csv cannot be read", "No such file"),
+        ("--schedule costs.json", "'costs.json' is not the name of a schedule", "must end in .csv"),
+        ("--schedule order.csv --devices 3", "'order.csv' is for 2 devices", "not 3"),
+        ("--schedule transfers.csv --vocabulary vocab-1", "transfers.csv", "has transfers"),
+        ("--schedule 1f1b", "devices: not given", "at least 1"),
+        ("--schedule 1f1b --devices 4", "microbatches", "not given"),
+        ("--schedule 1f1b --devices 1000000000 --microbatches 2", "2000000000", "too many to simulate"),
+    ],
+    "simulate --devices 2 --microbatches 2": [
+        ("", "--schedule"),
+        ("--compare 1f1b,zb", "'zb' is unknown"),
+        ("--compare 1f1b,zbv --group-size 2", "none of 1f1b, zbv has this option"),
+        ("--compare 1f1b,zbv --sort x", "--sort: invalid choice: 'x'", "choose from", "--help"),
+        ("--schedule 1f1b,zbv", "takes one schedule", "use --compare 1f1b,zbv for several"),
+        ("--schedule zbv --stages-per-device 4", "'zbv' has 2 stages per device, not 4"),
+        ("--schedule gis --stages-per-device 0", "stages_per_device", "at least 1"),
+        ("--schedule looped-bfs --group-size 2", "its options: stages_per_device"),
+        ("--schedule zb-h1 --costs costs.toml", "is missing, but the order has"),
+        ("--schedule dualpipe-v --slices 2", "must be passes of their own"),
+    ],
+    SIMULATE: [
+        ("--microbatches 0", "microbatches", "at least 1", "0"),
+        ("--stages-per-device 2", "'1f1b' has 1 stage per device, not 2"),
+        ("--memory-limit many", "--memory-limit is 'many'", "number"),
+        ("--memory-limit 0", "memory_limit", "above 0"),
+        ("--vocabulary vocab-3", "'vocab-3' is unknown, did you mean 'vocab-2'?", "Accepted: first-last"),
+        ("--vocabulary ,", "--vocabulary is ','", "vocab-2"),
+        ("--vocabulary vocab-2 --costs costs.toml", "costs: ", " is missing, but the order has "),
+        ("--sort step", "--sort is given, but there is only one schedule", "--compare"),
+        ("--offload some", "offload: 'some', expected one of scheduled, none, free, all"),
+        ("--offload nan", "offload", "nan"),
+        ("--slices 0", "slices must be", "at least 1, not 0"),
+        ("--edges 0-1", "'0-1' is not an edge"),
+        ("--costs config.toml", "unknown key 'model'", "Accepted: F, B"),
+        ("--costs .", ". cannot be read: Is a directory"),
+    ],
+    "draw": [
+        ("nowhere.json", "nowhere.json cannot be read"),
+        ("--schedule nowhere.txt", "'nowhere.txt' is not the name of a schedule", "must end in .csv"),
+        ("trace.json --unit-seconds 1e308", "--unit-seconds is 1e+308", "1e+100"),
+        ("trace.json --unit-seconds nan", "--unit-seconds is nan"),
+        ("trace.json --devices 2", "--devices is given", "leave one of them out"),
+        ("trace.json --reshard", "--reshard is given", "leave one of them out"),
+        ("trace.json --data-parallel shard", "--data-parallel is given", "leave one of them out"),
+    ],
+    "draw --schedule 1f1b --devices 2 --microbatches 2": [
+        ("-o /proc/x.svg", "/proc/x.svg cannot be written"),
+        ("-o /dev/null/x.svg", "there is no folder '/dev/null'"),
+        ("-o folder.svg", "folder.svg cannot be written", "Is a directory"),
+        (f"-o {LONG}.svg", "cannot be written", "too long"),
+        (f"-o {ESCAPE}/x.svg", "there is no folder '\\x1b[31m'"),
+        ("-o x.pdf", "'x.pdf' cannot be drawn", ".html", ".svg", ".png", ".json"),
+        ("-o kept.svg --costs nowhere.toml", "nowhere.toml cannot be read"),
+    ],
+    "search --devices 2 --microbatches 2": [
+        ("-o 'a\nb.txt'", "'a\\nb.txt'", "must end in .csv"),
+        ("-o nowhere/best.csv", "there is no folder 'nowhere'"),
+        ("--placement y", "placement is 'y', expected linear, looped, v"),
+        ("--placement 0,5", "stage 1 is placed on device 5", "devices are 0 to 1"),
+        ("--placement v --stages-per-device 3", "placement 'v' has 2 stages per device, not 3"),
+        ("--memory-limit -1", "memory_limit", "above 0"),
+        ("--seconds 0", "seconds", "above 0"),
+        ("--microbatches 0", "microbatches", "at least 1"),
+        ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "4800 passes"),
+    ],
+    "estimate --model": [
+        (f"{ESCAPE}.json", "'\\x1b[31m.json'", "no such file"),
+        ("nowhere.json", "the model is 'nowhere.json', but there is no such file"),
+        ("nowhere/x", "model = 'nowhere/x' is neither a folder", "nor a model that the hub"),
+        ("empty", "model = 'empty' is neither a folder with a config.json"),
+    ],
+    "estimate --model model.json": [
+        ("--gpu-memory 1000000000000000000000000000000B", "--gpu-memory", "less than 8 EiB"),
+        ("--gpu-memory 80", "--gpu-memory is '80', which has no unit, expected a number and a unit", "as in 80GiB"),
+        ("--memory-limit nan", "memory_limit", "nan"),
+        ("--schedule 1f1c", "schedule '1f1c' is unknown, did you mean '1f1b'"),
+        ("--kernels fuse", "kernels is 'fuse', expected one of transformers, fused"),
+        ("--checkpointing all", "checkpointing: 'all', expected one of"),
+        ("--sequence 0", "sequence is 0, expected a whole number of at least 1"),
+        ("--sequence 64 --cp 3", "sequence is 64, expected a multiple of cp = 3"),
+        ("--traced --cp 2 --kernels megatron", "traced: with cp = 2", "expected 1"),
+        ("--dp 0", "dp is 0, expected a whole number of at least 1"),
+        ("--pp 33", "33 with 33 stages, but the model has 4 layers"),
+        ("--pp 1000000000", "too many to simulate"),
+        ("--zero 4", "--zero: invalid choice: 4", "choose from 0, 1, 2, 3"),
+        ("--layers-per-stage a", "--layers-per-stage is 'a', expected whole numbers such as 1,2,4"),
+        ("--layers-per-stage 1,2", "layers_per_stage: [1, 2]", "add up to the model's 4 layers"),
+        ("-o x.pdf", "--output is 'x.pdf', but the name of the picture must end in .svg"),
+        ("-o text.txt/x.svg", "there is no folder 'text.txt'"),
+        ("--gpus 8", "estimate has no argument --gpus, did you mean --"),
+    ],
+    "explain": [
+        ("model.json --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
+        ("model.json --gpus 1", "gpus is 1, expected at least 2"),
+        ("model.json --gpus 1000000000", "--gpus is 1000000000", "at most 100000"),
+    ],
+    "explain model.json --gpus 4": [
+        (f"--hardware {ESCAPE}", "hardware '\\x1b[31m' is unknown"),
+        ("--hardware H100", "hardware 'H100' is unknown, did you mean 'H100-80G'?"),
+        (f"--gpu-memory {'9' * 400}GiB", "--gpu-memory", "less than 8 EiB"),
+        ("--gpu-memory 80", "80"),
+        ("--tp 3", "tp"),
+        ("--kernels fast", "kernels is 'fast', expected one of"),
+        ("-o picture.pdf", "picture.pdf"),
+    ],
+    "plan": [
+        ("--model empty --gpus 4", "neither a folder with a config.json nor a model that the hub gives out"),
+        ("--model model --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
+        ("--model model --gpus 1000000000", "--gpus is 1000000000", "at most 100000"),
+    ],
+    "plan --model model --gpus 4 --no-cache --workers 1": [
+        ("--gpu-memory 80", "has no unit"),
+        ("--tp two", "--tp is 'two', expected whole numbers such as 1,2,4"),
+        ("--vocabulary x", "vocabulary mode 'x' is unknown", "Accepted: first-last"),
+        ("--kernels fast", "kernels is 'fast', expected one of"),
+        ("--best 0", "--best is 0, expected at least 1"),
+        ("--batch -3", "sequences per step is -3"),
+        ("--minutes 0", "--minutes is "),
+        ("-o plan.json", "must end in .toml"),
+        ("-o kept.toml --batch 0", "sequences per step is 0", "at least 1"),
+    ],
+    "profile": [
+        ("", "either CONFIG.toml or --from TRACE.json, but neither is given"),
+        ("config.toml --steps 0", "steps is 0, expected a whole number of at least 1"),
+        ("--hardware --processes 0", "processes is 0, expected at least 1"),
+        ("--from trace.json --processes 2", "--processes needs --hardware"),
+        ("--from trace.json -o x.csv", "'x.csv' cannot be written", "must end in .toml"),
+        ("--from trace.json -o /proc/x.toml", "/proc/x.toml cannot be written"),
+    ],
+    "init": [
+        ("--data nowhere.txt", '--data is "nowhere.txt"', "no such file or folder"),
+        ("--data modl.json", '--data is "modl.json", but there is no such file or folder; did you mean "model.json"?'),
+        ("--data empty", '--data is "empty"', "that folder has no text, JSON lines or parquet"),
+        ("--data folder.svg --example zbv", "--example is a complete configuration"),
+        ("--processes 0", "--processes is 0, but must be at least 1"),
+        ("--example zvb", '--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?'),
+        ("-o x.csv", "--output is 'x.csv'", "must end in .toml"),
+        ("-o kept.toml", '"kept.toml" exists already', "-o names another one"),
+        ("extra", "init has no argument extra", "evenpipe init --help"),
+    ],
+    "export": [
+        ("run", "required: -o/--output"),
+        ("empty -o out", "'empty' has no checkpoint", "expected a checkpoint's folder"),
+        ("nowhere -o out", "nowhere"),
+    ],
+    "generate": [
+        ("", "required: FOLDER", "evenpipe generate --help"),
+        ("\udcff", "'\\udcff' is not UTF-8"),
+        ("empty", '"empty" is not a model folder', "config.json"),
+        (ESCAPE, "\\x1b[31m"),
+        ("text.txt", "text.txt"),
+        ("empty --seed x", "argument --seed: expected a whole number, not 'x'", "evenpipe generate --help"),
+    ],
+    "train": [
+        (".", 'the configuration "." cannot be read: Is a directory'),
+        ("nowhere.toml", 'the configuration "nowhere.toml" cannot be read: No such file or directory'),
+        (f"{ESCAPE}.toml", '"\\x1b[31m.toml" cannot be read'),
+    ],
+    "train config.toml": [
+        ("output.folder=\udcff", "\\udcff", "not UTF-8"),
+        (f"training.steps={MANY}", "training.steps is", "must be an integer"),
+        ("optimizer.learning_rate=1e309", "optimizer.learning_rate is inf", "finite number"),
+        ("optimizer.learning_rate=1e200", "optimizer.learning_rate is 1e+200", "below 1e+100"),
+        (f"optimizer.betas={DEEP}", "optimizer.betas is", "list of 2 numbers"),
+        ("pipeline.timeout_seconds=1e50", "pipeline.timeout_seconds is 1e+50", "at most 1e+09"),
+        ("tokenizer.vocabulary_size=4000000000", "tokenizer.vocabulary_size is 4000000000", "at most 10000000"),
+        ("pipeline.processes=1000000000", "pipeline.processes is 1000000000", "at most 4"),
+        ("pipeline.microbatches=1000000000", "order of 2000000000 forwards"),
+        (f"pipeline.schedule={ESCAPE}", 'pipeline.schedule is "\\x1b[31m"'),
+        ("'pipeline.schedule={a = 1}'", "pipeline.schedule"),
+        (f"{ESCAPE}.a=1", "[\\x1b[31m] is no section"),
+        ("steps=3", 'the override "steps=3" must be written section.key=value; did you mean training.steps'),
+        ("offload.host_memory=1000000000000000000000000000000B", "offload.host_memory", "less than 8 EiB"),
+        ("offload.copy_time=inf", "offload.copy_time", "finite number"),
+        ("offload.directory=/proc/x", 'offload.directory is "/proc/x"', "an existing directory"),
+        ("output.folder=/proc/x", 'output.folder is "/proc/x"', "a folder that can be written"),
+        ("output.folder=/dev/null/x", 'output.folder is "/dev/null/x"', "Not a directory"),
+        ("output.export_folder=/proc/x/y", "output.export_folder", "a folder that can be written"),
+        ("checkpoint.folder=/proc/x", 'checkpoint.folder is "/proc/x"', "a folder that can be written"),
+        ("model.config.hidden_size=0", "hidden_size is 0", "from 1 to 1048576"),
+        ("tokenizer.source=folder.svg", "must be left out when tokenizer.source is given"),
+        ("--steps 3", "no argument --steps; fields", "without dashes: training.steps=3"),
+        ("--learning-rate=1e-3", "no argument --learning-rate=1e-3; ", ": optimizer.learning_rate=1e-3"),
+        ("--data.sequence-length 8", "data.sequence_length=8"),
+        ("--source", "model.source=VALUE or tokenizer.source=VALUE"),
+        ("--forse", "no argument --forse, did you mean --force?"),
+        ("--trace training.steps=many", 'training.steps is "many"'),
+        ("--trace output.tensorboard=false training.steps=many", 'training.steps is "many"'),
+        ("--trace text.txt/x", 'output.trace_folder is "text.txt/x"', "Not a directory"),
+    ],
+}
+WITH_JSON = ("simulate", "check", "search", "estimate", "explain", "plan")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder to work in, with all these files, and nobody who could start processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    Path("folder.svg").mkdir()
     for name, content in FILES.items():
-        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    launcher = types.ModuleType("evenpipe.processes.launcher")
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content)
+    launcher: Any = types.ModuleType("evenpipe.processes.launcher")
     launcher.prepare_launch = lambda *modules: None
     launcher.launch = None
     monkeypatch.setitem(sys.modules, "evenpipe.processes.launcher", launcher)
-    return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "words"), WRONG, ids=lambda value: ascii(value)[:80])
-def test_wrong_input_is_one_sentence(arguments, words, folder, capsys):
-    assert main(arguments) == 2
+def fault_of(arguments: list[str], words: Iterable[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is wrong with how a command refuses its arguments; "" if nothing is."""
+    before = sorted(Path().rglob("*"))
+    code = main(arguments)
     shown = capsys.readouterr()
-    assert shown.out == ""
-    *before, sentence = shown.err.splitlines()
-    assert before in ([], ["reading 1 file"])
-    assert sentence.startswith("evenpipe: ")
-    assert sentence.isprintable()
-    assert len(sentence) <= MOST
-    for word in words:
-        assert word in sentence
-    assert {path.name for path in folder.iterdir()} == {*FILES, "folder.svg"}
-    assert not list(Path("folder.svg").iterdir())
+    sentence, *others = shown.err.removeprefix("reading 1 file\n").splitlines() or [""]
+    faults = [f"{word!r} is missing" for word in words if word not in sentence]
+    if code != 2 or shown.out or not sentence.startswith("evenpipe: "):
+        faults.append(f"exit code {code}, output {shown.out!r}")
+    if not sentence.isprintable() or len(sentence) > MOST or (others and " fault" not in sentence):
+        faults.append("this is not one sentence")
+    if sorted(Path().rglob("*")) != before:
+        faults.append("files have changed")
+    return f"{arguments}: {shown.err!r}: {'; '.join(faults)}" if faults else ""
+
+
+def test_wrong_files(sample: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [(command, *case) for command, contents in CONTENTS.items() for case in contents]
+    faults = []
+    for command, content, *words in sample(cases, 40):
+        file = Path(command.replace("=", " ").split()[-1])
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        faults.append(fault_of(command.split(), words, capsys))
+        file.write_text("# of another day\n") if file.name == "kept.toml" else file.unlink()
+    assert not list(filter(None, faults))
+
+
+def test_wrong_arguments(sample: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other command that can print JSON is asked to."""
+    cases = [(command, *case) for command, others in ARGUMENTS.items() for case in others]
+    faults = []
+    for number, (command, others, *words) in enumerate(sample(cases, 100)):
+        arguments = [*command.split(), *shlex.split(others)]
+        json_too = number % 2 and arguments[0] in WITH_JSON
+        faults.append(fault_of([*arguments, *(["--json"] if json_too else [])], words, capsys))
+    assert not list(filter(None, faults))
+    assert Path("kept.svg").read_text() == "<svg/>" and Path("kept.toml").read_text() == FILES["kept.toml"]

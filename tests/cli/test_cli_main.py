@@ -14,8 +14,7 @@ import pytest
 from evenpipe import __version__
 from evenpipe.cli import main as cli
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.config_file import sections
-from evenpipe.train.config_help import describe_section
+from evenpipe.train.config_help import configuration_help
 
 
 @pytest.fixture
@@ -60,57 +59,31 @@ ENDINGS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "exit_code", "shown"), ENDINGS)
-def test_how_a_command_ends(command, capsys, function, exit_code, shown):
-    assert command(function) == exit_code
+def test_how_a_command_ends(command, capsys):
+    for function, exit_code, shown in ENDINGS:
+        assert command(function) == exit_code
+        error = capsys.readouterr().err
+        assert error.startswith(shown) and len(error.splitlines()) == bool(shown)
+    assert command(raising(KeyError("lost"))) == 3, "what nobody expected shows its traceback and is a failed run"
     error = capsys.readouterr().err
-    assert error.startswith(shown)
-    assert len(error.splitlines()) == bool(shown)
-
-
-def test_what_nobody_expected_shows_its_traceback_and_is_a_failed_run(command, capsys):
-    assert command(raising(KeyError("lost"))) == 3
-    error = capsys.readouterr().err
-    assert "Traceback" in error
-    assert "KeyError: 'lost'" in error
-
-
-def test_arguments_reach_the_command(command):
+    assert "Traceback" in error and "KeyError: 'lost'" in error
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-WRONG = [
-    (["--unknown"], "the following arguments are required: COMMAND; evenpipe --help"),
-    (["generate"], "the following arguments are required: FOLDER; evenpipe generate --help"),
-    (["train"], "the following arguments are required: CONFIG.toml; evenpipe train --help"),
-    (
-        ["generate", "folder", "--seed", "x"],
-        "argument --seed: expected a whole number, not 'x'; evenpipe generate --help",
-    ),
-]
+def test_unknown_arguments_name_the_nearest(command, capsys):
+    meant = ", did you mean --number?"
+    for argument, near in (("--numbre", meant), ("--number-of=3", meant), ("more", ";")):
+        assert command(lambda arguments: 0, argument) == 2
+        assert capsys.readouterr().err == (
+            f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists all of them\n"
+        )
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), WRONG, ids=str)
-def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == f"evenpipe: {sentence} lists the accepted arguments\n"
-
-
-@pytest.mark.parametrize(
-    ("argument", "near"),
-    [("--numbre", ", did you mean --number?"), ("--number-of=3", ", did you mean --number?"), ("more", ";")],
-)
-def test_unknown_arguments_name_the_nearest(command, capsys, argument, near):
-    assert command(lambda arguments: 0, argument) == 2
-    assert capsys.readouterr().err == (
-        f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists all of them\n"
-    )
-
-
-@pytest.mark.parametrize("module", ["evenpipe", "evenpipe.cli.main"])
-def test_it_runs_as_a_module(module):
-    command = [sys.executable, "-m", module, "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"evenpipe {__version__}\n"
+def test_it_runs_as_a_module():
+    for module in ("evenpipe", "evenpipe.cli.main"):
+        command = [sys.executable, "-m", module, "--version"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert output == f"evenpipe {__version__}\n"
 
 
 def test_a_terminal_without_a_character_shows_a_question_mark():
@@ -127,48 +100,28 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out == f"evenpipe {__version__}\n"
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in cli.COMMANDS)
-    assert "2 the input is wrong" in text
-
-
-def test_without_a_command_the_help_is_shown(capsys):
+    assert all(name in text for name in cli.COMMANDS) and "2 the input is wrong" in text
     assert cli.main([]) == 2
     text = capsys.readouterr().err
     assert all(name in text for name in cli.COMMANDS)
+    for name in cli.COMMANDS:
+        assert cli.main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"usage: evenpipe {name}" in text
+        assert name != "train" or configuration_help() in text
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help(name, capsys):
-    assert cli.main([name, "--help"]) == 0
-    assert f"usage: evenpipe {name}" in capsys.readouterr().out
-
-
-def test_the_help_of_train_lists_every_field(capsys):
-    assert cli.main(["train", "--help"]) == 0
-    text = capsys.readouterr().out
-    for section in sections().values():
-        for field in describe_section(section):
-            assert f"  {field.name} = {field.default}   ({field.type})" in text
-    assert "train[:1%]" in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["--help"], ["train", "--help"], ["--version"], ["train", "missing.toml"]),
-        *(["simulate", "--help"], ["search", "--help"], ["check", "missing.csv"]),
-        *([name, "--schedule", "1f1b", "--devices", "2", "--microbatches", "2"] for name in ("simulate", "draw")),
-    ],
-    ids=str,
-)
-def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    schedule = ["--schedule", "1f1b", "--devices", "2", "--microbatches", "2"]
+    commands = [["--help"], ["train", "--help"], ["train", "missing.toml"], ["search", "--help"], ["check", "no.csv"]]
     code = f"""
 import sys
 from evenpipe.cli.main import main
-main({arguments})
-heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm", "ortools"}}
-heavy &= set(sys.modules)
-sys.exit(f"imported: {{heavy}}" if heavy else 0)
+for arguments in {[*commands, ["--version"], ["simulate", "--help"], ["simulate", *schedule], ["draw", *schedule]]}:
+    main(arguments)
+    heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm", "ortools"}}
+    if heavy & set(sys.modules):
+        sys.exit(f"{{arguments}} imports {{heavy & set(sys.modules)}}")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

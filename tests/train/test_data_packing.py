@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,32 +25,25 @@ def batches(rows, batch_size=3, seed=5, validation_fraction=0.0, validation=None
     )
 
 
-STREAMS = [
-    # texts, tokens, documents
-    (["ab", "c"], "ab|c|", 2),
-    (["", "a", ""], "a|", 1),
-    ([], "", 0),
-]
+def written(folder, texts, encode=encode):
+    """Tokens and ends of documents in the files that are written, and what is returned."""
+    files = folder / "tokens.bin", folder / "documents.bin"
+    counts = write_tokens(texts, encode, END, *files)
+    return np.fromfile(files[0], dtype="<i4").tolist(), np.fromfile(files[1], dtype="<i8").tolist(), counts
 
 
-@pytest.mark.parametrize(("texts", "stream", "documents"), STREAMS)
-def test_documents_are_joined_by_the_end_of_text(tmp_path, texts, stream, documents):
-    path, ends = tmp_path / "tokens.bin", tmp_path / "documents.bin"
-    expected = [END if character == "|" else ord(character) for character in stream]
-    assert write_tokens(texts, encode, END, path, ends) == (documents, len(expected))
-    assert np.fromfile(path, dtype="<i4").tolist() == expected
-    assert np.fromfile(ends, dtype="<i8").tolist() == [at + 1 for at, one in enumerate(stream) if one == "|"]
-
-
-def test_documents_end_where_texts_do_and_not_at_tokens_of_their_text(tmp_path):
-    """A text may be, begin or end with the end of text, and contain it."""
-    texts = ["\0", "\0ab", "c\0", "d\0\0e"]
-    write_tokens(texts, encode, END, tmp_path / "tokens.bin", tmp_path / "documents.bin")
-    ends = open_ends(tmp_path / "documents.bin")
-    assert ends.tolist() == [2, 6, 9, 14]
-    rows = open_rows(tmp_path / "tokens.bin", 7)
-    assert rows.ravel().tolist() == [END, END, END, ord("a"), ord("b"), END, *map(ord, "c\0\0d\0\0e\0")]
-    assert positions_of(ends, [0, 1], 7).tolist() == [[0, 1, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4]]
+def test_documents_are_joined_by_the_end_of_text(tmp_path):
+    """Documents end where texts do, and not at the end of text that a text is, begins or ends with, or contains."""
+    for texts, documents in ((["ab", "c"], 2), (["", "a", ""], 1), ([], 0), (["\0", "\0ab", "c\0", "d\0\0e"], 4)):
+        tokens, ends, counts = written(tmp_path, texts)
+        kept = [text for text in texts if text]
+        assert tokens == [token for text in kept for token in [*map(ord, text), END]]
+        assert ends == np.cumsum([len(text) + 1 for text in kept]).tolist()
+        assert counts == (documents, len(tokens))
+    assert positions_of(open_ends(tmp_path / "documents.bin"), [0, 1], 7).tolist() == [
+        [0, 1, 0, 1, 2, 3, 0],
+        [0, 1, 0, 1, 2, 3, 4],
+    ]
 
 
 @settings(max_examples=100)
@@ -74,17 +66,12 @@ def test_batches_of_separate_documents_have_positions():
     own = np.full((2, 4), 7, dtype=np.int32)
     ends, other = np.array([3, 5, 12, 30, 40]), np.array([1, 8])
     data = batches(10, validation_fraction=0.1, ends=ends)
-    numbers = data.row_numbers(12)
-    assert torch.equal(data.batch(12).position_ids, torch.from_numpy(positions_of(ends, numbers, 4)))
-    assert data.batch(12).labels is None
-    assert torch.equal(
-        batches(10, validation_fraction=0.1, ends=ends).batch(12).position_ids, data.batch(12).position_ids
-    )
-    (row,) = data.validation_rows
-    assert torch.equal(data.validation_batch(0).position_ids, torch.from_numpy(positions_of(ends, [row], 4)))
+    assert torch.equal(data.batch(12).position_ids, torch.from_numpy(positions_of(ends, data.row_numbers(12), 4)))
+    assert data.batch(12).labels is None and batches(10).batch(0).position_ids is None
+    validation = positions_of(ends, data.validation_rows.tolist(), 4)
+    assert torch.equal(data.validation_batch(0).position_ids, torch.from_numpy(validation))
     apart = batches(10, validation=own, ends=ends, validation_ends=other)
     assert apart.validation_batch(0).position_ids.tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
-    assert batches(10).batch(0).position_ids is None
 
 
 def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path, monkeypatch):
@@ -97,25 +84,17 @@ def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path,
         return encode(texts)
 
     texts = ["one\ntwo\nthree\nfour", "x" * 20, "12345678", "\n" * 9]
-    assert write_tokens(texts, remember, END, tmp_path / "tokens.bin", tmp_path / "documents.bin")[0] == 4
-    assert seen == [
-        *("one\ntwo\n", "three\n", "four"),
-        *("x" * 8, "x" * 8, "x" * 4),
-        "12345678",
-        *("\n" * 8, "\n"),
-    ]
-    stream = [token for text in texts for token in [*map(ord, text), END]]
-    assert np.fromfile(tmp_path / "tokens.bin", dtype="<i4").tolist() == stream
-    assert open_ends(tmp_path / "documents.bin").tolist() == np.cumsum([len(text) + 1 for text in texts]).tolist()
+    tokens, ends, _ = written(tmp_path, texts, remember)
+    assert seen == ["one\ntwo\n", "three\n", "four", "x" * 8, "x" * 8, "x" * 4, "12345678", "\n" * 8, "\n"]
+    assert tokens == [token for text in texts for token in [*map(ord, text), END]]
+    assert ends == np.cumsum([len(text) + 1 for text in texts]).tolist()
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (3, 0), (4, 1), (11, 2)])
-def test_the_incomplete_row_at_the_end_is_dropped(tmp_path, tokens, rows):
-    path = tmp_path / "tokens.bin"
-    np.arange(tokens, dtype="<i4").tofile(path)
-    opened = open_rows(path, 4)
-    assert opened.shape == (rows, 4)
-    assert opened.ravel().tolist() == list(range(rows * 4))
+def test_the_incomplete_row_at_the_end_is_dropped(tmp_path):
+    for tokens, rows in ((0, 0), (3, 0), (4, 1), (11, 2)):
+        np.arange(tokens, dtype="<i4").tofile(tmp_path / "tokens.bin")
+        opened = open_rows(tmp_path / "tokens.bin", 4)
+        assert opened.shape == (rows, 4) and opened.ravel().tolist() == list(range(rows * 4))
 
 
 @given(rows=st.integers(0, 400), fraction=st.floats(0, 0.99))
@@ -128,12 +107,6 @@ def test_rows_are_held_back_evenly_and_nothing_is_lost(rows, fraction):
         assert len(validation) == max(1, round(rows * fraction))
         gaps = np.diff(validation)
         assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
-
-
-def test_a_batch_has_the_shape_and_type_that_the_pipeline_takes():
-    batch = batches(20).batch(2).input_ids
-    assert batch.dtype == torch.int64
-    assert batch.shape == (3, 4)
 
 
 @settings(max_examples=50)
@@ -163,60 +136,43 @@ def test_replicas_share_a_batch_in_turn():
 def test_every_epoch_has_each_training_row_once(rows, batch_size, seed):
     data = batches(rows, batch_size, seed, validation_fraction=0.2)
     training = len(data.training_rows)
+    assert not set(data.training_rows.tolist()) & set(data.validation_rows.tolist())
+    assert data.tokens_per_batch == 4 * batch_size == data.batch(0).input_ids.numel()
     steps = -(-3 * training // batch_size)
     order = [row for step in range(steps) for row in data.row_numbers(step * batch_size)][: 3 * training]
     for epoch in range(3):
         assert sorted(order[epoch * training : (epoch + 1) * training]) == data.training_rows.tolist()
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    def order(seed, epoch):
-        return batches(50, 50, seed).row_numbers(50 * epoch)
-
-    orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1)]
-    assert len({tuple(rows) for rows in orders}) == 4
-    assert order(1, 0) != list(range(50))
-
-
-def test_the_order_is_the_same_on_every_machine_and_version():
+def test_epochs_and_seeds_have_orders_of_their_own_which_are_the_same_on_every_machine():
+    orders = [batches(50, 50, seed).row_numbers(50 * epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert len({tuple(rows) for rows in [*orders, range(50)]}) == 5
     assert batches(12, 6, seed=3).row_numbers(0) == [0, 4, 9, 7, 1, 10]
 
 
 def test_validation_batches_hold_every_row_held_back_and_the_last_is_smaller():
     data = batches(40, batch_size=3, validation_fraction=0.1)
-    assert data.validation_rows.tolist() == [5, 15, 25, 35]
-    assert data.validation_batches == 2
-    first, labels, positions = data.validation_batch(0)
-    assert positions is None
-    assert torch.equal(first, labels)
-    assert (first[:, 0] // 4).tolist() == [5, 15, 25]
-    second, labels, _ = data.validation_batch(1)
-    assert second.shape == labels.shape == (1, 4)
-    assert second.dtype == labels.dtype == torch.int64
-    assert (second[:, 0] // 4).tolist() == [35]
-    assert torch.equal(labels, second)
+    assert data.validation_rows.tolist() == [5, 15, 25, 35] and data.validation_batches == 2
+    for number, rows in ((0, [5, 15, 25]), (1, [35])):
+        ids, labels, positions = data.validation_batch(number)
+        assert ids.dtype == labels.dtype == torch.int64 and positions is None
+        assert torch.equal(ids, labels) and (ids[:, 0] // 4).tolist() == rows
     assert batches(40).validation_batches == 0
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(1, [[0], [], []]), (2, [[0], [1], []]), (5, [[0, 1], [2, 3], [4]])])
-def test_every_replica_takes_part_in_the_last_validation_batch(rows, parts):
+def test_every_replica_takes_part_in_the_last_validation_batch():
     """One without a row gets one whose labels do not count."""
-    own = 1000 + np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
-    data = batches(12, batch_size=6, validation=own)
-    assert data.validation_batches == 1
-    for replica, wanted in enumerate(parts):
-        ids, labels, _ = data.validation_batch(0, replica, 3)
-        counted = labels[labels[:, 0] != -100]
-        assert torch.equal(counted, torch.from_numpy(own[wanted].astype(np.int64)))
-        assert torch.equal(ids[: len(wanted)], counted)
-        assert len(ids) == len(labels) == max(len(wanted), 1)
-
-
-def test_rows_of_their_own_to_evaluate_on_leave_all_others_to_train_on():
-    data = batches(12, batch_size=4, validation=np.full((3, 4), 7, dtype=np.int32))
-    assert data.training_rows.tolist() == list(range(12))
-    assert data.validation_batch(0)[0].tolist() == [[7] * 4] * 3
-    assert sorted(row for place in (0, 4, 8) for row in data.row_numbers(place)) == list(range(12))
+    for rows, parts in ((1, [[0], [], []]), (2, [[0], [1], []]), (5, [[0, 1], [2, 3], [4]])):
+        own = 1000 + np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
+        data = batches(12, batch_size=6, validation=own)
+        assert data.validation_batches == 1
+        for replica, wanted in enumerate(parts):
+            ids, labels, _ = data.validation_batch(0, replica, 3)
+            counted = labels[labels[:, 0] != -100]
+            assert torch.equal(counted, torch.from_numpy(own[wanted].astype(np.int64)))
+            assert torch.equal(ids[: len(wanted)], counted)
+            assert len(ids) == len(labels) == max(len(wanted), 1)
+        assert data.training_rows.tolist() == list(range(12)), "all others are left to train on"
 
 
 STEPS_OF_EPOCHS = [
@@ -232,17 +188,10 @@ STEPS_OF_EPOCHS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "batch_size", "epochs", "steps"), STEPS_OF_EPOCHS)
-def test_steps_of_epochs(rows, batch_size, epochs, steps):
-    data = batches(rows, batch_size)
-    assert data.steps_of(epochs) == steps
-    for done in range(steps + 1):  # at any point as many are left; none is more than all
-        assert done + data.steps_of(epochs, done * batch_size) == steps
-    assert data.steps_of(epochs, (steps + 1) * batch_size) == 0
-
-
-def test_validation_rows_are_never_trained_on():
-    data = batches(40, batch_size=4, validation_fraction=0.1)
-    trained = {row for place in range(0, 120, 4) for row in data.row_numbers(place)}
-    assert not trained & set(data.validation_rows.tolist())
-    assert data.tokens_per_batch == 16
+def test_steps_of_epochs():
+    for rows, batch_size, epochs, steps in STEPS_OF_EPOCHS:
+        data = batches(rows, batch_size)
+        assert data.steps_of(epochs) == steps
+        for done in range(steps + 1):  # at any point as many are left; none is more than all
+            assert done + data.steps_of(epochs, done * batch_size) == steps
+        assert data.steps_of(epochs, (steps + 1) * batch_size) == 0

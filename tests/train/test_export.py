@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from evenpipe.checkpoints import save
-from evenpipe.errors import InputError, RunError
+from evenpipe.errors import InputError
 from evenpipe.model import persistent_buffers
 from evenpipe.model.placement import Held
 from evenpipe.train import export as module
 from evenpipe.train.export import export_checkpoint
 
-FAMILIES = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmoe",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-    "starcoder2",
-)
+FAMILIES = ["cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "mixtral"]
+FAMILIES += ["olmo2", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"]
 EXPERTS = {
     "mixtral": {"num_local_experts": 3},
     "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
@@ -57,19 +39,10 @@ IDS = torch.arange(24).reshape(2, 12) * 5 % 97
 
 def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """A tiny model in which no parameter has a special value."""
-    values = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = CONFIG_MAPPING[family](**values | EXPERTS.get(family, {}) | changes)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = CONFIG_MAPPING[family](**sizes | heads | tokens | EXPERTS.get(family, {}) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -113,6 +86,7 @@ def assert_same_model(folder: Path, model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(6)
 def test_transformers_loads_what_was_trained(tmp_path: Path, family: str, tied: bool) -> None:
     model = build(family, tie_word_embeddings=tied)
     export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model")
@@ -125,32 +99,23 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, family: str, tied: 
     assert not any("optimizer" in name for name in names)
 
 
-def test_the_folder_is_complete(tmp_path: Path) -> None:
+def test_the_folder_is_complete_in_its_own_dtype_and_in_another(tmp_path: Path) -> None:
     model = build()
-    path = export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model")
-    assert path == tmp_path / "model"
-    assert sorted(file.name for file in path.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
-    config = json.loads((path / "config.json").read_text())
-    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_another_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
-    model = build()
-    export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model", dtype=dtype)
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter.to(torch.bfloat16)), name
+    checkpoint = checkpoint_of(model, tmp_path)
+    for dtype, name in (("source", "float32"), ("bfloat16", "bfloat16"), (torch.bfloat16, "bfloat16")):
+        path = export_checkpoint(checkpoint, tmp_path / "model", dtype=dtype)
+        assert path == tmp_path / "model"
+        assert {file.name for file in path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+        config = json.loads((path / "config.json").read_text())
+        assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], name)
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        for key, parameter in model.named_parameters():
+            assert torch.equal(loaded.get_parameter(key), parameter.to(getattr(torch, name))), key
     with pytest.raises(InputError, match=r"dtype is 'int8', but must be one of source, .*bfloat16"):
-        export_checkpoint(tmp_path / "step-00000007", tmp_path / "other", dtype="int8")
+        export_checkpoint(checkpoint, tmp_path / "other", dtype="int8")
 
 
-def test_large_models_come_in_several_files(tmp_path: Path) -> None:
+def test_large_models_come_in_several_files_which_replace_each_other(tmp_path: Path) -> None:
     model = build()
     checkpoint = checkpoint_of(model, tmp_path)
     export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=20_000)
@@ -158,12 +123,15 @@ def test_large_models_come_in_several_files(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
     for file in files:
         with safe_open(tmp_path / "model" / file, framework="pt") as opened:
             assert set(opened.keys()) == {name for name, where in index["weight_map"].items() if where == file}
             assert opened.metadata() == {"format": "pt"}
+    (tmp_path / "empty").mkdir()
+    for target in ("model", "empty"):
+        assert_same_model(export_checkpoint(checkpoint, tmp_path / target), model)
+        assert not list((tmp_path / target).glob("*-of-*"))
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["empty", "model", "step-00000007"]
 
 
 def tokenizer_in(folder: Path) -> Path:
@@ -178,19 +146,15 @@ def tokenizer_in(folder: Path) -> Path:
     return folder
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    tokenizer_in(tmp_path / "run" / "tokenizer")
-    checkpoint = checkpoint_of(build(), tmp_path / "run" / "checkpoints", tokenizer="../../tokenizer")
-    export_checkpoint(checkpoint, tmp_path / "model")
-    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a")["input_ids"] == [2]
-    assert not (tmp_path / "model" / "private.txt").exists()
-
-
-def test_a_tokenizer_that_is_gone(tmp_path: Path) -> None:
+def test_the_tokenizer_comes_along_if_it_is_still_there(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(build(), tmp_path / "run" / "checkpoints", tokenizer="../../tokenizer")
     with pytest.warns(UserWarning, match=r"run\.json names the tokenizer .*/\.\./\.\./tokenizer, which does not exist"):
         export_checkpoint(checkpoint, tmp_path / "model")
     assert (tmp_path / "model" / "config.json").exists()
+    tokenizer_in(tmp_path / "run" / "tokenizer")
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a")["input_ids"] == [2]
+    assert not (tmp_path / "model" / "private.txt").exists()
 
 
 def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) -> None:
@@ -202,8 +166,7 @@ def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) ->
     for folder in (tmp_path, tmp_path / "checkpoints"):
         assert_same_model(export_checkpoint(folder, tmp_path / "model"), new)
     flip(newest / "__0_0.distcp", random.Random(0))
-    said = pytest.warns(UserWarning, match=r"skipped .*step-00000004: the content of __0_0\.distcp")
-    with said:
+    with pytest.warns(UserWarning, match=r"skipped .*step-00000004: the content of __0_0\.distcp"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert_same_model(tmp_path / "model", old)
     with pytest.raises(InputError, match=r"step-00000004' cannot be used: the content of __0_0\.distcp"):
@@ -220,72 +183,64 @@ def test_what_is_no_run(tmp_path: Path) -> None:
             export_checkpoint(folder, tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda facts: facts.pop("model_config"), r"run\.json has no model_config"),
-        (lambda facts: facts["model_config"].update(model_type="never heard of"), "model_type 'never heard of'"),
-        (lambda facts: facts["model_config"].update(num_hidden_layers=3), r"has no 'model\.layers\.2\."),
-        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"has 'model\.layers\.1\..* does not have"),
-        (lambda facts: facts["model_config"].update(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
-        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "has 'lm_head.weight'"),
-    ],
-)
-def test_a_config_that_is_not_that_of_the_parameters(tmp_path: Path, change: Any, says: str) -> None:
+def without_config(facts: dict[str, Any]) -> None:
+    del facts["model_config"]
+
+
+def with_config(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda facts: facts["model_config"].update(changes)
+
+
+def with_origin(origin: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda facts: facts.update(origin=origin)
+
+
+NO_DTYPE = {"dtype": None, "other_dtypes": {}}
+NO_ORIGIN = "step-00000001': the origin of the model"
+REFUSED = [
+    # what is wrong in run.json, the sentence
+    (without_config, r"run\.json has no model_config"),
+    (with_config(model_type="never heard of"), "model_type 'never heard of'"),
+    (with_config(num_hidden_layers=3), r"has no 'model\.layers\.2\."),
+    (with_config(num_hidden_layers=1), r"has 'model\.layers\.1\..* does not have"),
+    (with_config(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
+    (with_config(tie_word_embeddings=True), "has 'lm_head.weight'"),
+    # an origin that no run has written
+    (with_origin({"files": {"../../evil.json": "x"}, **NO_DTYPE}), NO_ORIGIN),
+    (with_origin({"files": {"setup.cfg": "x"}, **NO_DTYPE}), NO_ORIGIN),
+    (with_origin({**NO_DTYPE, "files": {}, "dtype": "int8"}), NO_ORIGIN),
+    (with_origin({"files": ["config.json"], **NO_DTYPE}), NO_ORIGIN),
+    (with_origin("config.json"), NO_ORIGIN),
+]
+
+
+def test_what_is_not_of_the_parameters_or_no_run_has_written_is_refused(tmp_path: Path) -> None:
     model = build()
-    facts = {"model_config": copy.deepcopy(model.config.to_dict()), "tied": False}
-    change(facts)
     shards = {name: Held.whole(parameter) for name, parameter in model.named_parameters()}
-    checkpoint = save(tmp_path, 1, shards, None, facts)
-    with pytest.raises(InputError, match=says):
-        export_checkpoint(checkpoint, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
+    for number, (change, says) in enumerate(REFUSED):
+        facts = {"model_config": copy.deepcopy(model.config.to_dict()), "tied": False}
+        change(facts)
+        checkpoint = save(tmp_path / str(number), 1, shards, None, facts)
+        with pytest.raises(InputError, match=says):
+            export_checkpoint(checkpoint, tmp_path / "model")
+        assert not (tmp_path / "model").exists()
 
 
 # ---- where it goes
 
 
-def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
-    model = build()
-    checkpoint = checkpoint_of(model, tmp_path)
-    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=20_000)
-    export_checkpoint(checkpoint, tmp_path / "model")
-    assert not list((tmp_path / "model").glob("*-of-*"))
-    assert_same_model(tmp_path / "model", model)
-    (tmp_path / "empty").mkdir()
-    assert_same_model(export_checkpoint(checkpoint, tmp_path / "empty"), model)
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["empty", "model", "step-00000007"]
-
-
-@pytest.mark.parametrize("name", ["notes.md", "step-00000001/manifest.json", "weights.bin"])
-def test_a_folder_with_other_things_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(build(), tmp_path)
-    other = tmp_path / "home" / name
-    other.parent.mkdir(parents=True)
-    other.write_text("precious")
-    first = name.split("/", maxsplit=1)[0]
-    with pytest.raises(InputError, match=f"home', has '{first}', which no export has written"):
-        export_checkpoint(checkpoint, tmp_path / "home")
-    assert other.read_text() == "precious"
-    with pytest.raises(InputError, match="is a file or a link"):
-        export_checkpoint(checkpoint, other)
-
-
-def test_a_disk_that_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    checkpoint = checkpoint_of(model, tmp_path)
-    export_checkpoint(checkpoint, tmp_path / "model")
-
-    def fail(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-    monkeypatch.setattr(module, "sync_folder", fail)
-    with pytest.raises(
-        RunError, match=r"the model was not written to .*/model': No space left on device: .*model\.tmp"
-    ):
-        export_checkpoint(checkpoint, tmp_path / "model")
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["model", "step-00000007"]
-    assert_same_model(tmp_path / "model", model)
+    for number, name in enumerate(("notes.md", "step-00000001/manifest.json", "weights.bin")):
+        other = tmp_path / str(number) / name
+        other.parent.mkdir(parents=True)
+        other.write_text("precious")
+        first = name.split("/", maxsplit=1)[0]
+        with pytest.raises(InputError, match=f"{number}', has '{first}', which no export has written"):
+            export_checkpoint(checkpoint, tmp_path / str(number))
+        with pytest.raises(InputError, match="is a file or a link"):
+            export_checkpoint(checkpoint, other)
+        assert other.read_text() == "precious"
 
 
 def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,20 +266,15 @@ def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert most > 5 * largest, "this test does not see what is held"
 
 
-def test_a_generation_config_of_the_run_is_kept(tmp_path: Path) -> None:
+def test_the_generation_config_of_the_run_is_kept(tmp_path: Path) -> None:
+    """An older checkpoint has all values, also those that are not set."""
     model = build()
-    model.generation_config.temperature = 0.5
-    checkpoint = checkpoint_of(model, tmp_path, generation_config=model.generation_config.to_dict())
-    export_checkpoint(checkpoint, tmp_path / "model")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.5
-
-
-def test_an_older_checkpoint_has_all_values_of_its_generation_config(tmp_path: Path) -> None:
-    model = build()
-    model.generation_config.top_k, model.generation_config.do_sample = 7, True
+    model.generation_config.temperature, model.generation_config.top_k = 0.5, 7
+    model.generation_config.do_sample = True
     values = model.generation_config.to_dict()
     assert sum(value is None for value in values.values()) > 40
     path = export_checkpoint(checkpoint_of(model, tmp_path, generation_config=values), tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(path).generation_config.temperature == 0.5
     model.generation_config.save_pretrained(tmp_path / "wanted")
     name = "generation_config.json"
     assert (path / name).read_text() == (tmp_path / "wanted" / name).read_text()
@@ -344,20 +294,3 @@ def test_16_bits_leave_what_transformers_keeps_in_32(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"shared_experts\.up_proj\.weight has values that float16 cannot hold"):
         export_checkpoint(checkpoint, tmp_path / "half", dtype="float16")
     assert not (tmp_path / "half").exists()
-
-
-BAD_ORIGINS = [
-    {"files": {"../../evil.json": "x"}, "dtype": None, "other_dtypes": {}},
-    {"files": {"setup.cfg": "x"}, "dtype": None, "other_dtypes": {}},
-    {"files": {}, "dtype": "int8", "other_dtypes": {}},
-    {"files": ["config.json"], "dtype": None, "other_dtypes": {}},
-    "config.json",
-]
-
-
-@pytest.mark.parametrize("origin", BAD_ORIGINS, ids=str)
-def test_an_origin_that_no_run_has_written(tmp_path: Path, origin: Any) -> None:
-    checkpoint = checkpoint_of(build(), tmp_path, origin=origin)
-    with pytest.raises(InputError, match="step-00000007': the origin of the model"):
-        export_checkpoint(checkpoint, tmp_path / "model")
-    assert not (tmp_path / "model").exists()

@@ -27,60 +27,35 @@ def folder(tmp_path_factory):
     tokenizer = train_tokenizer(["import os\n\ndef f(x):\n    return x\n"], 300, "<|endoftext|>")
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=True,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=64)
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
-def test_the_same_seed_writes_the_same_text(folder):
-    texts = [generate(folder, PROMPT, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in texts)
-
-
-def test_a_loaded_model_writes_the_same_as_one_call(folder):
+def test_the_same_seed_writes_the_same_text_and_leaves_the_callers_random_state(folder):
+    before = torch.random.get_rng_state()
     generator = Generator(folder)
-    generator("x", max_new_tokens=3)
-    assert generator(PROMPT, max_new_tokens=20, seed=4) == generate(folder, PROMPT, max_new_tokens=20, seed=4)
+    texts = [generate(folder, PROMPT, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] == generator(PROMPT, max_new_tokens=20, seed=0) != texts[2]
+    assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in texts)
+    assert isinstance(generator("", max_new_tokens=5), str), "an empty prompt begins a document"
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_temperature_zero_takes_the_likeliest_token(folder):
+def test_temperature_zero_and_one_candidate_take_the_likeliest_token(folder):
     generator = Generator(folder)
     text = generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=1)
     assert text == generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=2)
+    assert text == generator(PROMPT, max_new_tokens=4, temperature=5.0, top_k=1, seed=3)
+    assert text != generator(PROMPT, max_new_tokens=4, temperature=5.0, top_k=0, seed=3)
     tokens = generator._tokenizer(PROMPT)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for _ in range(4):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert text == generator._tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def test_top_k_one_is_the_likeliest_too(folder):
-    generator = Generator(folder)
-    likeliest = generator(PROMPT, max_new_tokens=8, temperature=0.0)
-    assert generator(PROMPT, max_new_tokens=8, temperature=5.0, top_k=1, seed=3) == likeliest
-    assert generator(PROMPT, max_new_tokens=8, temperature=5.0, top_k=0, seed=3) != likeliest
-
-
-def test_an_empty_prompt_begins_a_document(folder):
-    assert isinstance(generate(folder, "", max_new_tokens=5), str)
-
-
-def test_the_random_state_of_the_caller_is_left_alone(folder):
-    before = torch.random.get_rng_state()
-    generate(folder, PROMPT, max_new_tokens=3, seed=9)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_folders_without_a_model(folder, tmp_path):
@@ -103,10 +78,12 @@ def test_folders_without_a_model(folder, tmp_path):
         generate(tmp_path, PROMPT)
 
 
-@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}])
-def test_numbers_that_cannot_be(folder, wrong):
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        generate(folder, PROMPT, **wrong)
+def test_numbers_that_cannot_be_and_similar_names(folder):
+    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            generate(folder, PROMPT, **wrong)
+    with pytest.raises(InputError, match=rf'did you mean "{folder}"\?$'):
+        Generator(f"{folder}x")
 
 
 def test_the_folder_of_a_run_stands_for_its_model(folder, tmp_path):
@@ -116,8 +93,3 @@ def test_the_folder_of_a_run_stands_for_its_model(folder, tmp_path):
         Generator(tmp_path)
     shutil.copytree(folder, tmp_path / "model")
     assert generate(tmp_path, PROMPT, max_new_tokens=5) == generate(folder, PROMPT, max_new_tokens=5)
-
-
-def test_a_similar_name_is_proposed(folder):
-    with pytest.raises(InputError, match=rf'did you mean "{folder}"\?$'):
-        Generator(f"{folder}x")

@@ -72,9 +72,7 @@ def test_pipelines_without_an_order_of_microbatches_alone_have_the_contention_of
     ("context", "exchange", "ways"),
     [(1, "auto", ["auto"]), (2, "auto", ["keys", "heads"]), (2, "heads", ["heads"]), (4, "auto", ["auto"])],
 )
-def test_passes_are_measured_with_every_exchange_and_on_shorter_sequences(
-    context: int, exchange: Any, ways: list[str]
-) -> None:
+def test_passes_are_measured_with_every_exchange_and_on_shorter_sequences(context, exchange, ways):
     """Four ranks cannot share two heads: they exchange keys."""
     pipeline = replace(CONFIG.pipeline, processes=2 * context, context_parallel=context, context_exchange=exchange)
     config = replace(CONFIG, pipeline=pipeline, data=replace(CONFIG.data, sequence_length=64))

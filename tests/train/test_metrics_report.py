@@ -28,15 +28,8 @@ DEVICES = (
 )
 
 
-TRAINING = TrainingReport(
-    steps=300,
-    epoch=1.2345,
-    tokens=307_200,
-    seconds=200.0,
-    loss=5.1234,
-    running_mean_loss=5.4,
-    validation_loss=5.2,
-)
+LOSSES = {"loss": 5.1234, "running_mean_loss": 5.4, "validation_loss": 5.2}
+TRAINING = TrainingReport(steps=300, epoch=1.2345, tokens=307_200, seconds=200.0, **LOSSES)
 
 
 def report(**changes):
@@ -67,29 +60,25 @@ def test_the_report_in_words():
     ]
 
 
+SHARED = " share {}, on which that work alone takes {} s"
 STEPS = [
     # processes, threads, cores, seconds of a step, how the line ends; 0.8 of the 0.5 s predicted are work
-    (4, 1, 2, 0.9, " with a core each, but 4 processes share 2 cores, on which that work alone takes 0.800 s"),
-    (
-        2,
-        4,
-        2,
-        0.9,
-        " with a core each, but 2 processes of 4 threads share 2 cores, on which that work alone takes 0.400 s",
-    ),
-    (2, 1, 1, 0.9, " with a core each, but 2 processes share 1 core, on which that work alone takes 0.800 s"),
+    (4, 1, 2, 0.9, f" with a core each, but 4 processes{SHARED.format('2 cores', '0.800')}"),
+    (2, 4, 2, 0.9, f" with a core each, but 2 processes of 4 threads{SHARED.format('2 cores', '0.400')}"),
+    (2, 1, 1, 0.9, f" with a core each, but 2 processes{SHARED.format('1 core', '0.800')}"),
     (2, 1, 2, 0.9, "; the rest is transfers, the optimizer, and other programs on these cores"),
     (2, 1, 2, 0.4, ""),
 ]
 
 
-@pytest.mark.parametrize(("processes", "threads", "cores", "seconds", "end"), STEPS)
-def test_why_a_step_takes_longer_than_predicted(processes, threads, cores, seconds, end):
-    training = replace(TRAINING, steps=10, seconds=10 * seconds)
-    machine = MachineReport(processes=processes, threads=threads, cores=cores)
-    text = report_text(report(training=training, machine=machine))
-    (line,) = (line for line in text.splitlines() if line.startswith("a step took"))
-    assert line == f"a step took {seconds:.3f} s; 0.500 s are predicted from the devices' own work in this order{end}"
+def test_why_a_step_takes_longer_than_predicted():
+    for processes, threads, cores, seconds, end in STEPS:
+        training = replace(TRAINING, steps=10, seconds=10 * seconds)
+        machine = MachineReport(processes=processes, threads=threads, cores=cores)
+        text = report_text(report(training=training, machine=machine))
+        (line,) = (line for line in text.splitlines() if line.startswith("a step took"))
+        predicted = "0.500 s are predicted from the devices' own work in this order"
+        assert line == f"a step took {seconds:.3f} s; {predicted}{end}"
 
 
 def test_the_report_of_several_replicas():
@@ -121,9 +110,6 @@ def test_the_report_as_json(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 * 2**20, "1.5 GiB"), (2**50, "1024.0 TiB")],
-)
-def test_bytes_in_words(count, text):
-    assert bytes_text(count) == text
+def test_bytes_in_words():
+    sizes = [0, 1023, 1024, 1536 * 2**20, 2**50]
+    assert [bytes_text(size) for size in sizes] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1024.0 TiB"]

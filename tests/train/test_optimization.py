@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import wrong_refusals
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -89,11 +90,7 @@ REFUSED = [
     ("sgd", {"momentum": "high"}, ["torch.optim.SGD says"]),
     ("sgd", {"nesterov": True}, ["torch.optim.SGD says: Nesterov momentum requires a momentum"]),
     ("adamw", {"fused": True, "foreach": True}, ["torch.optim.AdamW says: `fused` and `foreach`"]),
-    (
-        "no_such_module:make",
-        {},
-        ['optimizer.name is "no_such_module:make"', "there is no module no_such_module, neither"],
-    ),
+    ("no_module:make", {}, ['optimizer.name is "no_module:make"', "there is no module no_module, neither"]),
     ("mine.more:make", {}, ["there is no module mine.more, neither"]),
     ("mine:mke", {}, ["mine has no mke", 'did you mean "make"']),
     ("mine:make", {"factr": 1}, ["cannot be called", "{'factr': 1}", "unexpected keyword argument 'factr'"]),
@@ -130,19 +127,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mine", raising=False)
 
 
-@pytest.mark.parametrize(("name", "options", "words"), REFUSED)
-def test_what_does_not_fit_is_one_sentence_before_anything_starts(mine, name, options, words) -> None:
-    with pytest.raises(InputError) as caught:
-        check_optimizer(OptimizerConfig(name=name, options=options))
-    sentence = str(caught.value)
-    assert "\n" not in sentence and "Traceback" not in sentence
-    for word in words:
-        assert word in sentence, sentence
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd", "mine:make"])
-def test_what_fits_is_accepted(mine, name) -> None:
-    check_optimizer(OptimizerConfig(name=name))
+def test_what_does_not_fit_is_one_sentence_before_anything_starts(mine) -> None:
+    assert not wrong_refusals(
+        lambda name, options: check_optimizer(OptimizerConfig(name=name, options=options)), REFUSED
+    )
+    for name in ("adamw", "muon", "adafactor", "sgd", "mine:make"):
+        check_optimizer(OptimizerConfig(name=name))
 
 
 def test_a_function_of_ones_own_gets_trained_parameters_and_may_give_rates_to_groups(mine) -> None:

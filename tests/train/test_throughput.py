@@ -29,23 +29,13 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "sizes", "matrices", "keys"), MODELS)
-def test_flops_of_a_training_step(kind: str, sizes: dict[str, object], matrices: int, keys: float) -> None:
+def test_flops_of_a_training_step() -> None:
     """6 per token and element of a matrix, and 12 per attended key and element of a query, in each layer."""
-    description = describe(AutoConfig.for_model(kind, **sizes))
-    assert training_flops(description, 16) == pytest.approx(6 * matrices + 12 * 3 * keys * 32, rel=1e-12)
-    assert training_flops(description, 16) < 3 * (sum(layer_flops(description, 16)) + 2 * 32 * 100), "masked pairs"
-
-
-def made(peaks: list[float], monkeypatch: pytest.MonkeyPatch) -> Throughput:
-    """Throughput of a run on processes with these peaks."""
-    monkeypatch.setattr(throughput, "training_flops", lambda description, sequence: 6e9)
-    pipeline = SimpleNamespace(
-        description=None,
-        torch_device=torch.device("cpu"),
-        gather_numbers=lambda numbers: [[peak] for peak in peaks],
-    )
-    return Throughput(pipeline, settings())
+    for kind, sizes, matrices, keys in MODELS:
+        description = describe(AutoConfig.for_model(kind, **sizes))
+        flops = training_flops(description, 16)
+        assert flops == pytest.approx(6 * matrices + 12 * 3 * keys * 32, rel=1e-12), kind
+        assert flops < 3 * (sum(layer_flops(description, 16)) + 2 * 32 * 100), "masked pairs"
 
 
 def settings(**model: object):
@@ -61,13 +51,19 @@ PEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("peaks", "share", "teraflops"), PEAKS)
-def test_mfu_is_there_if_all_peaks_are_known(
-    peaks: list[float], share: float | None, teraflops: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = made(peaks, monkeypatch)
-    assert found.utilization(1e5) == (None if share is None else pytest.approx(share))
-    assert found.teraflops_per_second(1e5) == pytest.approx(teraflops)
+def pipeline_with(peaks: list[float]) -> SimpleNamespace:
+    """As far as the throughput of a run on processes with these peaks looks at it."""
+    gathered = [[peak] for peak in peaks]
+    device = torch.device("cpu")
+    return SimpleNamespace(description=None, torch_device=device, gather_numbers=lambda numbers: gathered)
+
+
+def test_mfu_is_there_if_all_peaks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "training_flops", lambda description, sequence: 6e9)
+    for peaks, share, teraflops in PEAKS:
+        run = Throughput(pipeline_with(peaks), settings())
+        assert run.utilization(1e5) == (None if share is None else pytest.approx(share))
+        assert run.teraflops_per_second(1e5) == pytest.approx(teraflops)
 
 
 CARDS = [
@@ -81,20 +77,16 @@ CARDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "precision", "peak"), CARDS)
-def test_the_peak_is_that_of_the_table_of_cards(
-    name: str, dtype: str, precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    found = throughput._peak_flops(torch.device("cuda"), settings(compute_dtype=dtype))
-    assert found == pytest.approx(peak, rel=1e-12)
-    assert throughput._peak_flops(torch.device("cpu"), settings(compute_dtype=dtype)) == 0
+def test_the_peak_is_that_of_the_table_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, dtype, precision, peak in CARDS:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        run = settings(compute_dtype=dtype)
+        assert throughput._peak_flops(torch.device("cuda"), run) == pytest.approx(peak, rel=1e-12)
+        assert throughput._peak_flops(torch.device("cpu"), run) == 0
 
 
-def test_peak_memory_on_a_gpu_is_that_of_the_steps_of_a_line_and_that_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_on_a_gpu_is_that_of_the_steps_of_a_line_and_that_of_the_run(monkeypatch):
     """Building the model takes 90, steps 50 and 60, an evaluation between them 70."""
     peak = [90]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])

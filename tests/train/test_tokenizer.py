@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -25,11 +22,6 @@ ONE_PIECE = [
 ]
 
 
-@pytest.mark.parametrize("text", ONE_PIECE, ids=lambda text: text[:10])
-def test_ordinary_text_is_not_cut(text):
-    assert list(_pieces(text)) == [text]
-
-
 CUT = [
     # text, lengths of its pieces
     ("", []),
@@ -41,11 +33,12 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "lengths"), CUT, ids=lambda value: str(value)[:10])
-def test_a_long_run_is_cut(text, lengths):
-    pieces = list(_pieces(text))
-    assert "".join(pieces) == text
-    assert [len(piece) for piece in pieces] == lengths
+def test_long_runs_are_cut_and_ordinary_text_is_not():
+    for text in ONE_PIECE:
+        assert list(_pieces(text)) == [text]
+    for text, lengths in CUT:
+        pieces = list(_pieces(text))
+        assert "".join(pieces) == text and [len(piece) for piece in pieces] == lengths
 
 
 def test_millions_of_one_letter_are_a_tokenizer():
@@ -53,27 +46,7 @@ def test_millions_of_one_letter_are_a_tokenizer():
     assert tokenizer.decode(tokenizer("aaa aaaa")["input_ids"]) == "aaa aaaa"
 
 
-def test_a_signal_ends_the_wait_for_work_outside_python():
-    working = threading.Event()
-
-    def work():
-        os.kill(os.getpid(), signal.SIGTERM)
-        working.wait()
-
-    def ended(number, frame):
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, ended)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            _interruptible(work)
-        assert caught.value.code == 143
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        working.set()
-
-
-def test_the_process_ends_beside_it():
+def test_a_signal_ends_the_wait_for_work_outside_python_and_the_process():
     """Foreign code must not come back to an interpreter that is shutting down: what was registered before shows that
     this one did not begin to."""
     program = """

@@ -9,11 +9,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from logged_steps import step
 
 from evenpipe.errors import InputError
 from evenpipe.train import trackers
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.metrics import Metrics, StepMetrics
+from evenpipe.train.metrics import Metrics
 from evenpipe.train.start import set_up
 from evenpipe.train.trackers import Tracker, check_trackers
 
@@ -56,37 +57,13 @@ def packages(monkeypatch):
     return recorders
 
 
-def step(number):
-    return StepMetrics(
-        step=number,
-        epoch=number / 4,
-        loss=10.0 / number,
-        running_mean_loss=11.0,
-        tokens=64 * number,
-        tokens_per_second=100.0,
-        learning_rate=1e-3,
-        gradient_norm=0.5,
-        busy=(0.5, 0.25),
-        seconds=1.0,
-        teraflops_per_second=0.01,
-        peak_memory_bytes=(300, 200),
-    )
+def configured(**output):
+    return config_from_dict({"model": {"architecture": "llama"}, "data": {"files": ["a"]}, "output": output})
 
 
 def start(folder, steps, *, resume_step=0, project="mine"):
     """A start of a run that logs the steps behind `resume_step`, with an evaluation at the last; what it said."""
-    config = config_from_dict(
-        {
-            "model": {"architecture": "llama"},
-            "data": {"files": ["a"]},
-            "output": {
-                "folder": str(folder),
-                "trackers": ["wandb", "trackio"],
-                "project": project,
-                "tensorboard": False,
-            },
-        }
-    )
+    config = configured(folder=str(folder), trackers=["wandb", "trackio"], project=project, tensorboard=False)
     stream = io.StringIO()
     metrics = Metrics(folder, steps=steps, resume_step=resume_step, tensorboard=False, stream=stream)
     metrics.follow(Tracker(name, config, metrics.say) for name in config.output.trackers)
@@ -130,22 +107,20 @@ def test_a_resumed_run_goes_on_in_the_same_runs_and_sends_no_step_twice(packages
         assert len({options[key] for options in packages[name].opened}) == 3
 
 
-@pytest.mark.parametrize("moment", ["log", "finish"])
-def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, moment):
-    packages["wandb"].fails = {moment}
-    assert start(tmp_path / "run", 4) == [
-        "wandb has failed and gets no more metrics until the next start: ConnectionError: no route to the host"
-    ]
-    assert [number for number, _ in packages["trackio"].logged] == [1, 2, 3, 4, 4]
-    assert packages["trackio"].finished == 1
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 5
-
-
-def test_a_tracker_that_does_not_come_to_its_end_is_left_behind(packages, tmp_path, monkeypatch):
+def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, monkeypatch):
+    for ended, moment in enumerate(("log", "finish"), start=1):
+        packages["wandb"].fails, packages["trackio"].logged = {moment}, []
+        assert start(tmp_path / moment, 4) == [
+            "wandb has failed and gets no more metrics until the next start: ConnectionError: no route to the host"
+        ]
+        assert [number for number, _ in packages["trackio"].logged] == [1, 2, 3, 4, 4]
+        assert packages["trackio"].finished == ended
+        assert (tmp_path / moment / "metrics.jsonl").read_text().count("\n") == 5
+    packages["wandb"].fails = set()
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
     packages["wandb"].waits = True
     assert start(tmp_path / "run", 1) == ["wandb did not send all metrics within 0.1 s; the rest is lost"]
-    assert packages["trackio"].finished == 1
+    assert packages["trackio"].finished == 3
 
 
 def test_a_tracker_that_cannot_be_opened_is_refused_at_first_and_passed_over_later(packages, tmp_path):
@@ -163,27 +138,17 @@ def test_a_tracker_that_cannot_be_opened_is_refused_at_first_and_passed_over_lat
     assert len({options["id"] for options in packages["wandb"].opened}) == 1
 
 
-def test_a_tracker_that_is_not_installed_is_a_sentence(monkeypatch):
+def test_a_tracker_that_is_not_installed_is_a_sentence(monkeypatch, tmp_path):
+    """Also a folder of that name is no package; and a run is refused before anything is prepared."""
     monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     check_trackers(["json"])
     with pytest.raises(InputError, match=r'^output\.trackers names "trackio", .* pip install trackio$'):
         check_trackers(["json", "trackio"])
-
-
-def test_a_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
-    (tmp_path / "only_a_folder").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match="pip install only_a_folder"):
         check_trackers(["only_a_folder"])
-
-
-def test_a_run_with_one_is_refused_before_anything_is_prepared(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    tables = {
-        "model": {"architecture": "llama"},
-        "data": {"files": ["nowhere.txt"]},
-        "output": {"folder": str(tmp_path / "run"), "trackers": "wandb"},
-    }
     with pytest.raises(InputError, match="pip install wandb"):
-        set_up(config_from_dict(tables), force=False)
+        set_up(configured(folder=str(tmp_path / "run"), trackers="wandb"), force=False)
     assert not (tmp_path / "run").exists()
