@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +78,16 @@ class Split:
         self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
         for token in tokens:
             self._passes[token[0]](int(token[1:]))
+
+    def run_counted(self, passes: str, count: Callable[[], AbstractContextManager]) -> list[int]:
+        """What is counted in each of the passes."""
+        tokens, counts = passes.split(), []
+        self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
+        for token in tokens:
+            with count() as counter:
+                self._passes[token[0]](int(token[1:]))
+            counts.append(counter.count)
+        return counts
 
     def forward(self, index: int) -> None:
         hidden = self.batches[index][0].detach().requires_grad_()
@@ -174,6 +186,17 @@ class Storages(TorchDispatchMode):
     @property
     def alive(self) -> int:
         return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Only reference cycles would need it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Products(TorchDispatchMode):

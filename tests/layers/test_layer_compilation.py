@@ -55,6 +55,13 @@ class Compiled(Split):
             module.zero_grad()
 
 
+def assert_close(runner: Split, plain: Split) -> None:
+    expected = dict(plain.module.named_parameters())
+    for name, parameter in runner.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_split_and_fused_backwards_of_compiled_layers() -> None:
     batches = data(3, 2, dtype=torch.float32)
     assert difference(lambda: trunk("llama", torch.float32), batches, PASSES, Compiled) == []
@@ -73,6 +80,7 @@ def test_what_runs_inside_of_a_layer_runs_once_per_forward(monkeypatch: pytest.M
         assert len(seen) == index + 1 and seen[-1].requires_grad
 
 
+@pytest.mark.slow
 def test_a_layer_that_torch_compiles_too_often_leaves_the_checkpointed_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,6 +95,7 @@ def test_a_layer_that_torch_compiles_too_often_leaves_the_checkpointed_ones_alon
             assert difference(lambda: copy.deepcopy(module), batches, passes, Compiled) == []
 
 
+@pytest.mark.slow
 def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiled, "choice", "full")
     batches = data(1, 2, dtype=torch.float32)
@@ -94,6 +103,7 @@ def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPa
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[Tensor] = []
     entry = compilation.linear_entry
@@ -130,8 +140,8 @@ class Layer(nn.Module):
         self.inside = nn.ModuleList(inside)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for one in self.inside:
-            hidden = one(hidden)
+        for module in self.inside:
+            hidden = module(hidden)
         return hidden
 
 
@@ -179,11 +189,10 @@ def test_layers_used_twice_or_on_some_tokens_have_their_gradient_in_I() -> None:
     runner.run("F0 F1 I0 I1")
     assert [len(entries) for entries in runner.queue._entries.values()] == [1, 1]
     runner.run("W0 W1")
-    expected = dict(plain.module.named_parameters())
-    for name, parameter in runner.module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+    assert_close(runner, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiled, "choice", choice)
@@ -197,11 +206,10 @@ def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeyp
             for index, part in enumerate(one.module.layers[0].inside):
                 part.requires_grad_(index not in frozen)
             one.run("F0 I0 W0" if one is runner else "F0 B0")
-        expected = dict(plain.module.named_parameters())
-        for name, parameter in runner.module.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+        assert_close(runner, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Compiled in pieces, or, where it is checkpointed, not at all, and the user is told."""
