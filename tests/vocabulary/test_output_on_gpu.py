@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vocabulary_reference import Problem, assert_close, problem, reference, sharded
+from vocabulary_reference import BACKWARDS, Problem, assert_close, problem, reference, sharded
 
 from evenpipe.vocabulary import LossOptions
 
@@ -25,20 +25,19 @@ TOLERANCES = {
 }
 
 
+OPTIONS = {
+    "plain": LossOptions(),
+    "everything": LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=8.0, logit_scale=0.7),
+}
+
+
 @pytest.mark.parametrize("torch_device", DEVICES)
-@pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
-@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(
-    "options",
-    [LossOptions(), LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=8.0, logit_scale=0.7)],
-    ids=["plain", "everything"],
-)
-def test_gradients(options: LossOptions, dtype: torch.dtype, keep: str, one_barrier: bool, torch_device: str) -> None:
-    inputs = problem(96, 64, 512, bias=True, ignored=(0, 50)).to(dtype)
-    options = replace(options, keep=keep, rows_per_block=32)
-    actual = sharded(inputs.on(torch_device), options, 3, one_barrier=one_barrier).on_host()
-    assert_close(actual, reference(inputs, options), TOLERANCES[dtype][torch_device != "cpu"])
+def test_gradients(torch_device: str, combinations) -> None:
+    for name, dtype, keep, backward in combinations(OPTIONS, TOLERANCES, ("probabilities", "nothing"), BACKWARDS):
+        inputs = problem(96, 64, 512, bias=True, ignored=(0, 50)).to(dtype)
+        options = replace(OPTIONS[name], keep=keep, rows_per_block=32)
+        actual = sharded(inputs.on(torch_device), options, 3, backward=backward).on_host()
+        assert_close(actual, reference(inputs, options), TOLERANCES[dtype][torch_device != "cpu"])
 
 
 @pytest.mark.gpu
@@ -52,7 +51,7 @@ def test_more_logits_than_32_bits_count() -> None:
     labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     whole = Problem(hidden, weight, None, labels, torch.ones(tokens))
     alone = Problem(hidden[-last:], weight, None, labels[-last:], torch.ones(last))
-    found = sharded(whole, LossOptions(), 1, one_barrier=True)
-    expected = sharded(alone, LossOptions(), 1, one_barrier=True)
+    found = sharded(whole, LossOptions(), 1)
+    expected = sharded(alone, LossOptions(), 1)
     torch.testing.assert_close(found.losses[-last:], expected.losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.hidden[-last:], expected.hidden, rtol=1e-2, atol=1e-3)
