@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from family_configs import SETTINGS, small_config
 from small_families import CONFIGS, WHOLE
 from test_units import Mlp, call
 from torch import nn
-from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config
 
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -30,13 +32,27 @@ def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.sampled(3)
 def test_a_small_copy_of_every_family_is_equal_to_the_whole(family: str) -> None:
     cut = cut_of_model(describe(CONFIGS[family]()), 2)
     assert not whole_parts(cut)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_computed_whole() -> None:
-    assert {*whole_parts(cut_of_model(describe(WHOLE["bloom"]()), 2))} == {"self_attention"}
+    """DBRX's attention returns several hidden states, also the residual, which it adds inside."""
+    dbrx = DbrxConfig(
+        d_model=16,
+        n_heads=4,
+        n_layers=4,
+        vocab_size=61,
+        max_seq_len=32,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    for config, whole in ((WHOLE["bloom"](), {"self_attention"}), (dbrx, {"norm_attn_norm", "ffn"})):
+        assert {*whole_parts(cut_of_model(describe(config), 2))} == whole
 
 
 def test_sizes_of_a_large_model() -> None:
@@ -68,12 +84,15 @@ def test_sizes_of_a_large_model() -> None:
 
 
 def test_ranks_that_cannot_share_heads_or_columns() -> None:
-    with pytest.raises(InputError, match=r"tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"):
-        cut_of_model(describe(CONFIGS["llama"]()), 3)
-    with pytest.raises(InputError, match="8 ranks cannot share 2 heads of keys and values"):
-        cut_of_model(describe(CONFIGS["llama"]()), 8)  # there are 4 of queries
-    with pytest.raises(InputError, match="4 ranks cannot share 18 columns"):
-        cut_of_model(describe(LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})), 4)
+    """There are 4 heads of queries."""
+    narrow = LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})
+    for config, ranks, sentence in (
+        (CONFIGS["llama"](), 3, "tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"),
+        (CONFIGS["llama"](), 8, "8 ranks cannot share 2 heads of keys and values"),
+        (narrow, 4, "4 ranks cannot share 18 columns"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            cut_of_model(describe(config), ranks)
 
 
 def test_a_residual_inside_a_block_is_found() -> None:
@@ -86,58 +105,49 @@ def test_a_residual_inside_a_block_is_found() -> None:
 # --- every mistake is refused, not trained ---------------------------------------------------------------------------
 
 
-def refuse(family: str, change) -> None:
+def without(**left_out: tuple[()]) -> Callable[[ModelCut], ModelCut]:
+    """Return a function that takes something out of the cut of every block."""
+
+    def change(cut: ModelCut) -> ModelCut:
+        def of_block(block: layers.Block) -> layers.Block:
+            assert block.cut is not None
+            return replace(block, cut=replace(block.cut, **left_out))
+
+        return replace(
+            cut,
+            blocks={
+                kind: {name: of_block(block) for name, block in blocks.items()} for kind, blocks in cut.blocks.items()
+            },
+        )
+
+    return change
+
+
+def without_attention(cut: ModelCut) -> ModelCut:
+    """The attention gets only its own rows."""
+    blocks = {
+        kind: {name: block for name, block in blocks.items() if name != "self_attn"}
+        for kind, blocks in cut.blocks.items()
+    }
+    return replace(cut, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", without_attention),
+        ("phi3", without(settings=())),  # counts that are not divided
+        ("starcoder2", without(biases=())),  # a bias on all ranks
+        ("olmo2", without(norms=())),  # a norm over heads without a sum
+    ],
+)
+@pytest.mark.sampled(2)
+def test_a_wrong_cut_is_refused(family: str, change: Callable[[ModelCut], ModelCut]) -> None:
     with (
         mock.patch.object(check, "find_model_cut", lambda small: change(find_model_cut(small))),
         pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
     ):
         cut_of_model(describe(CONFIGS[family]()), 2)
-
-
-def of_blocks(cut: ModelCut, change) -> ModelCut:
-    return replace(
-        cut,
-        blocks={
-            kind: {name: change(name, block) for name, block in blocks.items()} for kind, blocks in cut.blocks.items()
-        },
-    )
-
-
-def test_a_block_that_gets_only_its_own_rows_is_refused() -> None:
-    refuse(
-        "llama",
-        lambda cut: replace(
-            cut,
-            blocks={
-                kind: {name: one for name, one in blocks.items() if name != "self_attn"}
-                for kind, blocks in cut.blocks.items()
-            },
-        ),
-    )
-
-
-def test_counts_that_are_not_divided_are_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None
-        return replace(block, cut=replace(block.cut, settings=()))
-
-    refuse("phi3", lambda cut: of_blocks(cut, change))
-
-
-def test_a_bias_on_all_ranks_is_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None and block.cut.biases
-        return replace(block, cut=replace(block.cut, biases=()))
-
-    refuse("starcoder2", lambda cut: of_blocks(cut, change))
-
-
-def test_a_norm_over_heads_without_a_sum_is_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None
-        return replace(block, cut=replace(block.cut, norms=()))
-
-    refuse("olmo2", lambda cut: of_blocks(cut, change))
 
 
 def test_parts_that_are_not_summed_are_refused() -> None:
@@ -162,6 +172,7 @@ class NearlyScatter(Scatter):
         return Scatter.forward(ctx, partial, exchange) * (1 + 1e-7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
 def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
     description = describe(CONFIGS[family]())
@@ -172,41 +183,10 @@ def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
         cut_of_model(description, 2)
 
 
+@pytest.mark.slow
 def test_small_differences_of_large_numbers_in_fp32_are_no_errors() -> None:
     """Gradients of its decay are; in fp32 they change by 1e-5 with the order of sums."""
-    config = Qwen3NextConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=48,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    )
-    assert not whole_parts(cut_of_model(describe(config), 2))
-
-
-def test_a_block_may_return_several_hidden_states() -> None:
-    """DBRX's attention returns the residual too, and adds it inside, so it is computed whole."""
-    config = DbrxConfig(
-        d_model=16,
-        n_heads=4,
-        n_layers=4,
-        vocab_size=61,
-        max_seq_len=32,
-        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
-    )
-    assert {*whole_parts(cut_of_model(describe(config), 2))} == {"norm_attn_norm", "ffn"}
+    assert not whole_parts(cut_of_model(describe(small_config("qwen3_next", SETTINGS.get("qwen3_next", {}))), 2))
 
 
 def test_nothing_of_the_caller_changes() -> None:
