@@ -29,8 +29,6 @@ from evenpipe.model import (
 )
 from evenpipe.model.placement import Cut, TensorPlacement
 
-NEOX = {"embed_out.weight": "lm_head.weight"}
-
 
 @pytest.fixture
 def saved(tmp_path):
@@ -49,7 +47,7 @@ WAYS += [(name, False) for name in EXPERTS] + [("mixtral", True)]
 
 
 @pytest.mark.parametrize(("name", "tied"), WAYS)
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
     model, given = saved(name, tied, max_shard_size="40KB")
     description = describe(given)
@@ -111,16 +109,6 @@ def test_parts_of_tensors_are_read(saved) -> None:
         assert torch.equal(part, held[name].of(whole) if name in held else whole)
 
 
-def test_names_differ_on_disk_for_gpt_neox(saved) -> None:
-    _, folder = saved("gpt_neox")
-    description = describe(folder)
-    assert description.head_name == "lm_head.weight"
-    one = torch.ones(())
-    names = ("lm_head.weight", "gpt_neox.final_layer_norm.bias")
-    written = disk_tensors(description, [(name, one) for name in names])
-    assert [name for name, _ in written] == ["embed_out.weight", "gpt_neox.final_layer_norm.bias"]
-
-
 def test_a_single_file_and_shards_hold_the_same(tmp_path) -> None:
     tensors = {f"t{index}": torch.full((10, 10), float(index)) for index in range(5)}
     assert [path.name for path in save_tensors(tmp_path / "one", tensors.items())] == ["model.safetensors"]
@@ -168,15 +156,11 @@ def test_views_are_written_alone(tmp_path) -> None:
         save_tensors(tmp_path, [])
 
 
-def test_loaded_rows_do_not_hold_the_whole_matrix(saved) -> None:
-    _, folder = saved("llama")
-    rows = load_rows(describe(folder), folder, "lm_head.weight", 100, 110)
-    assert rows.untyped_storage().nbytes() == 10 * 64 * 4
-
-
-def test_values_are_cast_to_the_dtype_of_the_stage(saved) -> None:
+def test_loaded_rows_do_not_hold_the_whole_matrix_and_values_are_cast(saved) -> None:
     model, folder = saved("llama")
     description = describe(folder)
+    rows = load_rows(description, folder, "lm_head.weight", 100, 110)
+    assert rows.untyped_storage().nbytes() == 10 * 64 * 4
     stage = build_stage(description, 0, 1, is_first=True, is_last=False, dtype=torch.bfloat16)
     load_parameters(stage, description, folder)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -204,88 +188,6 @@ def test_a_folder_of_the_base_model_alone_has_its_layers(saved, tmp_path) -> Non
     assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stage.named_parameters())
     with pytest.raises(InputError, match=r"has no tensor for lm_head\.weight"):
         fill_rows(description, "lm_head.weight", 0, 5)
-
-
-def damage_nothing_there(folder) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def damage_truncated(folder) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-
-
-def damage_missing(folder) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: value for key, value in tensors.items() if "layers.1.mlp" not in key}, folder / "model.safetensors")
-
-
-def damage_shape(folder) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def damage_index(folder) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def assert_refused(folder, text) -> None:
-    """The weights are refused in one line, before any of them is loaded."""
-    description = describe(folder)
-    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    with pytest.raises(InputError, match=text) as caught:
-        fill_parameters(stage, description)
-    assert "\n" not in str(caught.value)
-    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
-
-
-DAMAGE = [
-    (damage_nothing_there, r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
-    (damage_truncated, r"model\.safetensors is damaged"),
-    (damage_missing, r"has no tensor for model\.layers\.1\.mlp\.gate_proj\.weight, .*bias"),
-    (damage_shape, r"up_proj\.weight has the shape \(96, 63\), and the config asks for \(96, 64\)"),
-    (damage_index, r"index\.json is damaged"),
-]
-
-
-@pytest.mark.parametrize(("damage", "text"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
-def test_damaged_folders_are_refused(saved, damage, text) -> None:
-    _, folder = saved("llama")
-    damage(folder)
-    assert_refused(folder, text)
-
-
-EXPERT = "model.layers.1.block_sparse_moe.experts.2"
-
-
-def take_an_expert_away(tensors) -> None:
-    del tensors[f"{EXPERT}.w2.weight"]
-
-
-def take_one_matrix_of_all_experts_away(tensors) -> None:
-    for name in [name for name in tensors if name.endswith("w3.weight")]:
-        del tensors[name]
-
-
-def give_an_expert_another_shape(tensors) -> None:
-    tensors[f"{EXPERT}.w1.weight"] = torch.zeros(95, 64)
-
-
-EXPERT_DAMAGE = [
-    (take_an_expert_away, r"down_proj has the shape \(3, 64, 96\), and the config asks for \(4, 64, 96\)"),
-    (take_one_matrix_of_all_experts_away, r"gate_up_proj (cannot be put together from|has the shape)"),
-    (give_an_expert_another_shape, r"model\.layers\.1\.mlp\.experts\.gate_up_proj cannot be put together from"),
-]
-
-
-@pytest.mark.parametrize(("damage", "text"), EXPERT_DAMAGE, ids=[damage.__name__ for damage, _ in EXPERT_DAMAGE])
-def test_experts_that_do_not_fit_together_are_refused(saved, damage, text) -> None:
-    _, folder = saved("mixtral")
-    tensors = load_file(folder / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(folder, text)
 
 
 def test_more_than_ten_experts_keep_their_order(tmp_path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from transformers import DeepseekV3Config, LlamaConfig
 
 from evenpipe.model import describe
 from evenpipe.model.context_exchange import choose, heads_divide, received
+from evenpipe.model.description import Description
 from evenpipe.model.flops import attention_of
 
 # heads, heads of keys, ranks, tensor ranks, slices -> exchange, why. Moved by keys / by heads: 1.5 ranks r / (1 + r).
@@ -24,38 +24,29 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "exchange", "reason"), CHOICES, ids=str)
-def test_the_way_that_moves_less(sizes: tuple[int, ...], exchange: str, reason: str) -> None:
-    heads, of_keys, ranks, tensor_ranks, slices = sizes
-    config = LlamaConfig(
-        hidden_size=64 * heads,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=of_keys,
-        vocab_size=9,
-    )
-    given = {"ranks": ranks, "tensor_ranks": tensor_ranks, "slices": slices}
-    assert choose(describe(config), "auto", **given) == (exchange, reason)
-    for wanted in ("keys", "heads"):
-        assert choose(describe(config), wanted, **given) == (wanted, "as given")
+def llama(heads: int, of_keys: int) -> Description:
+    sizes = {"hidden_size": 64 * heads, "num_attention_heads": heads, "num_key_value_heads": of_keys}
+    return describe(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=9))
 
 
-@pytest.mark.parametrize(("heads", "of_keys", "ranks"), [(32, 8, 2), (32, 8, 8), (32, 4, 4), (16, 16, 4)])
-def test_elements_are_the_closed_forms(heads: int, of_keys: int, ranks: int) -> None:
-    config = LlamaConfig(
-        hidden_size=64 * heads,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=of_keys,
-        vocab_size=9,
-    )
-    attention = attention_of(describe(config), 0)
-    query, key = 64 * heads, 64 * of_keys
-    sizes = {"ranks": ranks, "tensor_ranks": 1}
-    assert received(attention, "keys", **sizes) == 3 * (ranks - 1) * 2 * key
-    assert received(attention, "keys", **sizes, kept=True) == 2 * (ranks - 1) * 2 * key
-    assert received(attention, "heads", **sizes) == 2 * (1 - 1 / ranks) * (2 * query + 2 * key)
-    assert received(attention, "keys", ranks=ranks, tensor_ranks=2) == received(attention, "keys", **sizes) / 2
+def test_the_way_that_moves_less() -> None:
+    for (heads, of_keys, ranks, tensor_ranks, slices), exchange, reason in CHOICES:
+        sizes = {"ranks": ranks, "tensor_ranks": tensor_ranks, "slices": slices}
+        description = llama(heads, of_keys)
+        assert choose(description, "auto", **sizes) == (exchange, reason)
+        for wanted in ("keys", "heads"):
+            assert choose(description, wanted, **sizes) == (wanted, "as given")
+
+
+def test_elements_are_the_closed_forms() -> None:
+    for heads, of_keys, ranks in [(32, 8, 2), (32, 8, 8), (32, 4, 4), (16, 16, 4)]:
+        attention = attention_of(llama(heads, of_keys), 0)
+        query, key = 64 * heads, 64 * of_keys
+        sizes = {"ranks": ranks, "tensor_ranks": 1}
+        assert received(attention, "keys", **sizes) == 3 * (ranks - 1) * 2 * key
+        assert received(attention, "keys", **sizes, kept=True) == 2 * (ranks - 1) * 2 * key
+        assert received(attention, "heads", **sizes) == 2 * (1 - 1 / ranks) * (2 * query + 2 * key)
+        assert received(attention, "keys", ranks=ranks, tensor_ranks=2) == received(attention, "keys", **sizes) / 2
 
 
 def test_latent_attention_exchanges_heads() -> None:
@@ -68,6 +59,5 @@ def test_latent_attention_exchanges_heads() -> None:
 
 
 def test_without_heads_nothing_is_exchanged() -> None:
-    config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
-    none = replace(attention_of(describe(config), 0), heads=0, key_value_size=0)
+    none = replace(attention_of(llama(4, 4), 0), heads=0, key_value_size=0)
     assert heads_divide(none, ranks=2, tensor_ranks=1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from families import COMMON, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
+from families import FAMILIES, GROUPED, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -34,41 +36,30 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("name", LOGITS)
-def test_what_happens_to_logits_is_measured(name) -> None:
-    description = describe(tiny_config(name))
-    assert (description.logit_scale, description.soft_cap) == LOGITS[name]
+def test_what_happens_to_logits_is_measured(sample) -> None:
+    for name in sample(LOGITS, 4):
+        description = describe(tiny_config(name))
+        assert (description.logit_scale, description.soft_cap) == LOGITS[name], name
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_facts(name, tied) -> None:
-    config = tiny_config(name, tied=tied)
-    before = copy.deepcopy(config.to_dict())
-    description = describe(config)
-    whole = whole_model(config, dtype=torch.float32)
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
-    assert config.to_dict() == before, "the caller's config is not touched"
-    assert (description.layers, description.hidden_size, description.vocabulary_size) == (4, 64, VOCABULARY)
-    assert description.tied is (embedding.weight is head.weight) is tied
-    assert whole.get_parameter(description.embedding_name) is embedding.weight
-    assert whole.get_parameter(description.head_name) is head.weight
-    assert (description.head_bias_name is not None) == (head.bias is not None)
-    assert description.padding_index == embedding.padding_idx
-    assert description.maximum_length == 128
-    saved = (*whole.named_parameters(), *persistent_buffers(whole))
-    assert description.shapes == {key: tensor.shape for key, tensor in saved}
-    assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
-
-
-def test_a_model_may_have_no_maximum_length() -> None:
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
-    assert describe(config).maximum_length is None
-
-
-def test_padding_index_is_that_of_the_module_and_not_of_the_config() -> None:
-    found = {name: describe(tiny_config(name)).padding_index for name in ("llama", "gpt_neox", "gpt2")}
-    assert found == {"llama": PADDING, "gpt_neox": None, "gpt2": None}
+def test_facts(sample) -> None:
+    for name, tied in sample(itertools.product([*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"], (False, True)), 8):
+        config = tiny_config(name, tied=tied)
+        before = copy.deepcopy(config.to_dict())
+        description = describe(config)
+        whole = whole_model(config, dtype=torch.float32)
+        embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+        assert config.to_dict() == before, "the caller's config is not touched"
+        assert (description.layers, description.hidden_size, description.vocabulary_size) == (4, 64, VOCABULARY)
+        assert description.tied is (embedding.weight is head.weight) is tied
+        assert whole.get_parameter(description.embedding_name) is embedding.weight
+        assert whole.get_parameter(description.head_name) is head.weight
+        assert (description.head_bias_name is not None) == (head.bias is not None)
+        assert description.padding_index == embedding.padding_idx
+        assert description.maximum_length == 128
+        saved = (*whole.named_parameters(), *persistent_buffers(whole))
+        assert description.shapes == {key: tensor.shape for key, tensor in saved}
+        assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
 
 
 # config -> (takes position ids, takes a mask, rows of the position table)
@@ -82,14 +73,12 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("config", "expected"), TAKEN)
-def test_what_the_forward_takes_beside_tokens(config, expected) -> None:
-    description = describe(config())
-    assert (
-        description.takes("position_ids"),
-        description.takes("attention_mask"),
-        description.position_rows,
-    ) == expected
+def test_what_the_forward_takes_beside_tokens() -> None:
+    for config, (positions, mask, rows) in TAKEN:
+        description = describe(config())
+        assert (description.takes("position_ids"), description.takes("attention_mask")) == (positions, mask)
+        assert description.position_rows == rows
+    assert describe(transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)).maximum_length is None
 
 
 def test_the_rows_for_positions_are_just_enough() -> None:
@@ -219,11 +208,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("model_class", "text"), REFUSED, ids=[entry[0].__name__ for entry in REFUSED])
-def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
-    with pytest.raises(InputError, match=rf"{model_class.__name__} cannot be cut into stages: .*{text}") as caught:
-        describe(model_class(tiny_config("llama")))
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    for model_class, sentence in REFUSED:
+        refused = rf"{model_class.__name__} cannot be cut into stages: .*{sentence}"
+        with pytest.raises(InputError, match=refused) as caught:
+            describe(model_class(tiny_config("llama")))
+        assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_a_config_may_count_parts_of_its_layers() -> None:
@@ -231,6 +221,7 @@ def test_a_config_may_count_parts_of_its_layers() -> None:
     config = transformers.AutoConfig.for_model("longcat_flash")
     assert config.num_hidden_layers == 56
     assert describe(config).layers == 28
+    assert describe(transformers.OPTConfig(**OPT)).structure.layers_name == "model.decoder.layers"
 
 
 def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
@@ -245,37 +236,39 @@ def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
 
 
 CONFIGS = [
-    ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
+    # two stacks of layers
+    (lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
     (
-        "shared key-values",
         lambda: transformers.AutoConfig.for_model("gemma4_text", num_kv_shared_layers=2),
         r"^num_kv_shared_layers = 2 lets layers use the keys and values of others, .*: it has to be 0\.$",
     ),
     (
-        "inputs per layer",
         lambda: transformers.AutoConfig.for_model("gemma4_text"),
-        r"receive trainable tensors besides the hidden states \(per_layer_input; see .*\), and between stages only",
+        r"receive trainable tensors besides the hidden states \(per_layer_input; see .*"
+        r"hidden_size_per_layer_input = 256 in its config\), and between stages only",
     ),
-    ("not a language model", lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
+    (lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
     (
-        "quantised weights",
         lambda: transformers.LlamaConfig(**GROUPED, quantization_config={"quant_method": "fp8"}),
         "quantised weights cannot be trained",
     ),
-    ("layers skipped at random", lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
+    (lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
     (
-        "a router's loss that transformers does not compute",
         lambda: tiny_config("deepseek_v3", output_router_logits=True),
         "output_router_logits = true asks for a loss that DeepseekV3ForCausalLM cannot be trained with: transformers",
     ),
+    # no models
+    (lambda: nn.Linear(3, 3), r"use Pipeline.from_modules"),
+    (lambda: 17, "model = 17 is neither"),
+    (lambda: Path(__file__).parent, r"neither a folder with a config.json nor a model"),
 ]
 
 
-@pytest.mark.parametrize(("what", "config", "text"), CONFIGS, ids=[entry[0] for entry in CONFIGS])
-def test_configs_that_are_refused(what, config, text) -> None:
-    with pytest.raises(InputError, match=text) as caught:
-        describe(config())
-    assert "\n" not in str(caught.value)
+def test_what_is_no_model_that_can_be_trained_is_refused() -> None:
+    for source, sentence in CONFIGS:
+        with pytest.raises(InputError, match=sentence) as caught:
+            describe(source())
+        assert "\n" not in str(caught.value)
 
 
 class WithAdapter(nn.Linear):
@@ -297,15 +290,6 @@ def test_a_live_model_with_modules_put_in_by_hand_is_refused() -> None:
         describe(model)
 
 
-def test_sources_that_are_no_model(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"use Pipeline.from_modules"):
-        describe(nn.Linear(3, 3))
-    with pytest.raises(InputError, match="model = 17 is neither"):
-        describe(17)
-    with pytest.raises(InputError, match=r"neither a folder with a config.json nor a model"):
-        describe(tmp_path)
-
-
 def test_describing_takes_no_memory_for_weights() -> None:
     """Check that 64 GB of learned positions are never allocated, neither in the probe nor on other stages."""
     config = transformers.GPT2Config(vocab_size=503, n_embd=8192, n_layer=2, n_head=8, n_positions=10**6)
@@ -325,44 +309,27 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path) -> None:
         describe(tmp_path)
 
 
-def test_layers_with_another_layer_between_them_keep_their_place_in_wrapped_decoders() -> None:
-    assert describe(transformers.OPTConfig(**OPT)).structure.layers_name == "model.decoder.layers"
-
-
-def logits_through(function):
-    return probe_logits("Some model", function, 17)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda z: z, (1.0, None)),
-        (lambda z: z / 8, (0.125, None)),
-        (lambda z: 30 * torch.tanh(z / 30), (1.0, 30.0)),
-        (lambda z: 15 * torch.tanh(z * 0.5 / 15), (0.5, 15.0)),
-        (lambda z: z.float() * 0.5, (0.5, None)),
-    ],
-)
-def test_fitting_logits(function, expected) -> None:
-    scale, cap = logits_through(function)
-    assert scale == pytest.approx(expected[0], rel=1e-12) and cap == expected[1]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_fitting_logits() -> None:
+    """A positive scale and a soft-cap are found; everything else that is done to logits is refused."""
+    for function, expected_scale, expected_cap in (
+        (lambda z: z, 1.0, None),
+        (lambda z: z / 8, 0.125, None),
+        (lambda z: 30 * torch.tanh(z / 30), 1.0, 30.0),
+        (lambda z: 15 * torch.tanh(z * 0.5 / 15), 0.5, 15.0),
+        (lambda z: z.float() * 0.5, 0.5, None),
+    ):
+        scale, cap = probe_logits("Some model", function, 17)
+        assert scale == pytest.approx(expected_scale, rel=1e-12) and cap == expected_cap
+    for function in (
         lambda z: -z,
         lambda z: z + 1,
         lambda z: z.clamp(-30, 30),
-        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e9)], dim=-1),
+        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e9)], dim=-1),  # a masked column
         lambda z: z[..., :-1],
-        lambda z: z - z.logsumexp(-1, keepdim=True),
-    ],
-    ids=["negative", "shifted", "clamped", "masked column", "cut off", "log-probabilities"],
-)
-def test_other_things_done_to_logits_are_refused(function) -> None:
-    with pytest.raises(InputError, match=r"Some model cannot be cut into stages: (what it does to )?its logits"):
-        logits_through(function)
+        lambda z: z - z.logsumexp(-1, keepdim=True),  # log-probabilities
+    ):
+        with pytest.raises(InputError, match=r"Some model cannot be cut into stages: (what it does to )?its logits"):
+            probe_logits("Some model", function, 17)
 
 
 def test_arithmetic_per_layer() -> None:
@@ -390,7 +357,3 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
     projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
     flops = layer_flops(describe(tiny_config("gpt_oss", sliding_window=16)), 10)
     assert flops == [projections + 2 * 4 * 64 + 2 * (2 * 3 * 64 * 96)] * 4
-
-
-def test_common_settings_are_used() -> None:
-    assert all(describe(tiny_config(name)).config.hidden_size == COMMON["hidden_size"] for name in ("gpt2", "bloom"))

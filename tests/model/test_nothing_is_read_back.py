@@ -43,7 +43,7 @@ def values_read(stage: Stage, hidden: Tensor, **arguments: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, "llama4_text"])
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 def test_no_value_is_read(name: str) -> None:
     """Run also on the device "meta", where every operation that reads a value fails."""
     description = describe(config_of(name))
@@ -54,6 +54,7 @@ def test_no_value_is_read(name: str) -> None:
             assert values_read(stage, torch.ones(2, 12, 64, dtype=dtype, device=torch_device)) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "olmo3", "modernbert-decoder"])
 def test_rows_of_several_sequences_are_found(name: str) -> None:
     """Give positions: for one sequence they change nothing, for two sequences they change only the second."""

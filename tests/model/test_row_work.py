@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -22,9 +23,8 @@ def counted(work: RowWork, tokens: int) -> float:
     return work.per_token * tokens + sum(count * each for count, each in keys)
 
 
-@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-def test_closed_form(work: RowWork) -> None:
-    for tokens in (0, 1, 2, 23, 24, 25, 100):
+def test_closed_form() -> None:
+    for work, tokens in itertools.product(WORKS.values(), (0, 1, 2, 23, 24, 25, 100)):
         assert work.on(tokens) == pytest.approx(counted(work, tokens))
         assert work.attention(tokens) == pytest.approx(counted(work, tokens) - work.per_token * tokens)
 
@@ -38,25 +38,18 @@ def test_of_a_model(family: str) -> None:
     assert 0 < work.share(16) < work.share(32) < 1
 
 
-@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-@pytest.mark.parametrize(
-    ("length", "slices", "multiple"), [(96, 4, 1), (96, 3, 8), (64, 8, 8), (4096, 4, 2), (12288, 5, 6), (131072, 16, 4)]
-)
-def test_slices_have_equal_work_as_far_as_the_multiple_allows(
-    work: RowWork, length: int, slices: int, multiple: int
-) -> None:
-    ends = slice_ends(work, length, slices, multiple)
-    lengths = [end - start for start, end in pairwise((0, *ends))]
-    assert sum(lengths) == length and len(lengths) == slices and min(lengths) >= multiple
-    step = 384 if multiple == 6 and length == 12288 else 128 if length >= 512 * slices else multiple
-    assert all(end % multiple == 0 and end % step == 0 for end in ends[:-1])
-    for number, end in enumerate(ends[:-1], 1):
-        if lengths[number - 1] > step and lengths[number] > step:
-            target = work.on(length) * number / slices
-            assert work.on(end - step) < target < work.on(end + step)
-
-
-def test_whole_sequences() -> None:
+def test_slices_have_equal_work_as_far_as_the_multiple_allows() -> None:
+    cases = [(96, 4, 1), (96, 3, 8), (64, 8, 8), (4096, 4, 2), (12288, 5, 6), (131072, 16, 4)]
+    for work, (length, slices, multiple) in itertools.product(WORKS.values(), cases):
+        ends = slice_ends(work, length, slices, multiple)
+        lengths = [end - start for start, end in pairwise((0, *ends))]
+        assert sum(lengths) == length and len(lengths) == slices and min(lengths) >= multiple
+        step = 384 if multiple == 6 and length == 12288 else 128 if length >= 512 * slices else multiple
+        assert all(end % multiple == 0 and end % step == 0 for end in ends[:-1])
+        for number, end in enumerate(ends[:-1], 1):
+            if lengths[number - 1] > step and lengths[number] > step:
+                target = work.on(length) * number / slices
+                assert work.on(end - step) < target < work.on(end + step)
     assert slice_ends(WORKS["windows"], 77, 1, 11) == (77,)
 
 

@@ -12,7 +12,6 @@ from families import (
     COMMON,
     GROUPED,
     PADDING,
-    build_stages,
     loss_and_gradients,
     loss_and_gradients_in_stages,
     tiny_config,
@@ -44,18 +43,23 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "settings", "found"), FOUND, ids=[row[0] for row in FOUND])
-def test_what_a_forward_does_to_its_input(model_type, settings, found) -> None:
-    model = whole(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
-    description = describe(model)
-    assert {name: getattr(description.structure, name) for name in found} == found
+def assert_equal_to_whole(description, **arguments) -> float:
+    """Return the loss."""
     tokens, labels = tokens_and_labels()
-    expected = loss_and_gradients(model, tokens, labels)
-    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels)
-    assert loss == pytest.approx(expected[0], rel=1e-12)
-    assert gradients.keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
+    expected_loss, expected = loss_and_gradients(description.model, tokens, labels)
+    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels, **arguments)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name
+    return loss
+
+
+@pytest.mark.parametrize(("model_type", "settings", "facts"), FOUND, ids=[row[0] for row in FOUND])
+def test_what_a_forward_does_to_its_input(model_type, settings, facts) -> None:
+    description = describe(whole(transformers.AutoConfig.for_model(model_type, **(COMMON | settings))))
+    assert {name: getattr(description.structure, name) for name in facts} == facts
+    assert_equal_to_whole(description)
 
 
 ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **NO_DROPOUT}
@@ -63,31 +67,22 @@ ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **
 
 def test_positions_that_are_counted_from_token_ids() -> None:
     """Use positions from token ids: from hidden states, which stages have, RoBERTa would count padding too."""
-    model = whole(transformers.RobertaConfig(**COMMON, **ROBERTA))
-    description = describe(model)
+    description = describe(whole(transformers.RobertaConfig(**COMMON, **ROBERTA)))
     tokens, labels = tokens_and_labels()
     positions = description.positions_of(tokens)
     assert positions[0, :6].tolist() == [PADDING + 1, PADDING + 2, PADDING + 3, PADDING, PADDING + 4, PADDING + 5]
-    expected = loss_and_gradients(model, tokens, labels)
-    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels, position_ids=positions)
-    assert loss == pytest.approx(expected[0], rel=1e-12)
-    assert all(torch.allclose(gradients[name], one, rtol=1e-9, atol=1e-12) for name, one in expected[1].items())
+    loss = assert_equal_to_whole(description, position_ids=positions)
     wrong, _ = loss_and_gradients_in_stages(description, (1, 3), tokens, labels)
     assert abs(wrong - loss) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings"),
-    [
-        ("llama", GROUPED),
-        ("gpt2", NO_DROPOUT),
-        ("bert", {"is_decoder": True, "intermediate_size": 96}),
-        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    ],
-)
-def test_positions_of_others_are_not_counted(model_type, settings) -> None:
-    description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
-    assert description.positions_of(torch.tensor([[5, PADDING, 7]])) is None
+    others = {
+        "llama": GROUPED,
+        "gpt2": NO_DROPOUT,
+        "bert": {"is_decoder": True, "intermediate_size": 96},
+        "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    }
+    for model_type, settings in others.items():
+        description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
+        assert description.positions_of(torch.tensor([[5, PADDING, 7]])) is None, model_type
 
 
 def test_a_bias_with_two_names_goes_by_the_first() -> None:
@@ -157,77 +152,55 @@ class OnlyWhileTraining(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("model_class", "text"),
-    [
-        (TableForAllLayers, "its parameter model.table acts on the layers or after them without a gradient"),
-        (
-            OnlyWhileTraining,
-            r"its forward in evaluation needs more of its layers .* stops at `layer.mlp.*\(AttributeError: .*\)",
-        ),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(model_class, text) -> None:
-    with pytest.raises(InputError, match=rf"{model_class.__name__} cannot be cut into stages: {text}\.") as caught:
-        describe(model_class(tiny_config("llama")))
-    assert "\n" not in str(caught.value)
-
-
 ZAYA = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 40, "router_hidden_size": 32}
-SHAPES = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4}
-ONE_TENSOR = [
+OPT = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4, "ffn_dim": 96}
+
+
+def config_of(model_type: str, settings: dict) -> transformers.PreTrainedConfig:
+    return transformers.AutoConfig.for_model(model_type, **settings)
+
+
+REFUSED = [
     (
-        "zaya",
-        ZAYA,
+        lambda: TableForAllLayers(tiny_config("llama")),
+        "TableForAllLayers cannot .*: its parameter model.table acts on the layers or after them without a gradient",
+    ),
+    (
+        lambda: OnlyWhileTraining(tiny_config("llama")),
+        r"OnlyWhileTraining cannot be cut into stages: its forward in evaluation needs more of its layers .* stops at"
+        r" `layer.mlp.*\(AttributeError: .*\)",
+    ),
+    # Between stages travel only hidden states as wide as the embedding.
+    (
+        lambda: config_of("zaya", ZAYA),
         r"a second tensor on to each other \(prev_router_hidden_states\), and between stages only",
     ),
     (
-        "opt",
-        {**SHAPES, "ffn_dim": 96, "word_embed_proj_dim": 32},
+        lambda: config_of("opt", {**OPT, "word_embed_proj_dim": 32}),
         r"of the shape \(2, 3, 64\), .* sequence, 32\], travel",
     ),
-    ("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}, r"of the shape \(2, 3, 4, 64\), and between stages"),
+    (
+        lambda: config_of("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}),
+        r"of the shape \(2, 3, 4, 64\), and between stages",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "settings", "text"), ONE_TENSOR, ids=[row[0] for row in ONE_TENSOR])
-def test_only_hidden_states_as_wide_as_the_embedding_travel(model_type, settings, text) -> None:
-    with pytest.raises(InputError, match=text):
-        describe(transformers.AutoConfig.for_model(model_type, **settings))
+def test_what_stages_cannot_do_is_refused() -> None:
+    for source, sentence in REFUSED:
+        with pytest.raises(InputError, match=sentence) as caught:
+            describe(source())
+        assert "\n" not in str(caught.value)
 
 
 def test_layers_that_return_fp32_are_refused_in_bf16() -> None:
     config = transformers.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=4)
     description = describe(config)
     check_compute_dtype(description, torch.float32)
-    with pytest.raises(
-        InputError,
-        match=r"^compute_dtype = torch.bfloat16: the layers of MambaForCausalLM return torch.f"
-        r"loat32, .*; set residual_in_fp32 to false in the model's config\.$",
-    ):
+    said = r"compute_dtype = torch.bfloat16: the layers of MambaForCausalLM return torch.float32, .*; set"
+    with pytest.raises(InputError, match=rf"^{said} residual_in_fp32 to false in the model's config\.$"):
         check_compute_dtype(description, torch.bfloat16)
     config = copy.deepcopy(config)
     config.residual_in_fp32 = False
     check_compute_dtype(describe(config), torch.bfloat16)
     check_compute_dtype(describe(tiny_config("llama")), torch.bfloat16)
-
-
-DRAWN = [  # a separate head bias; layers whose constructor takes fields of the config
-    ("bert", {"is_decoder": True, "intermediate_size": 96, "tie_word_embeddings": False}),
-    ("openai-gpt", {"n_positions": 64}),
-]
-
-
-@pytest.mark.parametrize(("model_type", "settings"), DRAWN, ids=[row[0] for row in DRAWN])
-def test_fresh_weights_are_the_same_in_every_layout(model_type, settings) -> None:
-    description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
-    layouts = []
-    for cuts in ((), (1, 3)):
-        stages = build_stages(description, cuts, dtype=torch.float32)
-        for stage in stages:
-            initialize(stage, description, seed=0)
-        layouts.append({name: one for stage in stages for name, one in stage.named_parameters()})
-    whole_one, cut = layouts
-    assert whole_one.keys() == cut.keys()
-    assert all(torch.equal(one, cut[name]) for name, one in whole_one.items())
-    assert all(one.isfinite().all() for one in cut.values())
