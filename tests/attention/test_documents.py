@@ -38,7 +38,7 @@ def alone(model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *LOOK_ACROSS[1:]))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 def test_documents_of_a_row_have_the_gradients_of_each_alone(family: str) -> None:
     config = configuration(family)
     tokens, labels = (one % config.get_text_config().vocab_size for one in tokens_and_labels(sequence=ROW))
@@ -84,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_families_that_cannot_keep_documents_apart_are_refused(family: str) -> None:
     with pytest.raises(InputError, match=rf'documents = "separate", only with "joined" \(data.*: {REFUSED[family]}'):
         looks_across_documents(described(family))
@@ -99,7 +99,7 @@ def test_dropout_of_attention_is_refused_before_a_step() -> None:
 
 @pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("family", ("llama", "gemma2", "phi3", "deepseek_v3", *LOOK_ACROSS))
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 def test_pieces_of_separate_documents_pass_the_check(family: str, slices: bool) -> None:
     check_pieces(describe(configuration(family)), "this", slices=slices, apart=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from evenpipe.errors import InputError
@@ -65,17 +67,17 @@ def test_idle_slots_have_no_place_in_a_lowered_file() -> None:
     assert to_torch(Order.from_csv(idle), lowered=True) == to_torch(Order.from_csv(busy), lowered=True)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "gis", "zb-h1", "zbv", "dualpipe-v"])
-@pytest.mark.parametrize(("devices", "microbatches"), [(1, 3), (2, 5), (4, 8)])
-def test_round_trip(schedule: str, devices: int, microbatches: int) -> None:
-    order = generate(schedule, devices, microbatches)
-    assert from_torch(to_torch(order)) == order
-    program = from_torch(to_torch(order, lowered=True))
-    assert isinstance(program, Program)
-    assert check_program(program).ok
-    assert program.placement == order.placement
-    assert to_torch(program, lowered=False) == to_torch(order)
-    assert to_torch(add_communication(order)) == to_torch(order, lowered=True)
+def test_round_trip() -> None:
+    schedules = ("gpipe", "1f1b", "gis", "zb-h1", "zbv", "dualpipe-v")
+    for schedule, (devices, microbatches) in itertools.product(schedules, [(1, 3), (2, 5), (4, 8)]):
+        order = generate(schedule, devices, microbatches)
+        assert from_torch(to_torch(order)) == order
+        program = from_torch(to_torch(order, lowered=True))
+        assert isinstance(program, Program)
+        assert check_program(program).ok
+        assert program.placement == order.placement
+        assert to_torch(program, lowered=False) == to_torch(order)
+        assert to_torch(add_communication(order)) == to_torch(order, lowered=True)
 
 
 def test_a_file_as_the_csv_module_writes_it() -> None:
@@ -86,58 +88,54 @@ def test_a_file_as_the_csv_module_writes_it() -> None:
     assert to_torch(order) == "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
-        ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2 (device 1, position 1): '1ALLREDUCE0' is not a pass"),
-        ("0F0,0B0\n\n1F0,1B0", "row 2 is blank"),
-        (
-            "0F0,0BW0",
-            "row 1, column 2 (device 0, position 1): '0BW0' is from an older torch",
-        ),
-        ('0F0,"0B0\n1F0,1B0', "row 1, column 2 (device 0, position 1): a quoted cell continues on the next line"),
-        ("", "the file is empty"),
-        (f'"{"0" * 200_000}"', "the file is not CSV: field larger than field limit"),
-    ],
-)
-def test_files_that_are_not_schedules(text: str, message: str) -> None:
-    with pytest.raises(InputError) as error:
-        from_torch(text)
-    assert message in str(error.value)
+NO_SCHEDULES = [
+    ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
+    ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2 (device 1, position 1): '1ALLREDUCE0' is not a pass"),
+    ("0F0,0B0\n\n1F0,1B0", "row 2 is blank"),
+    (
+        "0F0,0BW0",
+        "row 1, column 2 (device 0, position 1): '0BW0' is from an older torch",
+    ),
+    ('0F0,"0B0\n1F0,1B0', "row 1, column 2 (device 0, position 1): a quoted cell continues on the next line"),
+    ("", "the file is empty"),
+    (f'"{"0" * 200_000}"', "the file is not CSV: field larger than field limit"),
+]
+
+
+def test_files_that_are_not_schedules() -> None:
+    for text, message in NO_SCHEDULES:
+        with pytest.raises(InputError) as error:
+            from_torch(text)
+        assert message in str(error.value)
 
 
 VOCABULARY = "S0 is a pass of the vocabulary layers, which torch's runtime does not have; take the order without them"
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (Order.from_csv("0F0,S0,C0,T0,0B0"), f"device 0, position 1: {VOCABULARY}"),
-        (Order.from_csv("0F0,0R0,0B0"), "device 0, position 1: 0R0 recomputes, offloads or loads activations"),
-        (Order.from_csv("0F0,0O0,0D0,0L0,0B0"), "device 0, position 1: 0O0 recomputes, offloads or loads activations"),
-        (Order.from_csv("0F0,0F0.1,0B0,0B0.1"), "device 0, position 1: 0F0.1 is for a slice of a sequence"),
-        (
-            Order.from_csv("0F0\n(1F0;1B0.1)OVERLAP_F_B", microbatches=2),
-            "device 1, position 0: 1B0.1 is for a slice of a sequence, but torch's runtime does not cut sequences",
-        ),
-        (forward_only(generate("1f1b", 2, 2)), "the order only evaluates"),
-        (Order.from_csv("0F0,0F1,0B0,0B0"), "0B1 is missing"),
-        (Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), "cannot complete"),
-    ],
-)
-@pytest.mark.parametrize("lowered", [True, False])
-def test_what_torch_has_no_word_for(order: Order, message: str, lowered: bool) -> None:
-    with pytest.raises(InputError) as error:
-        to_torch(order, lowered=lowered)
-    assert message in str(error.value)
+NO_WORD = [
+    (Order.from_csv("0F0,S0,C0,T0,0B0"), f"device 0, position 1: {VOCABULARY}"),
+    (Order.from_csv("0F0,0R0,0B0"), "device 0, position 1: 0R0 recomputes, offloads or loads activations"),
+    (Order.from_csv("0F0,0O0,0D0,0L0,0B0"), "device 0, position 1: 0O0 recomputes, offloads or loads activations"),
+    (Order.from_csv("0F0,0F0.1,0B0,0B0.1"), "device 0, position 1: 0F0.1 is for a slice of a sequence"),
+    (
+        Order.from_csv("0F0\n(1F0;1B0.1)OVERLAP_F_B", microbatches=2),
+        "device 1, position 0: 1B0.1 is for a slice of a sequence, but torch's runtime does not cut sequences",
+    ),
+    (forward_only(generate("1f1b", 2, 2)), "the order only evaluates"),
+    (Order.from_csv("0F0,0F1,0B0,0B0"), "0B1 is missing"),
+    (Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), "cannot complete"),
+]
 
 
-def test_programs_that_torch_has_no_word_for() -> None:
-    vocabulary = plan_program("1f1b", 2, 2, "vocab-2")[1]
-    with pytest.raises(InputError, match="device 0, position 0: E0 is a pass of the vocabulary layers"):
-        to_torch(vocabulary)
-    with pytest.raises(InputError, match="position 1: X0 is a collective of the vocabulary layers"):
-        to_torch(Program.from_csv("0F0,X0,0B0\n1F0,1B0"))
-    with pytest.raises(InputError, match="1RECV_F0 is missing"):
-        to_torch(Program.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0"))
+def test_what_torch_has_no_word_for() -> None:
+    for (order, message), lowered in itertools.product(NO_WORD, (True, False)):
+        with pytest.raises(InputError) as error:
+            to_torch(order, lowered=lowered)
+        assert message in str(error.value), order
+    for program, message in (
+        (plan_program("1f1b", 2, 2, "vocab-2")[1], "device 0, position 0: E0 is a pass of the vocabulary layers"),
+        (Program.from_csv("0F0,X0,0B0\n1F0,1B0"), "position 1: X0 is a collective of the vocabulary layers"),
+        (Program.from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0"), "1RECV_F0 is missing"),
+    ):
+        with pytest.raises(InputError, match=message):
+            to_torch(program)

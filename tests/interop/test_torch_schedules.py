@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch.distributed.pipelining import schedules
 from torch_orders import Size, file_of_torch, load_into_torch
 
@@ -32,34 +32,30 @@ THEIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size"), THEIRS, ids=str)
-def test_theirs_are_read_and_found_sound(name: str, size: Size, tmp_path: Path) -> None:
-    text = file_of_torch(name, size, tmp_path, "compute_only")
-    order = from_torch(text)
-    assert isinstance(order, Order)
-    assert check_order(order).ok
-    assert order.microbatches == size.microbatches
-    assert to_torch(order).splitlines() == text.splitlines()
+def test_theirs_are_read_and_found_sound(tmp_path: Path) -> None:
+    for name, size in THEIRS:
+        text = file_of_torch(name, size, tmp_path, "compute_only")
+        order = from_torch(text)
+        assert isinstance(order, Order)
+        assert check_order(order).ok
+        assert order.microbatches == size.microbatches
+        assert to_torch(order).splitlines() == text.splitlines()
 
-    text = file_of_torch(name, size, tmp_path, "compute_comms")
-    program = from_torch(text)
-    assert isinstance(program, Program)
-    assert check_program(program).ok
-    assert to_torch(program).splitlines() == text.splitlines()
+        text = file_of_torch(name, size, tmp_path, "compute_comms")
+        program = from_torch(text)
+        assert isinstance(program, Program)
+        assert check_program(program).ok
+        assert to_torch(program).splitlines() == text.splitlines()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("devices", "microbatches"), [(1, 2), (2, 3), (4, 9)])
-def test_ours_are_read_by_torch_and_run_in_its_simulator(
-    schedule: str, devices: int, microbatches: int, tmp_path: Path
-) -> None:
-    order = without_offload(generate(schedule, devices, microbatches))  # torch has no copies to the host
-    size = Size(devices, order.placement.stages // devices, microbatches)
-
-    runtime = load_into_torch(to_torch(order), size, tmp_path, "compute_only")
-    assert runtime.stage_index_to_group_rank == dict(enumerate(order.placement.stage_device))
-    runs_in_its_simulator(runtime, order)
-    runs_in_its_simulator(load_into_torch(to_torch(order, lowered=True), size, tmp_path, "compute_comms"), order)
+def test_ours_are_read_by_torch_and_run_in_its_simulator(sample, tmp_path: Path) -> None:
+    for schedule, (devices, microbatches) in sample(itertools.product(SCHEDULES, [(1, 2), (2, 3), (4, 9)]), 12):
+        order = without_offload(generate(schedule, devices, microbatches))  # torch has no copies to the host
+        size = Size(devices, order.placement.stages // devices, microbatches)
+        runtime = load_into_torch(to_torch(order), size, tmp_path, "compute_only")
+        assert runtime.stage_index_to_group_rank == dict(enumerate(order.placement.stage_device))
+        runs_in_its_simulator(runtime, order)
+        runs_in_its_simulator(load_into_torch(to_torch(order, lowered=True), size, tmp_path, "compute_comms"), order)
 
 
 def runs_in_its_simulator(runtime: Any, order: Order) -> None:
@@ -83,19 +79,15 @@ def test_dualpipe_v_is_the_same_as_theirs(tmp_path: Path) -> None:
             assert generate("dualpipe-v", devices, microbatches) == from_torch(theirs)
 
 
-@pytest.mark.parametrize(("schedule", "name"), [("zbv", "ZBVZeroBubble"), ("dualpipe-v", "DualPipeV")])
-@pytest.mark.parametrize("devices", [2, 3, 4, 8])
-@pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2), (1, 1, 0.5)])
-def test_ours_are_no_longer_and_hold_no_more(
-    schedule: str, name: str, devices: int, times: tuple[float, float, float], tmp_path: Path
-) -> None:
-    costs = Costs(**dict(zip("FIW", times, strict=True)))
-    for microbatches in (2 * devices, 3 * devices + 1):
-        text = file_of_torch(name, Size(devices, 2, microbatches), tmp_path, "compute_only")
+def test_ours_are_no_longer_and_hold_no_more(sample, tmp_path: Path) -> None:
+    names, times = {"zbv": "ZBVZeroBubble", "dualpipe-v": "DualPipeV"}, ((1, 1, 1), (3, 4, 2), (1, 1, 0.5))
+    for schedule, devices, of_passes, extra in sample(itertools.product(names, (2, 3, 4, 8), times, (False, True)), 6):
+        costs, microbatches = Costs(**dict(zip("FIW", of_passes, strict=True))), (2 + extra) * devices + extra
+        text = file_of_torch(names[schedule], Size(devices, 2, microbatches), tmp_path, "compute_only")
         theirs, ours = timed(from_torch(text), costs), timed(generate(schedule, devices, microbatches), costs)
-        assert ours.span <= theirs.span
-        assert ours.makespan <= theirs.makespan
-        assert max(ours.peak_in_flight) <= max(theirs.peak_in_flight)
+        assert ours.span <= theirs.span, (schedule, devices, of_passes)
+        assert ours.makespan <= theirs.makespan, (schedule, devices, of_passes)
+        assert max(ours.peak_in_flight) <= max(theirs.peak_in_flight), (schedule, devices, of_passes)
 
 
 def test_dualpipe_v_one_by_one_is_shorter_than_theirs(tmp_path: Path) -> None:

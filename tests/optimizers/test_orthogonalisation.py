@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evenpipe.optimizers.muon import checked_options, orthogonalise
 
 OPTIONS = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
-SHAPES = [(16, 16), (32, 16), (16, 48), (7, 11), (300, 200), (1, 5)]
+SHAPES = [(16, 16), (32, 16), (16, 48), (7, 11), (200, 150), (1, 5)]
 
 
 def by_torch(matrix: Tensor) -> Tensor:
@@ -22,17 +22,17 @@ def by_torch(matrix: Tensor) -> Tensor:
     return -parameter.detach()
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_the_bits_are_those_of_torch(rows: int, columns: int) -> None:
+def test_the_bits_are_those_of_torch() -> None:
     torch.manual_seed(0)
-    matrices = torch.randn(5, rows, columns)
-    scale = math.sqrt(max(1, rows / columns))  # torch's rate for a tall matrix
-    together = orthogonalise(matrices, **OPTIONS)
-    for index, matrix in enumerate(matrices):
-        alone = orthogonalise(matrix[None], **OPTIONS)[0]
-        assert alone.dtype == torch.bfloat16
-        assert torch.equal(torch.zeros_like(matrix).add_(alone, alpha=scale), by_torch(matrix))
-        assert torch.equal(together[index], alone)
+    for rows, columns in SHAPES:
+        matrices = torch.randn(3, rows, columns)
+        scale = math.sqrt(max(1, rows / columns))  # torch's rate for a tall matrix
+        together = orthogonalise(matrices, **OPTIONS)
+        for index, matrix in enumerate(matrices):
+            alone = orthogonalise(matrix[None], **OPTIONS)[0]
+            assert alone.dtype == torch.bfloat16
+            assert torch.equal(torch.zeros_like(matrix).add_(alone, alpha=scale), by_torch(matrix)), (rows, columns)
+            assert torch.equal(together[index], alone), (rows, columns)
 
 
 def test_singular_values_come_near_one() -> None:
@@ -56,16 +56,13 @@ def test_a_bit_of_bf16_moves_the_whole_result_in_torch_too() -> None:
     assert moved_by(1e-15) == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_what_torch_refuses_only_in_a_step_is_refused_at_once() -> None:
+    for options in (
         {"ns_coefficients": (1.0, 2.0)},
         {"ns_steps": 5.5},
         {"momentum": -1.0},
         {"adjust_lr_fn": "mine"},
         {"eps": "small"},
-    ],
-)
-def test_what_torch_refuses_only_in_a_step_is_refused_at_once(options: dict) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        checked_options(**options)
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            checked_options(**options)
