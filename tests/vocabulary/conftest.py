@@ -18,7 +18,7 @@ from sampling import chance_of, choose
 from evenpipe.vocabulary import kernels, output
 from evenpipe.vocabulary.options import LossOptions
 
-WITH_EVERY_VERSION = {"test_output_gradients", "test_output_numerics", "test_output_on_gpu"}
+WITH_EVERY_VERSION = {"test_output_gradients", "test_output_numerics"}
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = 2
 """Tests of interpreted kernels that `--quick` runs, with one combination each."""
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     interpreted = [item for item in items if is_interpreted(item)]
     if not (config.option.quick and interpreted):
         return
-    small = [item for item in interpreted if item.module.__name__ != "test_output_on_gpu"]
+    small = [item for item in interpreted if item.originalname != "test_gradients_on_every_device"]
     kept = choose(small, INTERPRETED, chance_of(config, interpreted[0]))
     left_out = set(interpreted).difference(kept)
     config.hook.pytest_deselected(items=list(left_out))

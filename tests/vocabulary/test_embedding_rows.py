@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear
-from vocabulary_reference import frobenius, leaf
+from vocabulary_reference import BACKWARDS, Problem, frobenius, leaf, sharded
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary import (
     LossOptions,
     add_row_gradients,
-    backward_shard,
-    combine,
-    forward_shard,
     gather_rows,
-    hidden_gradient,
     pick_row_gradients,
     place_rows,
     route,
@@ -132,42 +128,28 @@ def test_unknown_token_ids_are_refused() -> None:
             route(torch.tensor([1, wrong, 2]), split(30, 2))
 
 
-@pytest.mark.parametrize("one_barrier", [True, False])
+@pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("padding_index", [None, 5])
-def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, one_barrier: bool) -> None:
+def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, backward: str) -> None:
     """Embedding and output layer add to the same gradient; the padding row keeps what the output layer gives it."""
     vocabulary, tokens, parts = 41, 30, 4
     matrix = random(vocabulary, 8, seed=1)
     token_ids, labels = token_ids_of(tokens, vocabulary), token_ids_of(tokens, vocabulary, seed=1)
     token_ids[:3] = 5
-    token_weights = torch.full((tokens,), 1 / tokens, dtype=torch.float64)
 
     whole = leaf(matrix)
     hidden = embedding(token_ids, whole, padding_idx=padding_index).tanh()
     cross_entropy(linear(hidden, whole), labels).backward()
     assert whole.grad is not None
 
-    options, shards, total = LossOptions(), split(vocabulary, parts), torch.zeros_like(matrix)
+    shards, total = split(vocabulary, parts), torch.zeros_like(matrix)
     routes = route(token_ids, shards, padding_index=padding_index)
-    pieces = [matrix[shard.start : shard.stop] for shard in shards]
-    gradients = [total[shard.start : shard.stop] for shard in shards]
-    rows = place_rows([gather_rows(piece, routes, part) for part, piece in enumerate(pieces)], routes)
-    hidden = rows.tanh()
-    passes = [
-        forward_shard(hidden, piece, None, labels, shard, options, one_barrier)
-        for piece, shard in zip(pieces, shards, strict=True)
-    ]
-    combined = combine(torch.stack([table for table, _ in passes]), token_weights, labels, options, vocabulary)
-    hidden_parts = []
-    for (_, state), piece, gradient in zip(passes, pieces, gradients, strict=True):
-        if one_barrier:
-            hidden_parts.append(hidden_gradient(state, combined, piece))
-        part_of_t = backward_shard(state, combined, piece, gradient)
-        if part_of_t is not None:
-            hidden_parts.append(part_of_t)
-    row_gradient = torch.stack(hidden_parts).sum(0) * (1 - hidden.square())
-    sent_back = pick_row_gradients(row_gradient, routes)
-    for part, gradient in enumerate(gradients):
-        add_row_gradients(gradient, sent_back[routes.span(part)], routes, part)
+    rows = [gather_rows(matrix[shard.start : shard.stop], routes, part) for part, shard in enumerate(shards)]
+    hidden = place_rows(rows, routes).tanh()
+    output = Problem(hidden, matrix, None, labels, torch.full((tokens,), 1 / tokens, dtype=torch.float64))
+    answer = sharded(output, LossOptions(), parts, backward=backward, weight_gradient=total)
+    sent_back = pick_row_gradients(answer.hidden * (1 - hidden.square()), routes)
+    for part, shard in enumerate(shards):
+        add_row_gradients(total[shard.start : shard.stop], sent_back[routes.span(part)], routes, part)
     assert frobenius(total, whole.grad) <= 1e-10
     assert bool(total[5].any())

@@ -57,7 +57,7 @@ def test_gradients(sample) -> None:
         inputs = problem(13, 12, 50, bias=True, ignored=(0, 7)).to(dtype)
         inputs.labels[3:6] = 11
         options = replace(OPTIONS[name], keep=keep)
-        actual = sharded(inputs.on(DEVICE), options, 3, backward=backward, padded_rows=56).on_host()
+        actual = sharded(inputs.on(DEVICE), options, 3, backward=backward, padded_rows=56)
         assert_close(actual, reference(inputs, options), TOLERANCES[dtype], row_tolerance=5 * TOLERANCES[dtype])
 
 
@@ -79,7 +79,7 @@ def test_rows_of_logits_that_are_further_apart_than_they_are_long(sample) -> Non
     inputs = problem(13, 12, 50, bias=True, ignored=(0, 7))
     for backward, keep, name in sample(itertools.product(BACKWARDS, KEEP, ("torch", "triton")), 1):
         options = replace(EVERYTHING, keep=keep, kernels=name)
-        actual = sharded(inputs.on(DEVICE), options, 3, backward=backward, buffers=Padded()).on_host()
+        actual = sharded(inputs.on(DEVICE), options, 3, backward=backward, buffers=Padded())
         assert_close(actual, reference(inputs, options), 1e-10)
 
 
@@ -90,7 +90,7 @@ def test_many_tokens_of_one_target(sample) -> None:
         inputs.labels[:tokens] = 3
         inputs.labels[tokens:] = inputs.labels[tokens:].clamp(max=2)
         options = LossOptions(kernels="triton")
-        actual = sharded(inputs.on(DEVICE), options, 2).on_host()
+        actual = sharded(inputs.on(DEVICE), options, 2)
         assert_close(actual, reference(inputs, options), 1e-10, row_tolerance=1e-10)
 
 
@@ -107,7 +107,7 @@ def test_labels_on_the_device(sample, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = reference(inputs, OPTIONS[name])
         inputs.hidden[2] = torch.nan
         inputs.hidden[3] = torch.inf
-        actual = sharded(inputs.on(DEVICE), OPTIONS[name], 2, backward=backward).on_host()
+        actual = sharded(inputs.on(DEVICE), OPTIONS[name], 2, backward=backward)
         assert_close(actual, expected, 1e-10)
 
 

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from evenpipe.vocabulary import (
-    Buffers,
-    LossOptions,
-    backward_shard,
-    combine,
-    forward_shard,
-    hidden_gradient,
-    split,
-)
+from evenpipe.vocabulary import Buffers, LossOptions, backward_shard, combine, forward_shard, hidden_gradient, split
 
 TORCH_DEVICE = "cpu"
 """Where `sharded` computes; with Triton's kernels the GPU, where there is one (conftest.py)."""
@@ -167,25 +159,14 @@ def sharded(
 ) -> Answer:
     """The same through S, the barrier, C and T on `parts` shards; gathers and reductions are a stack and a sum.
 
+    On `TORCH_DEVICE`, or where the inputs are; the answer is on the host.
+
     padded_rows: add rows to weight and bias that stand for no token, filled with NaN: they must never be read.
     weight_gradient: added to in place.
     trained: whether gradients of weight and bias are wanted.
     """
-    if TORCH_DEVICE != inputs.hidden.device.type == "cpu":
-        begun = None if weight_gradient is None else weight_gradient.to(TORCH_DEVICE)
-        answer = sharded(
-            inputs.on(TORCH_DEVICE),
-            options,
-            parts,
-            backward=backward,
-            padded_rows=padded_rows,
-            buffers=buffers,
-            weight_gradient=begun,
-            trained=trained,
-        )
-        if weight_gradient is not None and begun is not None:
-            weight_gradient.copy_(begun)
-        return answer.on_host()
+    torch_device = TORCH_DEVICE if inputs.hidden.device.type == "cpu" else inputs.hidden.device.type
+    inputs = inputs.on(torch_device)
     vocabulary, hidden_size = inputs.weight.shape
     dtype = torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32
     shards = split(vocabulary, parts, padded_rows=padded_rows)
@@ -193,8 +174,7 @@ def sharded(
     padding = (padded_rows or vocabulary) - vocabulary
     weight = torch.cat([inputs.weight, inputs.weight.new_full((padding, hidden_size), torch.nan)])
     bias = None if inputs.bias is None else torch.cat([inputs.bias, inputs.bias.new_full((padding,), torch.nan)])
-    if weight_gradient is None:
-        weight_gradient = torch.zeros_like(weight, dtype=dtype)
+    of_weight = torch.zeros_like(weight, dtype=dtype) if weight_gradient is None else weight_gradient.to(torch_device)
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -222,22 +202,24 @@ def sharded(
         ]
     sent = [part.clone() for part in hidden_parts]
     for part, (_, state) in zip(rows, passes, strict=True):
-        gradients = (weight_gradient[part], part_of(bias_gradient, part)) if trained else (None, None)
+        gradients = (of_weight[part], part_of(bias_gradient, part)) if trained else (None, None)
         late = backward_shard(state, combined, weight[part], *gradients)
         assert (late is None) == (backward != "two barriers")
         if late is not None:
             hidden_parts.append(late)
     assert all(map(torch.equal, sent, hidden_parts)), "the hidden gradient is on its way while the weight's is made"
-    assert not padding or not bool(weight_gradient[vocabulary:].any())
+    assert not padding or not bool(of_weight[vocabulary:].any())
     assert all(part.dtype == dtype for part in hidden_parts)
+    if weight_gradient is not None:
+        weight_gradient.copy_(of_weight)
     return Answer(
         combined.losses,
         combined.log_probabilities,
         torch.stack(hidden_parts).sum(0),
-        weight_gradient[:vocabulary],
+        of_weight[:vocabulary],
         None if bias_gradient is None else bias_gradient[:vocabulary],
         combined.entropies,
-    )
+    ).on_host()
 
 
 def frobenius(actual: Tensor, expected: Tensor) -> float:
