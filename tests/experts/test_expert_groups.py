@@ -154,6 +154,11 @@ def ours(experts: Any, tokens: list[tuple[Tensor, ...]], overlap: Overlap, *, sp
         hidden, index, weights, gradient = tokens[member.rank]
         hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
         layout = spread(index, count, member) if size > 1 else alone(index, count)
+        if size > 1:
+            met = [(index < count) & (index // -(-count // size) == member.rank) for _, index, _, _ in tokens]
+            assert layout.pairs == sum(int(chosen.sum()) for chosen in met)
+            assert layout.rows == sum(int(chosen.any(1).sum()) for chosen in met), "rows travel once"
+            assert layout.expert.tolist() == sorted(layout.expert.tolist())
         queue = WeightGradients() if split else None
         if queue is not None:
             queue.begin((0, 0))
@@ -207,47 +212,6 @@ def test_gradients_of_all_members_are_those_of_one_process(sample) -> None:
         if names:
             wrong.append((*case, names))
     assert wrong == []
-
-
-def pairs_by_member(index: list[Tensor], experts: int, size: int) -> list[set[tuple[int, int, int]]]:
-    """For each member, (source, token, expert) of all pairs that it computes."""
-    own = -(-experts // size)
-    pairs: list[set[tuple[int, int, int]]] = [set() for _ in range(size)]
-    for source, table in enumerate(index):
-        for token, chosen in enumerate(table.tolist()):
-            for expert in chosen:
-                if expert < experts:
-                    pairs[expert // own].add((source, token, expert))
-    return pairs
-
-
-def test_every_pair_is_computed_once_and_rows_travel_once(sample) -> None:
-    for size, experts, route in sample(itertools.product((2, 3, 4, 8), (5, 7, 8, 16), ROUTES)):
-        index = [tokens_of(route, rank, size, experts, choices=2, seed=7)[1] for rank in range(size)]
-
-        def work(member: Member, index: list[Tensor] = index, experts: int = experts) -> tuple[Layout, Tensor]:
-            layout = spread(index[member.rank], experts, member)
-            assert layout.token_of_row is not None
-            origin = torch.stack([torch.full_like(layout.token_of_row, member.rank), layout.token_of_row], 1)
-            there = origin.new_empty(layout.rows, 2)
-            there[: layout.own] = origin[: layout.own]
-            member.start(there[layout.own :], origin[layout.own :], layout.received, layout.sent, "origin")
-            return layout, there
-
-        results, _ = in_group(size, work)
-        own, case = -(-experts // size), (size, experts, route)
-        for rank, ((layout, origin), expected) in enumerate(
-            zip(results, pairs_by_member(index, experts, size), strict=True)
-        ):
-            pairs = [
-                (*origin[row].tolist(), int(expert) + rank * own)
-                for row, expert in zip(layout.row, layout.expert, strict=True)
-            ]
-            assert len(pairs) == layout.pairs == len(set(pairs)) and set(pairs) == expected, case
-            rows = {(source, token) for source, token, _ in expected}
-            assert layout.rows == len(rows) <= sum(len(table) for table in index), case
-            assert layout.expert.tolist() == sorted(layout.expert.tolist()), case
-            assert layout.groups.ends[-1:].tolist() in ([layout.pairs], []), case
 
 
 @pytest.mark.parametrize("choice", ["none", "full", "selective"])

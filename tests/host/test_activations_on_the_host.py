@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,24 +117,10 @@ def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) ->
     activations.copies.close()
 
 
-MIB = 2**20
-# sizes in MiB -> sizes of the slabs
-CARVED = [
-    ((), []),
-    ((64,), [64]),
-    ((40, 40), [128]),
-    ((100, 100), [256]),
-    ((96, 32, 64, 64), [256]),
-    ((1, 2, 3), [8]),
-    ((640, 640), [2048]),  # by themselves: 1024 each
-    ((640,) * 20, [8192, 4096, 2048]),
-    ((1024, 1), [1024, 1]),
-]
-
-
 def test_things_are_carved_out_of_slabs_and_lie_beside_each_other() -> None:
-    for sizes, expected in CARVED:
-        assert [size // MIB for size in carve([size * MIB for size in sizes])[0]] == expected
+    mib = 2**20
+    for sizes, expected in (((), []), ((640,) * 20, [8192, 4096, 2048]), ((1024, 1), [1024, 1])):
+        assert carve([size * mib for size in sizes])[0] == [size * mib for size in expected]
     for seed in range(20):
         chance = random.Random(seed)
         sizes = [int(2 ** chance.uniform(0, 30)) for _ in range(chance.randint(1, 60))]
@@ -175,18 +160,6 @@ class Layer(nn.Module):
         mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
         mask = mixed > 0
         return hidden + self.down((mixed * mask).double().sin().float() * q.exp().clamp(max=2))
-
-
-class Late(FileCopies):
-    """Copies begin when they are let go."""
-
-    def __init__(self, pool: HostPool) -> None:
-        super().__init__(pool)
-        self.gate = threading.Event()
-
-    def _copy(self, *arguments: object) -> None:
-        assert self.gate.wait(20)
-        super()._copy(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -322,29 +295,6 @@ def test_a_saved_tensor_that_is_changed_in_place_is_noticed(activations: Activat
         with pytest.raises(RuntimeError, match="changed in place"):
             product.sum().backward() if late else activations.offload(KEY)
         activations.clear()
-
-
-def test_late_copies_delay_and_nothing_else() -> None:
-    pool = HostPool(FileSlab)
-    copies = Late(pool)
-    activations = Activations(pool, copies, CPU)
-    stage, hidden = model(), torch.randn(4, 32, 64)
-    expected = Expected(stage, hidden)
-    output, _ = forward(stage, activations, hidden)
-    del hidden
-    activations.offload(KEY)
-    for step in (activations.give_back, activations.ready):
-        copies.gate.clear()
-        threading.Timer(0.05, copies.gate.set).start()
-        step(KEY)
-        assert copies.gate.is_set()
-        copies.gate.clear()
-        if KEY in activations._moved:
-            activations.load(KEY)
-    output.square().sum().backward()
-    expected.check()
-    copies.gate.set()
-    copies.close()
 
 
 # --- a host without room ----------------------------------------------------------------------------------------

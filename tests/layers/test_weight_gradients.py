@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from evenpipe.layers import weight_gradients
-from evenpipe.layers.weight_gradients import Entry, WeightGradients, accumulate, split_layers
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 
 PASSES = {
     "one after the other": "F0 I0 W0 F1 I1 W1 F2 I2 W2",
@@ -220,12 +220,6 @@ def test_no_hook_of_a_linear_layer_runs_in_I() -> None:
     assert seen == ["weight"]
 
 
-def test_output_gradient_that_is_an_expanded_number() -> None:
-    """As under `.sum()`: strides of zero, four bytes of storage."""
-    batches = [(torch.randn(2, 5, 32), torch.ones(()).expand(2, 5, 32))]
-    assert difference(lambda: mixed(torch.float32), batches, "F0 I0 W0") == []
-
-
 LAYOUTS = {
     "one vector": lambda: torch.randn(8),
     "a matrix": lambda: torch.randn(53, 8),
@@ -301,23 +295,3 @@ def test_a_saved_input_changed_in_place_is_an_error(change: str) -> None:
     split = Split(Changing(), [(torch.randn(2, 4), torch.randn(2, 4))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         split.run(change.replace("change ", ""))
-
-
-def test_an_entry_of_any_layer_adds_what_it_computes() -> None:
-    """What a layer of experts would add: several parameters at once, each summed over the uses of a microbatch."""
-    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-    queue = WeightGradients()
-    for microbatch in (0, 1):
-        queue.begin((0, microbatch))
-        for use in (1.0, 2.0):
-            queue.add(Entry((first, second), lambda use=use: (torch.full((2,), use), torch.full((3,), 10 * use))))
-        queue.under_way = None
-    assert len(queue) == 2
-    queue.compute((0, 1))
-    assert first.grad.tolist() == [3.0, 3.0]
-    queue.compute((0, 0))
-    assert second.grad.tolist() == [60.0, 60.0, 60.0] and not len(queue)
-    parameter = nn.Parameter(torch.zeros(2))
-    for _ in range(2):
-        accumulate(parameter, torch.ones(2))
-    assert parameter.grad.tolist() == [2.0, 2.0]

@@ -1,15 +1,29 @@
-"""Tests descriptions of models, and the messages for refused ones."""
+"""Descriptions of models, found by running them, and the messages for refused ones."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES, GROUPED, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
+from families import (
+    COMMON,
+    FAMILIES,
+    GROUPED,
+    PADDING,
+    PROMISED_EXPERTS,
+    VOCABULARY,
+    loss_and_gradients,
+    loss_and_gradients_in_stages,
+    tiny_config,
+    tokens_and_labels,
+    whole_model,
+)
+from families import whole_model as whole
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -81,14 +95,6 @@ def test_what_the_forward_takes_beside_tokens() -> None:
     assert describe(transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)).maximum_length is None
 
 
-def test_the_rows_for_positions_are_just_enough() -> None:
-    description = describe(whole_model(transformers.OPTConfig(**OPT, max_position_embeddings=50, dropout=0.0)))
-    positions = torch.full((1, 3), description.position_rows - 1)
-    description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions)
-    with pytest.raises(IndexError):
-        description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions + 1)
-
-
 def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> None:
     class NoPositions(transformers.LlamaForCausalLM):
         def forward(self, inputs_embeds=None, attention_mask=None, use_cache=None, return_dict=None):
@@ -102,77 +108,48 @@ def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> Non
     assert (description.takes("position_ids"), description.takes("attention_mask")) == (False, True)
 
 
-def test_a_live_model_is_described_with_its_own_class() -> None:
-    class Own(transformers.LlamaForCausalLM):
-        pass
+def llama_with(name: str, change: Callable[[transformers.LlamaForCausalLM], object]) -> type:
+    """Return a class of models that do this to themselves when they are made."""
 
-    model = Own(tiny_config("llama"))
-    description = describe(model)
-    assert description.model is model and description.architecture == "Own" and type(description.skeleton) is Own
+    class Changed(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            change(self)
 
-
-class BetweenLayers(transformers.LlamaForCausalLM):
-    """Changes the hidden states between two layers."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        layers = self.model.layers
-        layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    Changed.__name__ = name
+    return Changed
 
 
-class TwiceThrough(transformers.LlamaForCausalLM):
-    """Runs its layers twice."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.forward = self.twice(self.model.forward)
-
-    @staticmethod
-    def twice(forward):
-        def run(inputs_embeds, **arguments):
-            hidden = forward(inputs_embeds=inputs_embeds, **arguments).last_hidden_state
-            return forward(inputs_embeds=hidden, **arguments)
-
-        return run
+def double_between_layers(model) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
 
 
-class Skip(transformers.LlamaForCausalLM):
-    """Adds the embeddings to the output of the last layer."""
+def run_layers_twice(model) -> None:
+    forward = model.model.forward
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.seen = []
-        self.model.layers[0].register_forward_pre_hook(lambda module, args: self.seen.append(args[0]))
-        self.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + self.seen[-1],))
+    def twice(inputs_embeds, **arguments):
+        hidden = forward(inputs_embeds=inputs_embeds, **arguments).last_hidden_state
+        return forward(inputs_embeds=hidden, **arguments)
 
-
-class Shared(transformers.LlamaForCausalLM):
-    """Uses one layer in two places."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.layers[3] = self.model.layers[0]
+    model.model.forward = twice
 
 
-class Sideways(transformers.LlamaForCausalLM):
-    """Passes its layers a trainable tensor besides the hidden states."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.gate = nn.Parameter(torch.ones(1))
-        for layer in self.model.layers:
-            layer.register_forward_pre_hook(self.add_gate, with_kwargs=True)
-
-    def add_gate(self, module, args, kwargs):
-        return args, {**kwargs, "gate": self.model.gate * 1}
+def add_embeddings_to_the_last_layer(model) -> None:
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + seen[-1],))
 
 
-class Unused(transformers.LlamaForCausalLM):
-    """Has an unused parameter."""
+def use_one_layer_twice(model) -> None:
+    model.model.layers[3] = model.model.layers[0]
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.extra = nn.Linear(3, 3, bias=False)
+
+def hand_a_trainable_tensor_to_layers(model) -> None:
+    model.model.gate = nn.Parameter(torch.ones(1))
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "gate": model.model.gate * 1}), with_kwargs=True
+        )
 
 
 class OtherLogits(transformers.LlamaForCausalLM):
@@ -198,11 +175,17 @@ class OtherHead(transformers.LlamaForCausalLM):
 
 OPT = {"vocab_size": 99, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 REFUSED = [
-    (BetweenLayers, "hidden states change between layers 1 and 2"),
-    (TwiceThrough, r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
-    (Skip, "uses hidden states other than the last layer's"),
-    (Shared, r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
-    (Sideways, r"receive trainable tensors besides the hidden states \(gate\)"),
+    (llama_with("Doubling", double_between_layers), "hidden states change between layers 1 and 2"),
+    (llama_with("TwiceThrough", run_layers_twice), r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
+    (llama_with("Skip", add_embeddings_to_the_last_layer), "uses hidden states other than the last layer's"),
+    (
+        llama_with("Shared", use_one_layer_twice),
+        r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor",
+    ),
+    (
+        llama_with("Sideways", hand_a_trainable_tensor_to_layers),
+        r"receive trainable tensors besides the hidden states \(gate\)",
+    ),
     (OtherLogits, "neither a positive scale nor a soft-cap"),
     (OtherHead, "its output layer is Head, not an nn.Linear"),
 ]
@@ -226,7 +209,8 @@ def test_a_config_may_count_parts_of_its_layers() -> None:
 
 def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
     """Put an unused parameter, such as an image tower's, on the first stage: it gets no gradient from text."""
-    model = Unused(tiny_config("llama"))
+    unused = llama_with("Unused", lambda model: setattr(model.model, "extra", nn.Linear(3, 3, bias=False)))
+    model = unused(tiny_config("llama"))
     description = describe(model)
     assert description.structure.first_parameters == ("model.extra.weight",)
     self_check(description)
@@ -269,25 +253,6 @@ def test_what_is_no_model_that_can_be_trained_is_refused() -> None:
         with pytest.raises(InputError, match=sentence) as caught:
             describe(source())
         assert "\n" not in str(caught.value)
-
-
-class WithAdapter(nn.Linear):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, bias=False)
-        self.adapter = nn.Linear(base.in_features, base.out_features, bias=False)
-
-
-def test_a_live_model_with_modules_put_in_by_hand_is_refused() -> None:
-    """Refuse the modules, since stages would be built without them."""
-    model = whole_model(tiny_config("llama"))
-    attention = model.model.layers[1].self_attn
-    attention.q_proj = WithAdapter(attention.q_proj)
-    text = r"parameter model.layers.1.self_attn.q_proj.adapter.weight is of the shape \(\d+, \d+\), and missing in"
-    with pytest.raises(InputError, match=text):
-        describe(model)
-    attention.q_proj = nn.Sequential(attention.q_proj)
-    with pytest.raises(InputError, match=r"parameter model.layers.1.self_attn.q_proj.0.weight"):
-        describe(model)
 
 
 def test_describing_takes_no_memory_for_weights() -> None:
@@ -357,3 +322,107 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
     projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
     flops = layer_flops(describe(tiny_config("gpt_oss", sliding_window=16)), 10)
     assert flops == [projections + 2 * 4 * 64 + 2 * (2 * 3 * 64 * 96)] * 4
+
+
+# --- structures of single families -----------------------------------------------------------------------------------
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def assert_equal_to_whole(description, **arguments) -> float:
+    """Return the loss."""
+    tokens, labels = tokens_and_labels()
+    expected_loss, expected = loss_and_gradients(description.model, tokens, labels)
+    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels, **arguments)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name
+    return loss
+
+
+def test_a_forward_that_writes_to_its_input() -> None:
+    """BERT and Falcon-H1 are compared in tests/families."""
+    description = describe(whole(transformers.CTRLConfig(**COMMON, dff=96, **NO_DROPOUT)))
+    assert description.structure.writes_to_input and description.structure.wants_token is None
+    assert_equal_to_whole(description)
+
+
+ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **NO_DROPOUT}
+
+
+def test_positions_that_are_counted_from_token_ids() -> None:
+    """Use positions from token ids: from hidden states, which stages have, RoBERTa would count padding too."""
+    description = describe(whole(transformers.RobertaConfig(**COMMON, **ROBERTA)))
+    tokens, labels = tokens_and_labels()
+    positions = description.positions_of(tokens)
+    assert positions[0, :6].tolist() == [PADDING + 1, PADDING + 2, PADDING + 3, PADDING, PADDING + 4, PADDING + 5]
+    loss = assert_equal_to_whole(description, position_ids=positions)
+    wrong, _ = loss_and_gradients_in_stages(description, (1, 3), tokens, labels)
+    assert abs(wrong - loss) > 1e-4
+    others = {
+        "llama": GROUPED,
+        "gpt2": NO_DROPOUT,
+        "bert": {"is_decoder": True, "intermediate_size": 96},
+        "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    }
+    for model_type, settings in others.items():
+        description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
+        assert description.positions_of(torch.tensor([[5, PADDING, 7]])) is None, model_type
+
+
+class TableForAllLayers(transformers.LlamaForCausalLM):
+    """A model whose layers receive rows of a table without a gradient, like RoFormer's positions."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.table = nn.Parameter(torch.ones(config.hidden_size), requires_grad=False)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self.add_table, with_kwargs=True)
+
+    def add_table(self, module, args, kwargs):
+        return args, {**kwargs, "table": self.model.table.detach() * 2}
+
+
+class OnlyWhileTraining(transformers.LlamaForCausalLM):
+    """Changes the weights of all its layers in evaluation, as RWKV does."""
+
+    def forward(self, *args, **kwargs):
+        if not self.training:
+            for layer in self.model.layers:
+                layer.mlp.up_proj.weight.div_(2.0)
+        return super().forward(*args, **kwargs)
+
+
+def config_of(model_type: str, settings: dict) -> transformers.PreTrainedConfig:
+    return transformers.AutoConfig.for_model(model_type, **settings)
+
+
+NOT_IN_STAGES = [
+    (
+        lambda: TableForAllLayers(tiny_config("llama")),
+        "TableForAllLayers cannot .*: its parameter model.table acts on the layers or after them without a gradient",
+    ),
+    (
+        lambda: OnlyWhileTraining(tiny_config("llama")),
+        r"OnlyWhileTraining cannot be cut into stages: its forward in evaluation needs more of its layers .* stops at"
+        r" `layer.mlp.*\(AttributeError: .*\)",
+    ),
+    # Between stages travel only hidden states as wide as the embedding.
+    (
+        lambda: config_of("opt", {**OPT, "word_embed_proj_dim": 32}),
+        r"of the shape \(2, 3, 64\), .* sequence, 32\], travel",
+    ),
+    (
+        lambda: config_of("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}),
+        r"of the shape \(2, 3, 4, 64\), and between stages",
+    ),
+]
+
+
+def test_what_stages_cannot_do_is_refused() -> None:
+    for source, sentence in NOT_IN_STAGES:
+        with pytest.raises(InputError, match=sentence) as caught:
+            describe(source())
+        assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import EXPERTS, build_stages, tiny_config
+from families import EXPERTS, tiny_config
 from family_configs import SETTINGS, small_config
 from safetensors import safe_open
 
@@ -182,13 +182,3 @@ def test_members_read_only_their_experts(name: str, tmp_path, read: dict[str, in
             assert torch.equal(parameter, own), key
         missing = sum(torch.Size(shapes[key]).numel() - part.get_parameter(key).numel() for key in shapes)
         assert missing and sum(of_whole.values()) - sum(read.values()) == missing
-
-
-def test_stages_of_several_layers_draw_their_own() -> None:
-    description = describe(config_of("deepseek_v3"))
-    whole = stage_of(description)
-    initialize(whole, description, 0)
-    for stage in build_stages(description, (1, 3), dtype=torch.float32):
-        initialize(stage, description, 0)
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter, whole.get_parameter(name))

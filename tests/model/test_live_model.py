@@ -181,6 +181,11 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
         r"layers.0.mlp.up_proj is AdaptedLinear of peft, .*merge_and_unload",
     ),
     (
+        "layers.1.self_attn",
+        lambda attention: setattr(attention, "q_proj", nn.Sequential(attention.q_proj)),
+        r"parameter model.layers.1.self_attn.q_proj.0.weight is of the shape \(\d+, \d+\), and missing in",
+    ),
+    (
         "layers.0.mlp",
         setting("_hf_hook", CpuOffload()),
         r"accelerate has put a CpuOffload on model.layers.0.mlp, .*remove_hook_from_module",

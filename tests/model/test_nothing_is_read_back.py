@@ -27,7 +27,7 @@ class ValuesRead(TorchDispatchMode):
 
 
 def config_of(name: str, **changes: object) -> transformers.PreTrainedConfig:
-    """Return a config with grouped experts, as on a GPU, and without rotary tables that grow (see below)."""
+    """Return a config with grouped experts, as on a GPU, and without rotary tables that grow with the sequence."""
     if name == "llama4_text":
         config = transformers.Llama4TextConfig(**(GROUPED | CHUNKED | changes))
     else:
@@ -77,23 +77,3 @@ def test_a_forward_that_fails_does_not_hide_them() -> None:
     with pytest.raises(RuntimeError):
         stage(torch.ones(1, 6, 63))
     assert values_read(stage, torch.ones(1, 6, 64), position_ids=torch.arange(6)[None]) == 1
-
-
-# Reason why a value is still read -> (family, settings of the config, arguments).
-REMAINING = {
-    "positions are given": ("llama", {}, {"position_ids": torch.arange(12).repeat(2, 1)}),
-    "a mask is given": ("llama", {}, {"attention_mask": (torch.arange(12) < 9).long().repeat(2, 1)}),
-    "rotary tables follow the longest sequence": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("why", REMAINING)
-def test_what_remains(why: str) -> None:
-    """Read values in known cases; others are `eager` experts (not needed on GPUs) and some long rotary tables."""
-    name, changes, given = REMAINING[why]
-    stage = build_stage(describe(config_of(name, **changes)), 1, 3, is_first=False, is_last=False)
-    assert values_read(stage, torch.ones(2, 12, 64), **given) > 0

@@ -14,7 +14,6 @@ from transformers.models.mixtral import modeling_mixtral
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.model import RouterLoss, copy_parameters, describe, self_check
-from evenpipe.model.router_loss import router_modules
 
 LARGE = 0.5
 WITHOUT = {"deepseek_v3": "transformers computes no loss of its routers"}
@@ -28,8 +27,8 @@ def with_loss(name: str, **changes):
     return tiny_config(name, output_router_logits=True, router_aux_loss_coef=LARGE, **changes)
 
 
-def test_its_numbers_are_read_from_the_forward() -> None:
-    for name, numbers in NUMBERS.items():
+def test_its_numbers_are_read_from_the_forward(sample) -> None:
+    for name, numbers in sample(NUMBERS.items(), 3):
         assert describe(with_loss(name)).router_loss == RouterLoss(LARGE, *numbers)
         assert describe(tiny_config(name)).router_loss is None, "transformers does not add it unless asked"
 
@@ -109,17 +108,6 @@ def test_stages_give_the_value_and_the_gradients_of_the_whole(name, mask, cuts) 
     for key, gradient in expected.items():
         if gradient is not None and gradient.any():
             assert torch.equal(found[key], gradient), key
-
-
-def test_stages_without_routers_hand_the_totals_on() -> None:
-    """Use a Qwen3 whose layer 1 is dense."""
-    description = describe(with_loss("qwen3_moe"))
-    found = [router_modules(description.skeleton, description.structure.layers_name, range(i, i + 1)) for i in range(4)]
-    assert [len(modules) for modules in found] == [1, 0, 1, 1]
-    router = description.router_loss
-    totals = torch.rand(11)
-    after, probabilities = router.add(totals, [], None)
-    assert torch.equal(after, totals) and not probabilities.requires_grad
 
 
 def record_without_graph(relay, index, module, args, output) -> None:

@@ -1,13 +1,16 @@
-"""The self-check compares the cut model with the whole one: correct families pass, and wrong cuts fail."""
+"""The self-check compares the cut model with the whole one: correct families pass, and wrong cuts fail.
+
+`test_default_configs.py` runs it on configs of full size, which it makes small itself.
+"""
 
 from __future__ import annotations
 
-import copy
+import threading
 
 import pytest
 import torch
 import transformers
-from families import COMMON, EXPERTS, FAMILIES, tiny_config
+from families import COMMON, EXPERTS, FAMILIES, tiny_config, whole_model
 from torch import nn
 
 import evenpipe.model.copies as copies_file
@@ -15,57 +18,11 @@ import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
 from evenpipe.model import build_stage, comparison, describe, self_check
+from evenpipe.model.comparison import contains_cast
+from evenpipe.model.fp64 import InFp64
 from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.small_model import kinds_of_layers, small_model
 from evenpipe.model.structure import layers_of
-
-# Full-size configs, as users have them: the check makes them small itself.
-AS_THEY_ARE = (
-    *("llama", "gemma2", "gemma3_text", "phi3", "granite", "smollm3", "gpt_neox", "cohere2", "starcoder2", "gpt2"),
-    *("deepseek_v3", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
-)
-FULL_SIZE: dict[str, dict] = {name: {} for name in AS_THEY_ARE} | {
-    "qwen2": {"use_sliding_window": True},
-    "gemma4_text": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-}
-
-
-@pytest.mark.parametrize("name", FULL_SIZE)
-@pytest.mark.sampled(2)
-def test_families_of_full_size_pass(name) -> None:
-    """And change nothing of the caller's."""
-    config = transformers.AutoConfig.for_model(name, **FULL_SIZE[name])
-    before = copy.deepcopy(config.to_dict())
-    torch.manual_seed(9)
-    state = torch.get_rng_state()
-    threads = torch.get_num_threads()
-    assert self_check(describe(config)) is None
-    assert config.to_dict() == before and torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
-
-
-WIDTHS = [
-    ("helium", {}, 64),
-    ("helium", {"head_dim": 96}, 32),
-    ("qwen3", {"hidden_size": 1024, "num_attention_heads": 16}, 128),
-    ("gemma2", {}, 32),  # 8 heads of 256 for a hidden size of 2304
-    ("mamba2", {}, 128),
-    ("falcon_h1", {}, 32),
-]
-
-
-def test_heads_are_as_wide_as_the_hidden_states_only_where_they_were() -> None:
-    for name, settings, width in WIDTHS:
-        config = transformers.AutoConfig.for_model(name, **settings)
-        small = small_copy(config, config.num_hidden_layers, range(4), **STEPS[0])
-        assert small.hidden_size == 64
-        if name == "falcon_h1":
-            assert small.mamba_n_heads * small.mamba_d_head == small.mamba_d_ssm == width
-        else:
-            heads = small.num_heads if name == "mamba2" else small.num_attention_heads
-            assert heads * small.head_dim == width, (name, settings)
-    latent = small_copy(transformers.DeepseekV3Config(), 61, range(4), **STEPS[0])
-    assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim, latent.head_dim) == (16, 8, 16, 8)
 
 
 @pytest.mark.slow
@@ -77,7 +34,7 @@ def test_heads_that_do_not_fit_are_refused_as_transformers_would_in_the_first_st
         self_check(description)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(name for name in EXPERTS if name not in FULL_SIZE)])
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 @pytest.mark.sampled(2)
 def test_tiny_configs_pass(name) -> None:
     self_check(describe(tiny_config(name, tied=True)))
@@ -366,3 +323,45 @@ def test_the_check_does_not_change_what_is_built_afterwards() -> None:
     self_check(description)
     after = buffers()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- its arithmetic: what asks for fp32 gets fp64, on the thread that is in the context ------------------------------
+
+
+def test_what_asks_for_fp32_gets_fp64() -> None:
+    wide = torch.rand(2, dtype=torch.float64)
+    with InFp64():
+        results = [
+            wide.float(),
+            wide.to(torch.float32),
+            wide.to(dtype=torch.float),
+            wide.type(torch.float32),
+            torch.softmax(wide, 0, dtype=torch.float32),
+            nn.functional.softmax(wide, dim=0, dtype=torch.float32),
+            torch.zeros(2, dtype=torch.float32),
+            nn.Linear(2, 2, dtype=torch.float32).weight,
+        ]
+        assert wide.to(torch.bfloat16).dtype == torch.bfloat16
+    assert {one.dtype for one in results} == {torch.float64}
+    assert wide.float().dtype == torch.float32
+
+
+def test_it_holds_for_one_thread_and_can_be_nested() -> None:
+    seen = []
+    with InFp64():
+        with InFp64():
+            pass
+        thread = threading.Thread(target=lambda: seen.append((InFp64.is_entered(), torch.ones(1).float().dtype)))
+        thread.start()
+        thread.join()
+        assert InFp64.is_entered()
+    assert not InFp64.is_entered()
+    assert seen == [(False, torch.float32)]
+
+
+def test_a_family_that_always_computes_its_norms_in_fp32_does_not() -> None:
+    tokens = torch.arange(6).view(2, 3)
+    model = whole_model(tiny_config("gemma2"))
+    assert contains_cast(model(input_ids=tokens, use_cache=False).logits.sum())
+    with InFp64():
+        assert not contains_cast(model(input_ids=tokens, use_cache=False).logits.sum())

@@ -10,8 +10,7 @@ import pytest
 import torch
 from family_configs import SETTINGS, small_config
 from small_families import CONFIGS, WHOLE
-from test_units import Mlp, call
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config
 
 from evenpipe.errors import InputError
@@ -23,7 +22,87 @@ from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.cuts import find_cut
 from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
-from evenpipe.tensor.units import NoUnitsError
+from evenpipe.tensor.units import Call, NoUnitsError, find_units
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+HIDDEN, WIDTH = 10, 12
+
+
+def call(*, tokens: int = 5) -> Call:
+    return Call((torch.randn(2, tokens, HIDDEN, dtype=torch.float64),), {})
+
+
+class Attention(nn.Module):
+    """Four heads of queries with sinks of their own, one of keys and values, and a scale that all heads share."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(HIDDEN, WIDTH), *(nn.Linear(HIDDEN, 3 * groups) for _ in range(2))
+        self.sinks, self.scale = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3))
+        self.o = nn.Linear(WIDTH, HIDDEN)
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        q, k, v = (
+            matrix(hidden).view(batch, tokens, -1, 3).transpose(1, 2).repeat_interleave(WIDTH // matrix.out_features, 1)
+            for matrix in (self.q, self.k, self.v)
+        )
+        sinks = self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+        weights = torch.cat([(q * self.scale) @ k.mT, sinks], dim=-1).softmax(-1)[..., :-1]
+        return self.o((weights @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: nn.Module, *, packed: bool = False, residual: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 12 * (1 + packed)), nn.Linear(12, HIDDEN)
+        self.activation, self.packed, self.residual = activation, packed, residual
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up = self.up(hidden)
+        if self.packed:
+            gate, up = up.chunk(2, dim=-1)
+            up = self.activation(gate) * up
+        else:
+            up = self.activation(up)
+        return self.down(up) + (hidden if self.residual else 0)
+
+
+def test_heads_and_their_parameters() -> None:
+    torch.manual_seed(0)
+    units = find_units(Attention(groups=2), call())
+    assert (units.count, units.output, units.width) == (2, "o", WIDTH)
+    assert units.segments == {"o": (WIDTH,), "q": (WIDTH,), "k": (6,), "v": (6,)}
+    assert units.parameters == {"sinks": (4,)}  # the scale is every head's, so it stays whole
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Tanh()])
+def test_columns_of_an_mlp_even_if_an_input_hides_some(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    units = find_units(Mlp(activation), call())
+    assert (units.count, dict(units.segments)) == (12, {"down": (12,), "up": (12,)})
+    packed = find_units(Mlp(activation, packed=True), call())
+    assert packed.segments["up"] == (12, 12)
+
+
+def test_units_that_need_every_other_are_none() -> None:
+    """A norm over all columns joins them, unless it is passed over."""
+    torch.manual_seed(0)
+    normed = Mlp(nn.LayerNorm(12).double())
+    for block in (normed, Attention(groups=1)):
+        with pytest.raises(NoUnitsError, match="needs every other"):
+            find_units(block, call())
+    assert find_units(normed, call(), passed=[normed.activation]).count == 12
+    assert "forward" not in vars(normed.activation)
+    with pytest.raises(NoUnitsError, match="1 linear layer"):
+        find_units(nn.Sequential(nn.Linear(HIDDEN, HIDDEN)).double(), call())
+
+
+# --- cuts ------------------------------------------------------------------------------------------------------------
 
 
 def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
@@ -38,8 +117,7 @@ def test_a_small_copy_of_every_family_is_equal_to_the_whole(family: str) -> None
     assert not whole_parts(cut)
 
 
-@pytest.mark.slow
-def test_what_cannot_be_cut_is_computed_whole() -> None:
+def test_what_cannot_be_cut_is_computed_whole(sample) -> None:
     """DBRX's attention returns several hidden states, also the residual, which it adds inside."""
     dbrx = DbrxConfig(
         d_model=16,
@@ -51,7 +129,7 @@ def test_what_cannot_be_cut_is_computed_whole() -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
     )
-    for config, whole in ((WHOLE["bloom"](), {"self_attention"}), (dbrx, {"norm_attn_norm", "ffn"})):
+    for config, whole in sample([(WHOLE["bloom"](), {"self_attention"}), (dbrx, {"norm_attn_norm", "ffn"})], 1):
         assert {*whole_parts(cut_of_model(describe(config), 2))} == whole
 
 
