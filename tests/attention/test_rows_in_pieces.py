@@ -138,9 +138,7 @@ def test_graphs_and_carry_hold_as_much_as_without_slices(slices: int) -> None:
                 with seeing(Sight(every[start:end], every[:end], carry.slice(index, Alone()), length)):
                     outputs.append(
                         model(
-                            inputs_embeds=embedded[:, start:end],
-                            position_ids=every[None, start:end],
-                            use_cache=False,
+                            inputs_embeds=embedded[:, start:end], position_ids=every[None, start:end], use_cache=False
                         )
                     )
     carried = sum(one.nbytes for pair in carry._keys.values() for one in pair)

@@ -102,10 +102,7 @@ NO_SCHEDULES = [
     ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
     ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2 (device 1, position 1): '1ALLREDUCE0' is not a pass"),
     ("0F0,0B0\n\n1F0,1B0", "row 2 is blank"),
-    (
-        "0F0,0BW0",
-        "row 1, column 2 (device 0, position 1): '0BW0' is from an older torch",
-    ),
+    ("0F0,0BW0", "row 1, column 2 (device 0, position 1): '0BW0' is from an older torch"),
     ('0F0,"0B0\n1F0,1B0', "row 1, column 2 (device 0, position 1): a quoted cell continues on the next line"),
     ("", "the file is empty"),
     (f'"{"0" * 200_000}"', "the file is not CSV: field larger than field limit"),

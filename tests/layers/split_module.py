@@ -65,12 +65,7 @@ class Split:
         self.outputs: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self._forwarded: dict[int, tuple[Tensor, Any]] = {}
-        self._passes = {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.input_gradient,
-            "W": self.weight_gradient,
-        }
+        self._passes = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
     def run(self, passes: str) -> None:
         """Such as "F0 I0 F1 B1 W0"."""

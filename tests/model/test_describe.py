@@ -178,10 +178,7 @@ REFUSED = [
     (llama_with("Doubling", double_between_layers), "hidden states change between layers 1 and 2"),
     (llama_with("TwiceThrough", run_layers_twice), r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
     (llama_with("Skip", add_embeddings_to_the_last_layer), "uses hidden states other than the last layer's"),
-    (
-        llama_with("Shared", use_one_layer_twice),
-        r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor",
-    ),
+    (llama_with("Shared", use_one_layer_twice), r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
     (
         llama_with("Sideways", hand_a_trainable_tensor_to_layers),
         r"receive trainable tensors besides the hidden states \(gate\)",

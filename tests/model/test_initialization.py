@@ -92,9 +92,7 @@ def test_the_distribution_is_that_of_transformers(name) -> None:
     """Compare mean and spread of every parameter; from 4000 values the spread is known to a few percent."""
     _, settings = (FAMILIES | EXPERTS)[name]
     config = tiny_config(
-        name,
-        num_hidden_layers=2,
-        **({"layer_types": settings["layer_types"][:2]} if "layer_types" in settings else {}),
+        name, num_hidden_layers=2, **({"layer_types": settings["layer_types"][:2]} if "layer_types" in settings else {})
     )
     torch.manual_seed(3)
     whole = transformers.AutoModelForCausalLM.from_config(config)

@@ -50,10 +50,7 @@ REFUSED = [
         lambda: transformers.DogeConfig(**DOGE),
         "DogeForCausalLM cannot be trained with: its loss of the routers is another",
     ),
-    (
-        lambda: AndSomethingElse(with_loss("mixtral")),
-        "asks for a loss that AndSomethingElse cannot be trained with",
-    ),
+    (lambda: AndSomethingElse(with_loss("mixtral")), "asks for a loss that AndSomethingElse cannot be trained with"),
 ]
 
 

@@ -11,7 +11,7 @@ from families import tiny_config
 from transformers import DeepseekV3Config, LlamaConfig
 
 from evenpipe.model import RowWork, describe, layer_flops, slice_ends
-from evenpipe.model.context_exchange import choose, heads_divide, received
+from evenpipe.model.context_exchange import choose, heads_divide
 from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import TRANSFERS, ExpertRows
 from evenpipe.model.flops import attention_of
@@ -109,17 +109,6 @@ def test_the_way_that_moves_less() -> None:
         assert choose(description, "auto", **sizes) == (exchange, reason)
         for wanted in ("keys", "heads"):
             assert choose(description, wanted, **sizes) == (wanted, "as given")
-
-
-def test_elements_are_the_closed_forms() -> None:
-    for heads, of_keys, ranks in [(32, 8, 2), (32, 8, 8), (32, 4, 4), (16, 16, 4)]:
-        attention = attention_of(llama(heads, of_keys), 0)
-        query, key = 64 * heads, 64 * of_keys
-        sizes = {"ranks": ranks, "tensor_ranks": 1}
-        assert received(attention, "keys", **sizes) == 3 * (ranks - 1) * 2 * key
-        assert received(attention, "keys", **sizes, kept=True) == 2 * (ranks - 1) * 2 * key
-        assert received(attention, "heads", **sizes) == 2 * (1 - 1 / ranks) * (2 * query + 2 * key)
-        assert received(attention, "keys", ranks=ranks, tensor_ranks=2) == received(attention, "keys", **sizes) / 2
 
 
 def test_latent_attention_exchanges_heads() -> None:

@@ -47,13 +47,7 @@ def sharded_embedding(
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 30),
-    st.integers(1, 10),
-    st.integers(0, 40),
-    st.integers(0, 1000),
-    st.none() | st.integers(0, 29),
-)
+@given(st.integers(1, 30), st.integers(1, 10), st.integers(0, 40), st.integers(0, 1000), st.none() | st.integers(0, 29))
 def test_every_layout(vocabulary: int, parts: int, tokens: int, seed: int, padding_index: int | None) -> None:
     """Each token is on exactly one route, with its owner, and positions ascend; embedding and gradient are torch's."""
     padding_index = None if padding_index is None else padding_index % vocabulary

@@ -20,13 +20,7 @@ triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EVERYTHING = LossOptions(
-    label_smoothing=0.1,
-    z_loss=1e-3,
-    soft_cap=5.0,
-    logit_scale=0.7,
-    rows_per_block=8,
-    entropy=True,
-    kernels="triton",
+    label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, logit_scale=0.7, rows_per_block=8, entropy=True, kernels="triton"
 )
 OPTIONS = {
     "plain": LossOptions(kernels="triton"),
