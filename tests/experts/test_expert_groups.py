@@ -25,67 +25,47 @@ from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.memory.tracker import Tracker
 from evenpipe.parallel.running import Running
 from evenpipe.processes.signs import cause_of
+from evenpipe.tensor.threads import in_threads
 
 
-class Members:
-    """What the threads of a group share: they meet, and each sees what all brought."""
+class Member:
+    """The `Exchange` of a thread; those of a group meet at a barrier, and each sees what all brought."""
 
-    def __init__(self, size: int) -> None:
-        self.barrier, self.table = threading.Barrier(size), [None] * size
-        self.bytes = [0] * size
-        self.log: list[list[str]] = [[] for _ in range(size)]
+    def __init__(self, rank: int, barrier: threading.Barrier, table: list[Any]) -> None:
+        self.rank, self.size, self.barrier, self.table = rank, len(table), barrier, table
+        self.bytes, self.log = 0, []
 
-    def meet(self, rank: int, brought: Any) -> list[Any]:
-        self.table[rank] = brought
+    def meet(self, brought: Any) -> list[Any]:
+        self.table[self.rank] = brought
         self.barrier.wait(60)
         table = list(self.table)
         self.barrier.wait(60)
         return table
 
-
-class Member:
-    """The `Exchange` of a thread."""
-
-    def __init__(self, members: Members, rank: int) -> None:
-        self.members, self.size, self.rank = members, len(members.table), rank
-
     def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        tables = self.members.meet(self.rank, own.clone())
-        return own.tolist(), [table[self.rank].tolist() for table in tables]
+        return own.tolist(), [table[self.rank].tolist() for table in self.meet(own.clone())]
 
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Any:
         assert sum(received) == len(output) and sum(sent) == len(rows) and not sent[self.rank]
         assert output.dtype == rows.dtype and output.shape[1:] == rows.shape[1:]
-        self.members.bytes[self.rank] += rows.nbytes
-        self.members.log[self.rank].append(what)
-        messages = self.members.meet(self.rank, (what, rows.split(list(sent))))
+        self.bytes += rows.nbytes
+        self.log.append(what)
+        messages = self.meet((what, rows.split(list(sent))))
         assert {name for name, _ in messages} == {what}, "members exchange different things"
         parts = [parts[self.rank] for _, parts in messages]
         assert [len(part) for part in parts] == list(received)
         output.copy_(torch.cat(parts))
         return SimpleNamespace(wait=lambda: None)
 
+    def leave(self) -> None:
+        self.barrier.abort()
 
-def in_group(size: int, work: Callable[[Member], Any]) -> tuple[list[Any], Members]:
+
+def in_group(size: int, work: Callable[[Member], Any]) -> tuple[list[Any], list[Member]]:
     """What `work` returns on each member."""
-    members, results = Members(size), [None] * size
-    errors: list[BaseException] = []
-
-    def run_member(rank: int) -> None:
-        try:
-            results[rank] = work(Member(members, rank))
-        except BaseException as error:
-            errors.append(error)
-            members.barrier.abort()
-
-    threads = [threading.Thread(target=run_member, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results, members
+    barrier, table = threading.Barrier(size), [None] * size
+    members = [Member(rank, barrier, table) for rank in range(size)]
+    return in_threads(members, lambda rank: work(members[rank])), members
 
 
 def local(experts: Any, size: int, rank: int) -> Any:
@@ -237,7 +217,7 @@ def test_what_travels(choice) -> None:
     results, members = in_group(size, work)
     again = ["rows", "weights"] if choice == "full" else []
     expected = ["choices", "rows", "weights", "sums", *again, "gradients", "gradients of weights", "sums"]
-    assert members.log == [expected] * size
+    assert [member.log for member in members] == [expected] * size
     plain = ours(experts, [(hidden.tanh(), *others) for hidden, *others in tokens], Overlap(), split=False)
     for rank, result in enumerate(results):
         assert all(torch.equal(tensor, plain[name][rank]) for name, tensor in result.items())
@@ -262,9 +242,9 @@ def test_bytes_that_are_kept_and_that_travel(family, size) -> None:
             tracker.add(hidden, index, weights, gradient, *own.parameters(False))
 
             def after(moment: str) -> None:
-                member.members.meet(member.rank, None)  # nobody holds what others have sent
+                member.meet(None)  # nobody holds what others have sent
                 live[moment] = tracker.live
-                sent.append(member.members.bytes[member.rank])
+                sent.append(member.bytes)
 
             after("begin")
             layout = spread(index, 4, member)

@@ -55,6 +55,17 @@ def data(microbatches: int, batch: int = 1, width: int = 32, dtype: torch.dtype 
     return [tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)) for shape in shapes]
 
 
+class Layers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 class Split:
     """Runs passes of microbatches on one module, as the walker does on a stage."""
 

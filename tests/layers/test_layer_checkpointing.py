@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_module import Products, Split, Storages, data, difference, trunk, without_collector
+from split_module import Layers, Products, Split, Storages, data, difference, trunk, without_collector
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
@@ -135,17 +135,6 @@ def test_products_that_run_again() -> None:
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
-
-
-class Layers(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
 
 
 def test_a_fully_checkpointed_layer_keeps_its_input_until_I_and_what_W_needs_until_W() -> None:

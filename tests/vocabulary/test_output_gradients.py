@@ -161,8 +161,8 @@ def test_evaluation_needs_only_the_statistics(combinations) -> None:
         options, table = replace(EACH_OPTION[name], rows_per_block=8), []
         for shard in split(103, 4):
             rows = slice(shard.start, shard.stop)
-            given = inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels
-            statistics, state = forward_shard(*given, shard, options, True, gradients=False)
+            tensors = inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels
+            statistics, state = forward_shard(*tensors, shard, options, True, gradients=False)
             assert state.hidden is None and state.exponentials is None and state.products is None
             table.append(statistics)
         combined = combine(torch.stack(table), inputs.token_weights, inputs.labels, options, 103)
@@ -215,7 +215,7 @@ def test_more_logits_than_32_bits_count() -> None:
     labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     whole = Problem(hidden, weight, None, labels, torch.ones(tokens))
     alone = Problem(hidden[-last:], weight, None, labels[-last:], torch.ones(last))
-    found = sharded(whole, LossOptions(), 1)
+    actual = sharded(whole, LossOptions(), 1)
     expected = sharded(alone, LossOptions(), 1)
-    torch.testing.assert_close(found.losses[-last:], expected.losses, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.hidden[-last:], expected.hidden, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(actual.losses[-last:], expected.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.hidden[-last:], expected.hidden, rtol=1e-2, atol=1e-3)
