@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny_config, tokens_and_labels, whole_model
-from test_rows_in_pieces import FAMILIES, ROUNDS, ROW, described, gradients_of, loss_of
+from test_rows_in_pieces import FAMILIES, ROUNDS, ROW, assert_gradients_close, described, gradients_of, loss_of
 
 from evenpipe.attention.check import check_pieces, looks_across_documents
 from evenpipe.attention.function import adopt
@@ -38,7 +38,7 @@ def alone(model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *LOOK_ACROSS[1:]))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 def test_documents_of_a_row_have_the_gradients_of_each_alone(family: str) -> None:
     config = configuration(family)
     tokens, labels = (one % config.get_text_config().vocab_size for one in tokens_and_labels(sequence=ROW))
@@ -64,27 +64,18 @@ def test_documents_of_a_row_have_the_gradients_of_each_alone(family: str) -> Non
     found.backward()
     tolerance = 1e-6 if family in (*ROUNDS, "afmoe") else 1e-10
     assert found.item() == pytest.approx(loss.item(), rel=tolerance)
-    gradients = gradients_of(model)
-    assert gradients.keys() == expected.keys()
-    largest = max(float(one.norm()) for one in expected.values())
-    for name, one in gradients.items():
-        allowed = tolerance * max(float(expected[name].norm()), 1e-6 * largest)
-        assert float((one - expected[name]).norm()) <= allowed, name
+    assert_gradients_close(model, expected, tolerance)
 
 
 REFUSED = {
-    "bloom": "it numbers positions in a way of its own, or takes none",
-    "mamba": "it numbers positions in a way of its own, or takes none",
-    "roberta": "it numbers positions in a way of its own, or takes none",
+    **dict.fromkeys(("bloom", "mamba", "roberta"), "it numbers positions in a way of its own, or takes none"),
     "falcon": "it computes attention in a way of its own, not transformers' one",
-    "lfm2": "a document beside others computes something else",
-    "llama4_text": "a document beside others computes something else",
-    "qwen3_next": "a document beside others computes something else",
+    **dict.fromkeys(("lfm2", "llama4_text", "qwen3_next"), "a document beside others computes something else"),
 }
 
 
 @pytest.mark.parametrize("family", REFUSED)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_families_that_cannot_keep_documents_apart_are_refused(family: str) -> None:
     with pytest.raises(InputError, match=rf'documents = "separate", only with "joined" \(data.*: {REFUSED[family]}'):
         looks_across_documents(described(family))
@@ -99,7 +90,7 @@ def test_dropout_of_attention_is_refused_before_a_step() -> None:
 
 @pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("family", ("llama", "gemma2", "phi3", "deepseek_v3", *LOOK_ACROSS))
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 def test_pieces_of_separate_documents_pass_the_check(family: str, slices: bool) -> None:
     check_pieces(describe(configuration(family)), "this", slices=slices, apart=True)
 

@@ -93,28 +93,20 @@ def answers(*marks: Callable[[], bool]) -> list[bool]:
     return [mark() for mark in marks]
 
 
-def test_marks_of_a_stream_are_passed_in_their_order(gpu: Gpu) -> None:
-    found, each = Arrivals(DEVICE), gpu.each
-    assert len(gpu.streams[0]) == STREAMS * each, "every place, so that no kernel is loaded later"
-    first, second = found.mark(), found.mark()
-    assert answers(first, second) == [False, False]
-    gpu.run(0, STREAMS * each)
-    assert answers(first, second) == [False, False]
-    gpu.run(0, each)
-    assert answers(first, second) == [True, False]
-    gpu.run(0, each)
-    assert answers(first, second) == [True, True]
-
-
-def test_a_stream_says_nothing_of_another(gpu: Gpu) -> None:
+def test_marks_of_a_stream_are_passed_in_their_order_and_say_nothing_of_another(gpu: Gpu) -> None:
     """Whatever order they come in, and however often they take turns."""
-    found, each = Arrivals(DEVICE), gpu.each
-    gpu.run(0, STREAMS * each)
+    arrived, each = Arrivals(DEVICE), gpu.each
+    assert len(gpu.streams[0]) == STREAMS * each, "every place, so that no kernel is loaded later"
     marks = []
     for stream in (7, 0, 7, 0):
         gpu.current = stream
-        marks.append(found.mark())
-    gpu.run(0, 2 * each)
+        marks.append(arrived.mark())
+    assert answers(*marks) == [False] * 4
+    gpu.run(0, STREAMS * each)
+    assert answers(*marks) == [False] * 4
+    gpu.run(0, each)
+    assert answers(*marks) == [False, True, False, False]
+    gpu.run(0, each)
     assert answers(*marks) == [False, True, False, True]
     gpu.run(7, each)
     assert answers(*marks) == [True, True, False, True]
@@ -124,10 +116,10 @@ def test_a_stream_says_nothing_of_another(gpu: Gpu) -> None:
 
 def test_a_mark_takes_no_memory_and_one_operation(gpu: Gpu) -> None:
     """Two where the GPU reaches the pinned memory by copies alone."""
-    found = Arrivals(DEVICE)
+    arrived = Arrivals(DEVICE)
     allocations, operations = gpu.allocations, gpu.operations
     for _ in range(1000):
-        found.mark()
+        arrived.mark()
     assert gpu.allocations == allocations
     assert gpu.operations - operations == (2000 if gpu.pinned_elsewhere else 1000)
 
@@ -145,25 +137,32 @@ def test_the_thread_that_asks_calls_nothing_of_cuda(gpu: Gpu, monkeypatch: pytes
 
 
 def test_more_streams_than_places_are_not_watched(gpu: Gpu) -> None:
-    found = Arrivals(DEVICE)
+    arrived = Arrivals(DEVICE)
     for stream in range(STREAMS):
         gpu.current = stream
-        assert not found.mark()()
+        assert not arrived.mark()()
     before = gpu.operations
     gpu.current = STREAMS
-    assert found.mark()() and gpu.operations == before
+    assert arrived.mark()() and gpu.operations == before
     gpu.current = 3
-    assert not found.mark()()
+    assert not arrived.mark()()
 
 
-def test_memory_is_handed_to_torch_as_that_of_a_gpu() -> None:
+def test_memory_is_handed_to_torch_as_that_of_a_gpu_or_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     host = torch.zeros(4, dtype=torch.int64)
-    given = arrivals._AsOnDevice(host).__cuda_array_interface__
-    assert given["shape"] == (4,) and given["data"] == (host.data_ptr(), False)
-    assert given["typestr"] == host.numpy().__array_interface__["typestr"]
+    interface = arrivals._AsOnDevice(host).__cuda_array_interface__
+    assert interface["shape"] == (4,) and interface["data"] == (host.data_ptr(), False)
+    assert interface["typestr"] == host.numpy().__array_interface__["typestr"]
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("The specified pointer resides on host memory")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    device = arrivals._mapped(host, torch.device("meta"))
+    assert device.shape == host.shape and device.device.type == "meta"
 
 
-def test_a_device_keeps_its_own_for_good(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_keeps_its_own_for_good(gpu: Gpu) -> None:
     arrivals.arrivals_on.cache_clear()
     assert arrivals.arrivals_on(DEVICE) is arrivals.arrivals_on(torch.device("cuda", 2))
     arrivals.arrivals_on.cache_clear()
@@ -196,6 +195,7 @@ def waited(watch: Watched, found: Arrivals | None) -> None:
 
 
 def test_a_wait_on_a_gpu_is_marked_behind_itself(gpu: Gpu) -> None:
+    """Who uses a failed GPU is the one to say so, as itself and at once: not as a connection that a peer has broken."""
     watch = Watched()
     waited(watch, Arrivals(DEVICE))
     assert watch.told[:2] == ["awaiting 0RECV_F1", "wait"]
@@ -203,28 +203,14 @@ def test_a_wait_on_a_gpu_is_marked_behind_itself(gpu: Gpu) -> None:
     assert limit_seconds == 9.0 and not is_done()
     gpu.run(0, len(gpu.streams[0]))
     assert is_done()
+    watch, arrived = Watched(), Arrivals(DEVICE)
+    gpu.failed = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        waited(watch, arrived)
+    assert watch.told == ["awaiting 0RECV_F1", "wait"]
 
 
 def test_a_wait_of_the_host_is_over_when_it_returns() -> None:
     watch = Watched()
     waited(watch, None)
     assert watch.told == ["awaiting 0RECV_F1", "wait", "arrived"]
-
-
-def test_who_uses_a_failed_gpu_is_the_one_to_say_so(gpu: Gpu) -> None:
-    """As itself and at once: not as a connection that a peer has broken."""
-    watch, found = Watched(), Arrivals(DEVICE)
-    gpu.failed = True
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        waited(watch, found)
-    assert watch.told == ["awaiting 0RECV_F1", "wait"]
-
-
-def test_where_torch_does_not_take_host_memory_there_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("The specified pointer resides on host memory")
-
-    monkeypatch.setattr(torch, "as_tensor", refuse)
-    host = torch.zeros(4, dtype=torch.int64)
-    device = arrivals._mapped(host, torch.device("meta"))
-    assert device.shape == host.shape and device.device.type == "meta"

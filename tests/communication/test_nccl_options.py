@@ -29,6 +29,9 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.hardware_profile import pipelines_to_measure
 
+MODEL = LlamaConfig(
+    vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1
+)
 UNDEFINED = -(2**31)
 """What NCCL's own configuration says of a field that nobody has set."""
 
@@ -51,37 +54,32 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- one group --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "high_priority", "most"),
-    [
+def test_what_torch_is_told() -> None:
+    for options, high_priority, most in (
         (NcclOptions(), True, UNDEFINED),
         (NcclOptions(high_priority=False), False, UNDEFINED),
         (NcclOptions(channels=1), True, 1),
         (NcclOptions(high_priority=False, channels=64), False, 64),
-    ],
-)
-def test_what_torch_is_told(given: NcclOptions, high_priority: bool, most: int) -> None:
-    found = given.of_group(timedelta(seconds=7))
-    assert found.is_high_priority_stream is high_priority
-    assert found.config == SimpleNamespace(min_ctas=UNDEFINED, max_ctas=most, cga_cluster_size=UNDEFINED)
-    assert found._timeout == timedelta(seconds=7)  # torch warns of any other than the group's
+    ):
+        told = options.of_group(timedelta(seconds=7))
+        assert told.is_high_priority_stream is high_priority
+        assert told.config == SimpleNamespace(min_ctas=UNDEFINED, max_ctas=most, cga_cluster_size=UNDEFINED)
+        assert told._timeout == timedelta(seconds=7)  # torch warns of any other than the group's
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_options() -> None:
+    channels = "expected a whole number from 1 to 64, or None"
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"high_priority": 1}, "nccl.high_priority: 1, expected True or False"),
         ({"high_priority": None}, "nccl.high_priority: None, expected True or False"),
-        ({"channels": 0}, "nccl.channels: 0, expected a whole number from 1 to 64, or None"),
-        ({"channels": 65}, "nccl.channels: 65, expected a whole number from 1 to 64, or None"),
-        ({"channels": 4.0}, "nccl.channels: 4.0, expected a whole number from 1 to 64, or None"),
-        ({"channels": True}, "nccl.channels: True, expected a whole number from 1 to 64, or None"),
-    ],
-)
-def test_wrong_options(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        NcclOptions(**given)
-    assert str(error.value) == message
+        *(({"channels": value}, f"nccl.channels: {value}, {channels}") for value in (0, 65, 4.0, True)),
+    ]
+    for options, sentence in refused:
+        with pytest.raises(InputError) as error:
+            NcclOptions(**options)
+        assert str(error.value) == sentence
+    with pytest.raises(InputError, match=r"nccl: \{'channels': 2\}, expected NcclOptions, or None"):
+        Pipeline(MODEL, nccl={"channels": 2})  # type: ignore[arg-type]
 
 
 # --- all groups -------------------------------------------------------------------------------------------------
@@ -119,20 +117,18 @@ def made(
     return asked
 
 
-@pytest.mark.parametrize("given", [None, NcclOptions(high_priority=False, channels=8)])
-def test_each_group_of_nccl_has_options_of_its_own(given: NcclOptions | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = made(monkeypatch, "cpu:gloo,cuda:nccl", nccl=given)
-    first, second = (group["pg_options"] for group in asked)
-    assert first is not second and first.config is not second.config
-    wanted = given or NcclOptions()
-    for group, options in zip(asked, (first, second), strict=True):
-        assert group["backend"] == "nccl" and group["device_id"] == torch.device("cuda:0")
-        assert options._timeout == group["timeout"] == timedelta(seconds=30 + NCCL_LATER_SECONDS)
-        assert options.is_high_priority_stream == wanted.high_priority
-        assert options.config.max_ctas == (wanted.channels or UNDEFINED)
-
-
-def test_groups_of_gloo_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_of_nccl_has_options_of_its_own_and_of_gloo_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nccl in (None, NcclOptions(high_priority=False, channels=8)):
+        asked = made(monkeypatch, "cpu:gloo,cuda:nccl", nccl=nccl)
+        first, second = (group["pg_options"] for group in asked)
+        assert first is not second and first.config is not second.config
+        wanted = nccl or NcclOptions()
+        for group in asked:
+            options = group["pg_options"]
+            assert group["backend"] == "nccl" and group["device_id"] == torch.device("cuda:0")
+            assert options._timeout == group["timeout"] == timedelta(seconds=30 + NCCL_LATER_SECONDS)
+            assert options.is_high_priority_stream == wanted.high_priority
+            assert options.config.max_ctas == (wanted.channels or UNDEFINED)
     monkeypatch.delattr(dist, "ProcessGroupNCCL")  # a torch without NCCL
     for group in made(monkeypatch, "gloo", nccl=NcclOptions(channels=8)):
         assert (group["backend"], group["pg_options"], group["device_id"]) == ("gloo", None, None)
@@ -151,10 +147,14 @@ def test_groups_of_gloo_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_processes_are_there_before_nccl_needs_them(
     backends: str, bound: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert bound_device() is None
     monkeypatch.delenv(WARNING, raising=False)
     monkeypatch.setattr(communicators, "bound_device", lambda: bound)
     made(monkeypatch, backends, before := [])
     assert before == expected
+    monkeypatch.setenv(WARNING, "true")  # what the user says holds
+    made(monkeypatch, backends, before := [])
+    assert before[-2:] == ["true", "true"]
 
 
 def test_the_wait_for_all_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,21 +170,7 @@ def test_the_wait_for_all_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [(what, (1, 2)) for what in ("the making of communicators", "communicator X", "communicator F:1>2")]
 
 
-def test_what_the_environment_says_of_the_warning_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WARNING, "true")
-    made(monkeypatch, "cpu:gloo,cuda:nccl", before := [])
-    assert before[1:] == ["true", "true"]
-
-
-def test_no_group_is_bound_to_no_device() -> None:
-    assert bound_device() is None
-
-
 # --- from where a user says it ----------------------------------------------------------------------------------
-
-MODEL = LlamaConfig(
-    vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1
-)
 
 
 class SeenError(Exception):
@@ -207,27 +193,19 @@ def test_a_pipeline_hands_them_to_all_its_communicators(monkeypatch: pytest.Monk
     assert {"F:0>1", "B:1>0", "X", "pp", "dp", "everyone"} <= set(found["names"])
 
 
-def test_a_pipeline_refuses_what_are_no_options() -> None:
-    with pytest.raises(InputError, match=r"nccl: \{'channels': 2\}, expected NcclOptions, or None"):
-        Pipeline(MODEL, nccl={"channels": 2})  # type: ignore[arg-type]
-
-
 def configured(**given: Any) -> Config:
     tables = {"model": {"architecture": "llama"}, "data": {"corpus": "python-standard-library"}}
     return config_from_dict({**tables, "pipeline": given})
 
 
-def test_a_configuration_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_says_them_and_passes_are_measured_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[NcclOptions] = []
     monkeypatch.setattr(build, "Pipeline", lambda model, *, recipe, **_: built.append(recipe.nccl))
     monkeypatch.setattr(build, "pipeline_model", lambda *_: MODEL)
-    for given in ({}, {"nccl_high_priority": False, "nccl_channels": 64}, {"nccl_channels": "none"}):
-        build.build_pipeline(configured(**given), 32, 0, torch.device("cpu"))
+    for settings in ({}, {"nccl_high_priority": False, "nccl_channels": 64}, {"nccl_channels": "none"}):
+        build.build_pipeline(configured(**settings), 32, 0, torch.device("cpu"))
     assert built == [NcclOptions(), NcclOptions(high_priority=False, channels=64), NcclOptions()]
-
-
-def test_passes_are_measured_with_them() -> None:
     config = configured(nccl_high_priority=False, nccl_channels=4)
     config = replace(config, model=replace(config.model, config={"num_hidden_layers": 4, "vocab_size": 32}))
-    for measured in chain.from_iterable(one.values() for one in pipelines_to_measure(config, 2, [1])):
+    for measured in chain.from_iterable(several.values() for several in pipelines_to_measure(config, 2, [1])):
         assert (measured.pipeline.nccl_high_priority, measured.pipeline.nccl_channels) == (False, 4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.experts.overlap import Chosen, ExpertOptions, Layer, Overlap, Rates, blocks, choose, times, work_of
+from evenpipe.experts.overlap import Chosen, ExpertOptions, Layer, Overlap, Rates, Work, blocks, choose, times, work_of
 
 LAYERS = {
     "Qwen3-30B-A3B": {"hidden_size": 2048, "width": 768, "experts": 128, "choices": 8, "tokens": 8192},
@@ -34,30 +36,27 @@ ON_A_VIRTUAL_CLOCK = {
 order of real processes, whose clocks went on by what each product, copy and transfer would take."""
 
 
-@pytest.mark.parametrize("name, gigabytes_per_second", ON_A_VIRTUAL_CLOCK)
-def test_formulas_are_within_10_percent_of_a_virtual_clock(name, gigabytes_per_second) -> None:
-    work = work_of(layer(name), rates(gigabytes_per_second))
-    measured = ON_A_VIRTUAL_CLOCK[name, gigabytes_per_second]
-    plain = times(work, Overlap())
-    found = [(plain.F, plain.I + plain.W)]
-    found += [(one.F, one.B) for one in (times(work, Overlap(4, 1)), times(work, Overlap(4, 2)))]
-    for ours, theirs in zip(found, measured, strict=True):
-        assert [1e3 * one for one in ours] == pytest.approx(theirs, rel=0.1)
+def test_formulas_are_within_10_percent_of_a_virtual_clock() -> None:
+    for (name, speed), measured in ON_A_VIRTUAL_CLOCK.items():
+        work = work_of(layer(name), rates(speed))
+        plain = times(work, Overlap())
+        passes = [(plain.F, plain.I + plain.W)]
+        passes += [(overlapped.F, overlapped.B) for overlapped in (times(work, Overlap(4, n)) for n in (1, 2))]
+        for ours, theirs in zip(passes, measured, strict=True):
+            assert [1e3 * seconds for seconds in ours] == pytest.approx(theirs, rel=0.1), (name, speed)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("gigabytes_per_second", [10, 45, 100, 300, 900])
-@pytest.mark.parametrize("members", [2, 4, 8])
-def test_what_is_chosen_is_nearly_the_best(name, gigabytes_per_second, members) -> None:
-    one, device = layer(name, members), rates(gigabytes_per_second)
-    work = work_of(one, device)
+def test_what_is_chosen_is_nearly_the_best() -> None:
+    for name, speed, members in itertools.product(LAYERS, (10, 45, 100, 300, 900), (2, 4, 8)):
+        work = work_of(layer(name, members), rates(speed))
 
-    def taken(overlap: Overlap) -> float:
-        found = times(work, overlap)
-        return found.F + found.I
+        def taken(overlap: Overlap, work: Work = work) -> float:
+            passes = times(work, overlap)
+            return passes.F + passes.I
 
-    every = [Overlap(columns, arrivals) for columns in range(1, 9) for arrivals in (1, 2, members)]
-    assert taken(choose(ExpertOptions(), one, device).overlap) <= 1.03 * min(map(taken, every))
+        chosen = choose(ExpertOptions(), layer(name, members), rates(speed)).overlap
+        every = [Overlap(columns, arrivals) for columns in range(1, 9) for arrivals in (1, 2, members)]
+        assert taken(chosen) <= 1.03 * min(map(taken, every)), (name, speed, members)
 
 
 def test_passes_hide_what_they_can() -> None:
@@ -69,24 +68,24 @@ def test_passes_hide_what_they_can() -> None:
 
 
 def test_more_parts_pay_unless_matrices_are_read_again_for_too_long() -> None:
-    def chosen(name: str, members: int, gigabytes_per_second: float) -> int:
-        return choose(ExpertOptions(), layer(name, members), rates(gigabytes_per_second)).overlap.arrivals
+    arrivals = {
+        ("Qwen3-30B-A3B", 4, 300): 2,
+        ("Qwen3-30B-A3B", 4, 45): 4,
+        ("DeepSeek-V3", 4, 300): 1,  # 64 experts of 88 MB each
+        ("DeepSeek-V3", 8, 300): 2,
+        ("Mixtral-8x7B", 4, 45): 4,
+    }
+    for (name, members, speed), expected in arrivals.items():
+        chosen = choose(ExpertOptions(), layer(name, members), rates(speed)).overlap
+        assert chosen.arrivals == expected, (name, members, speed)
 
-    assert chosen("Qwen3-30B-A3B", 4, 300) == 2
-    assert chosen("Qwen3-30B-A3B", 4, 45) == 4
-    assert chosen("DeepSeek-V3", 4, 300) == 1, "64 experts of 88 MB each"
-    assert chosen("DeepSeek-V3", 8, 300) == 2
-    assert chosen("Mixtral-8x7B", 4, 45) == 4
 
-
-@pytest.mark.parametrize(
-    "hidden_size, overlap", [(64, Overlap(1, 2)), (512, Overlap(2, 2)), (2048, Overlap(4, 2)), (7168, Overlap(4, 2))]
-)
-def test_without_costs_4_columns_and_own_rows_first(hidden_size, overlap) -> None:
-    one = Layer(tokens=64, hidden_size=hidden_size, width=64, experts=8, choices=2, members=4)
-    chosen = choose(ExpertOptions(), one)
-    assert chosen.overlap == overlap
-    assert chosen.reason.endswith("(costs are unknown), own rows first (costs are unknown)")
+def test_without_costs_4_columns_and_own_rows_first() -> None:
+    for width, columns in {64: 1, 512: 2, 2048: 4, 7168: 4}.items():
+        narrow = Layer(tokens=64, hidden_size=width, width=64, experts=8, choices=2, members=4)
+        chosen = choose(ExpertOptions(), narrow)
+        assert chosen.overlap == Overlap(columns, 2), width
+        assert chosen.reason.endswith("(costs are unknown), own rows first (costs are unknown)")
 
 
 def test_what_is_given_is_taken() -> None:
@@ -105,27 +104,25 @@ def test_reasons_give_the_costs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"columns": 0}, 'experts.columns: 0, expected "auto" or a whole number of at least 1'),
-        ({"columns": True}, 'experts.columns: True, expected "auto" or a whole number of at least 1'),
-        ({"columns": 2.0}, 'experts.columns: 2.0, expected "auto" or a whole number of at least 1'),
-        ({"arrivals": "all"}, "experts.arrivals: 'all', expected \"auto\" or a whole number of at least 1"),
-        ({"arrivals": -1}, 'experts.arrivals: -1, expected "auto" or a whole number of at least 1'),
+def test_other_values_are_refused() -> None:
+    whole = 'expected "auto" or a whole number of at least 1'
+    refused = [
+        ({"columns": 0}, f"experts.columns: 0, {whole}"),
+        ({"columns": True}, f"experts.columns: True, {whole}"),
+        ({"columns": 2.0}, f"experts.columns: 2.0, {whole}"),
+        ({"arrivals": "all"}, f"experts.arrivals: 'all', {whole}"),
+        ({"arrivals": -1}, f"experts.arrivals: -1, {whole}"),
         ({"arrivals": 3}, "experts.arrivals: 3, expected 1, 2 or 4, the members of an expert group"),
-    ],
-)
-def test_other_values_are_refused(options, sentence) -> None:
-    with pytest.raises(InputError) as caught:
-        choose(ExpertOptions(**options), layer("Qwen3-30B-A3B"))
-    assert str(caught.value) == sentence
+    ]
+    for options, sentence in refused:
+        with pytest.raises(InputError) as caught:
+            choose(ExpertOptions(**options), layer("Qwen3-30B-A3B"))
+        assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize("width", [1, 64, 100, 128, 512, 896, 7168])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
-def test_blocks_are_all_columns_in_whole_128(width, count) -> None:
-    found = list(blocks(width, count))
-    assert len(found) <= count
-    assert [column for block in found for column in range(width)[block]] == list(range(width))
-    assert width % 128 or all(block.start % 128 == 0 for block in found)
+def test_blocks_are_all_columns_in_whole_128() -> None:
+    for width, count in itertools.product((1, 64, 100, 128, 512, 896, 7168), (1, 2, 3, 4, 8)):
+        parts = list(blocks(width, count))
+        assert len(parts) <= count
+        assert [column for part in parts for column in range(width)[part]] == list(range(width))
+        assert width % 128 or all(part.start % 128 == 0 for part in parts), (width, count)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from expert_layers import WIDTH, experts_of
 from families import EXPERTS, tiny_config, whole_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,20 +20,16 @@ from evenpipe.layers.own_operations import WITHIN
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import gradient_errors
 
-TOKENS, WIDTH = 24, 64
-ONE_AFTER_THE_OTHER = ("eager", torch.float64)
-AT_ONCE = ("grouped_mm", torch.float32)
+TOKENS = 24
+WAYS = {"eager": torch.float64, "grouped_mm": torch.float32}
+"""How transformers computes products of experts: one after the other, or at once."""
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6}
+"""In fp32 weights come before the second product, not after it: the same numbers, rounded elsewhere."""
 
 
-def experts_of(family: str, implementation: str, dtype: torch.dtype, **changes: Any) -> Any:
-    """The experts of the last layer of a tiny model."""
-    config = tiny_config(family, **changes)
-    config._experts_implementation = implementation
-    model = whole_model(config, dtype)
-    return next(module for module in model.base_model.layers[-1].modules() if hasattr(module, "_apply_gate"))
-
-
-def routed(experts: Any, dtype: torch.dtype, choices: int, among: int | None = None) -> tuple[torch.Tensor, ...]:
+def routed(
+    experts: Any, choices: int = 2, among: int | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, ...]:
     """(hidden, chosen experts, their weights, gradient of the output)."""
     generator = torch.Generator().manual_seed(3)
     count = next(experts.parameters()).shape[0] if among is None else among
@@ -41,10 +39,10 @@ def routed(experts: Any, dtype: torch.dtype, choices: int, among: int | None = N
     return hidden, chosen, weights, torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
 
 
-def gradients(experts: Any, given: tuple[torch.Tensor, ...], queue: WeightGradients | None = None) -> dict[str, Any]:
+def gradients(experts: Any, inputs: tuple[torch.Tensor, ...], queue: WeightGradients | None = None) -> dict[str, Any]:
     """Of all parameters, the input and the weights; through I and W where there is a queue."""
     experts.zero_grad()
-    hidden, chosen, weights, gradient = given
+    hidden, chosen, weights, gradient = inputs
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
     if queue is None:
         output = experts(hidden, chosen, weights)
@@ -57,123 +55,99 @@ def gradients(experts: Any, given: tuple[torch.Tensor, ...], queue: WeightGradie
         queue.under_way = None
         assert all(parameter.grad is None for parameter in experts.parameters()), "nothing before W"
         queue.compute((0, 0))
-    found = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    return found | {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
+    results = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return results | {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("choices", [1, 2, 3])
-def test_gradients_are_those_of_one_product_after_the_other(family, choices) -> None:
-    experts = experts_of(family, *ONE_AFTER_THE_OTHER)
-    given = routed(experts, torch.float64, choices)
-    expected, queue = gradients(experts, given), WeightGradients()
+def adopted(experts: Any) -> WeightGradients:
+    queue = WeightGradients()
     adopt_experts(experts, queue)
-    assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < 1e-14
+    return queue
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("choices", [1, 2, 3])
-def test_gradients_are_those_of_grouped_products(family, choices) -> None:
-    """Weights come before the second product, not after it: the same numbers, rounded elsewhere."""
-    experts = experts_of(family, *AT_ONCE)
-    given = routed(experts, torch.float32, choices)
-    expected, queue = gradients(experts, given), WeightGradients()
-    adopt_experts(experts, queue)
-    assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < 1e-6
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(("implementation", "dtype"), [ONE_AFTER_THE_OTHER, AT_ONCE])
-def test_a_backward_that_is_not_split_has_the_same_bits(family, implementation, dtype) -> None:
-    experts, queue = experts_of(family, implementation, dtype), WeightGradients()
-    given = routed(experts, dtype, 2)
-    adopt_experts(experts, queue)
-    whole, split = gradients(experts, given), gradients(experts, given, queue)
-    assert all(torch.equal(whole[name], split[name]) for name in whole)
+def test_gradients_are_those_of_transformers(sample) -> None:
+    """Of each way; and a backward that is not split has the same bits."""
+    for family, way, choices in sample(itertools.product(EXPERTS, WAYS, (1, 2, 3))):
+        dtype = WAYS[way]
+        experts = experts_of(family, dtype, way)
+        inputs = routed(experts, choices, dtype=dtype)
+        expected, queue = gradients(experts, inputs), adopted(experts)
+        whole, split = gradients(experts, inputs), gradients(experts, inputs, queue)
+        assert max(gradient_errors(split, expected).values()) < TOLERANCE[dtype], (family, way, choices)
+        assert all(torch.equal(whole[name], split[name]) for name in whole), (family, way, choices)
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("implementation", "dtype"), [ONE_AFTER_THE_OTHER, AT_ONCE])
-def test_a_choice_of_no_expert_adds_nothing(implementation, dtype, split) -> None:
-    experts, queue = experts_of("mixtral", implementation, dtype), WeightGradients()
-    hidden, chosen, weights, gradient = routed(experts, dtype, 2)
-    count = experts.gate_up_proj.shape[0]
+@pytest.mark.parametrize("way", WAYS)
+def test_choices_of_no_expert_add_nothing_and_an_expert_without_tokens_gets_zeros(way, split) -> None:
+    dtype = WAYS[way]
+    experts = experts_of("gpt_oss", dtype, way)
+    hidden, chosen, weights, gradient = routed(experts, among=3, dtype=dtype)
     absent = torch.arange(TOKENS) % 3 == 0
     expected = gradients(experts, (hidden, chosen, torch.where(absent[:, None], 0, weights), gradient))
-    adopt_experts(experts, queue)
-    given = hidden, torch.where(absent[:, None], count, chosen), weights, gradient
-    found = gradients(experts, given, queue if split else None)
-    assert not found["output"][absent].any() and not found["weights"][absent].any()
+    queue = adopted(experts)
+    inputs = hidden, torch.where(absent[:, None], 4, chosen), weights, gradient
+    results = gradients(experts, inputs, queue if split else None)
+    assert not results["output"][absent].any() and not results["weights"][absent].any()
     expected["weights"][absent] = 0
-    assert max(gradient_errors(found, expected).values()) < (1e-14 if dtype == torch.float64 else 1e-6)
+    assert max(gradient_errors(results, expected).values()) < TOLERANCE[dtype]
+    for name, parameter in experts.named_parameters():
+        assert results[name].shape == parameter.shape and not results[name][3].any()
+
+
+def test_what_torch_cannot_multiply_at_once_is_multiplied_one_by_one(sample) -> None:
+    """fp64, and rows that are not whole 16 bytes; transformers' default raises there."""
+    narrow = {"moe_intermediate_size": 6, "intermediate_size": 6}
+    for family, dtype in sample(itertools.product(EXPERTS, (torch.float64, torch.float32))):
+        changes = narrow if dtype == torch.float32 else {}
+        experts, same = (experts_of(family, dtype, way, **changes) for way in ("grouped_mm", "eager"))
+        inputs = routed(experts, dtype=dtype)
+        with pytest.raises(RuntimeError, match=r"got Double|multiple of 16 bytes"):
+            gradients(experts, inputs)
+        expected, queue = gradients(same, inputs), adopted(experts)
+        errors = gradient_errors(gradients(experts, inputs, queue), expected)
+        assert max(errors.values()) < TOLERANCE[dtype], (family, dtype)
 
 
 def test_experts_train_where_nothing_before_them_does() -> None:
-    experts, queue = experts_of("mixtral", *ONE_AFTER_THE_OTHER), WeightGradients()
-    hidden, chosen, weights, gradient = routed(experts, torch.float64, 2)
-    adopt_experts(experts, queue)
+    experts = experts_of("mixtral")
+    hidden, chosen, weights, gradient = routed(experts)
+    adopted(experts)
     experts(hidden, chosen, weights).backward(gradient)
     assert all(parameter.grad is not None for parameter in experts.parameters())
-
-
-@pytest.mark.parametrize(("implementation", "dtype"), [ONE_AFTER_THE_OTHER, AT_ONCE])
-def test_an_expert_that_no_token_meets_gets_zeros(implementation, dtype) -> None:
-    experts = experts_of("gpt_oss", implementation, dtype)
-    given, queue = routed(experts, dtype, 2, among=3), WeightGradients()
-    expected = gradients(experts, given)
-    adopt_experts(experts, queue)
-    found = gradients(experts, given, queue)
-    for name, parameter in experts.named_parameters():
-        assert not found[name][3].any() and not expected[name][3].any() and found[name].shape == parameter.shape
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(
-    ("dtype", "changes"), [(torch.float64, {}), (torch.float32, {"moe_intermediate_size": 6, "intermediate_size": 6})]
-)
-def test_what_torch_cannot_multiply_at_once_is_multiplied_one_by_one(family, dtype, changes) -> None:
-    """fp64, and rows that are not whole 16 bytes; transformers' default raises there."""
-    experts = experts_of(family, "grouped_mm", dtype, **changes)
-    given = routed(experts, dtype, 2)
-    with pytest.raises(RuntimeError, match=r"got Double|multiple of 16 bytes"):
-        gradients(experts, given)
-    same = experts_of(family, "eager", dtype, **changes)
-    expected, queue = gradients(same, given), WeightGradients()
-    adopt_experts(experts, queue)
-    assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < (
-        1e-14 if dtype == torch.float64 else 1e-6
-    )
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_hooks_of_parameters_run_once_and_find_a_gradient(split) -> None:
     """As those that add the gradient of a copy in bf16 to its master."""
-    experts, queue, found = experts_of("gpt_oss", *ONE_AFTER_THE_OTHER), WeightGradients(), []
+    experts, seen = experts_of("gpt_oss"), []
     for name, parameter in experts.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda one, name=name: found.append((name, one.grad is not None)))
-    adopt_experts(experts, queue)
-    gradients(experts, routed(experts, torch.float64, 2), queue if split else None)
-    assert sorted(found) == sorted((name, True) for name, _ in experts.named_parameters())
+        parameter.register_post_accumulate_grad_hook(
+            lambda hooked, name=name: seen.append((name, hooked.grad is not None))
+        )
+    queue = adopted(experts)
+    gradients(experts, routed(experts), queue if split else None)
+    assert sorted(seen) == sorted((name, True) for name, _ in experts.named_parameters())
 
 
-@pytest.mark.parametrize("implementation", [ONE_AFTER_THE_OTHER, AT_ONCE], ids=str)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 @pytest.mark.parametrize("choice", ["full", "selective"])
-def test_checkpointed_experts_compute_the_same(family, choice, implementation) -> None:
+@pytest.mark.sampled
+def test_checkpointed_experts_compute_the_same(family, choice, way) -> None:
     """Biases are added to the first product in place, which "selective" keeps."""
-    experts, dtype = experts_of(family, *implementation), implementation[1]
-    given, queue = routed(experts, dtype, 2), WeightGradients()
-    adopt_experts(experts, queue)
-    expected = gradients(experts, given, queue)
+    experts = experts_of(family, WAYS[way], way)
+    inputs, queue = routed(experts, dtype=WAYS[way]), adopted(experts)
+    expected = gradients(experts, inputs, queue)
     experts.forward = checkpointed(experts.forward, choice, Switch(), torch.device("cpu"))
-    assert all(torch.equal(one, expected[name]) for name, one in gradients(experts, given).items())
-    assert all(torch.equal(one, expected[name]) for name, one in gradients(experts, given, queue).items())
+    for results in (gradients(experts, inputs), gradients(experts, inputs, queue)):
+        assert all(torch.equal(result, expected[name]) for name, result in results.items())
 
 
 def test_selective_checkpointing_repeats_no_product() -> None:
-    experts, queue = experts_of("mixtral", *AT_ONCE), WeightGradients()
-    adopt_experts(experts, queue)
-    hidden, chosen, weights, gradient = routed(experts, torch.float32, 2)
+    experts = experts_of("mixtral", torch.float32, "grouped_mm")
+    adopted(experts)
+    hidden, chosen, weights, gradient = routed(experts, dtype=torch.float32)
     with Products() as products:
         forward = checkpointed(experts, "selective", Switch(), torch.device("cpu"))
         output = forward(hidden.requires_grad_(), chosen, weights)
@@ -193,35 +167,27 @@ class Products(TorchDispatchMode):
             return WITHIN.get(operation.name(), operation)(*args, **(kwargs or {}))
 
 
-def test_what_is_kept_until_the_backward() -> None:
-    """n (h + 2 k f + k) elements, of which the h are the layer's input, and integers."""
-    experts, queue = experts_of("mixtral", *ONE_AFTER_THE_OTHER), WeightGradients()
-    hidden, chosen, weights, _ = routed(experts, torch.float64, 2)
-    adopt_experts(experts, queue)
+def test_what_is_kept_until_the_backward_and_what_waits_for_w() -> None:
+    """n (h + 2 k f + k) elements, of which h are the input; then b (2 n h + k n (2 f + f) + k n) bytes; both
+    beside integers."""
+    experts = experts_of("mixtral")
+    hidden, chosen, weights, gradient = routed(experts)
+    queue = adopted(experts)
     hidden.requires_grad_()
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        experts(hidden, chosen, weights)
-    assert [tuple(one.shape) for one in kept] == [(TOKENS, WIDTH), (2 * TOKENS, 2 * 96), (2 * TOKENS,)]
-    assert kept[0].data_ptr() == hidden.data_ptr()
-
-
-def test_what_waits_between_i_and_w() -> None:
-    """b (2 n h + k n (2 f + f) + k n) bytes, without integers."""
-    experts, queue = experts_of("mixtral", *ONE_AFTER_THE_OTHER), WeightGradients()
-    hidden, chosen, weights, gradient = routed(experts, torch.float64, 2)
-    adopt_experts(experts, queue)
-    hidden.requires_grad_()
     queue.under_way = (0, 0)
-    output = experts(hidden, chosen, weights)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        output = experts(hidden, chosen, weights)
+    assert [tuple(saved.shape) for saved in kept] == [(TOKENS, WIDTH), (2 * TOKENS, 2 * 96), (2 * TOKENS,)]
+    assert kept[0].data_ptr() == hidden.data_ptr()
     queue.begin((0, 0))
     output.backward(gradient)
     queue.under_way = None
     (entry,) = queue._entries[0, 0]
     cells = [cell.cell_contents for cell in inspect.unwrap(entry.gradients).__closure__]
-    held = [one for one in cells if isinstance(one, torch.Tensor)]
-    assert all(one.grad_fn is None for one in held)
-    assert sorted(tuple(one.shape) for one in held) == sorted(
+    held = [content for content in cells if isinstance(content, torch.Tensor)]
+    assert all(tensor.grad_fn is None for tensor in held)
+    assert sorted(tuple(tensor.shape) for tensor in held) == sorted(
         [(TOKENS, WIDTH), (TOKENS, WIDTH), (2 * TOKENS, 2 * 96), (2 * TOKENS, 96), (2 * TOKENS,)]
     )
     queue.compute((0, 0))
@@ -229,15 +195,14 @@ def test_what_waits_between_i_and_w() -> None:
 
 
 def test_frozen_experts_leave_nothing() -> None:
-    experts = experts_of("gpt_oss", *ONE_AFTER_THE_OTHER)
-    given = routed(experts, torch.float64, 2)
+    experts = experts_of("gpt_oss")
+    inputs = routed(experts)
     experts.gate_up_proj.requires_grad_(False)
     experts.down_proj_bias.requires_grad_(False)
-    expected, queue = gradients(experts, given), WeightGradients()
-    adopt_experts(experts, queue)
-    found = gradients(experts, given, queue)
-    assert found["gate_up_proj"] is None and found["down_proj_bias"] is None
-    assert max(gradient_errors(found, expected).values()) < 1e-14
+    expected, queue = gradients(experts, inputs), adopted(experts)
+    results = gradients(experts, inputs, queue)
+    assert results["gate_up_proj"] is None and results["down_proj_bias"] is None
+    assert max(gradient_errors(results, expected).values()) < 1e-14
 
 
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "gate"), ("gpt_oss", "router")])
@@ -250,30 +215,22 @@ def test_only_the_routers_are_not_split(family, router) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ends", [[5, 5, 9, 12], [0, 12, 12, 12], [0, 0, 0, 12]])
-def test_products_by_group(dtype, ends) -> None:
-    """Against a loop over the groups; in fp64 that loop is the implementation."""
+def test_products_by_group(dtype) -> None:
+    """Against a loop over the groups; in fp64 that loop is the implementation. Rows of a part are written to their
+    places, and others stay as they are."""
     torch.manual_seed(0)
-    rows, matrices = torch.randn(12, 16).to(dtype), torch.randn(4, 16, 8).to(dtype)
-    right = torch.randn(12, 8).to(dtype)
-    spans = list(zip([0, *ends], ends, strict=False))
-    stops = Groups(torch.tensor(ends, dtype=torch.int32))
-    found, outer = grouped_product(rows, matrices, stops), grouped_outer(rows, right, stops)
-    for expert, (start, end) in enumerate(spans):
-        torch.testing.assert_close(found[start:end], rows[start:end] @ matrices[expert])
-        torch.testing.assert_close(outer[expert], rows[start:end].t() @ right[start:end])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_products_of_a_part_are_written_to_their_places(dtype) -> None:
-    """Against the product of all rows; others stay as they are."""
-    torch.manual_seed(0)
-    rows, matrices = torch.randn(12, 16).to(dtype), torch.randn(4, 16, 8).to(dtype)
-    ends, places = [5, 5, 9, 12], torch.tensor([0, 1, 2, 7, 8, 9])  # of the experts 0, 2, 2, 3
-    whole = grouped_product(rows, matrices, Groups(torch.tensor(ends, dtype=torch.int32)))
-    found = torch.full_like(whole, 7.0)
-    fill_grouped(found, places, rows[places], matrices, Groups(torch.tensor([3, 3, 5, 6], dtype=torch.int32)))
+    rows, matrices, right = (torch.randn(*shape).to(dtype) for shape in ((12, 16), (4, 16, 8), (12, 8)))
+    for ends in ([5, 5, 9, 12], [0, 12, 12, 12], [0, 0, 0, 12]):
+        stops = Groups(torch.tensor(ends, dtype=torch.int32))
+        products, outer = grouped_product(rows, matrices, stops), grouped_outer(rows, right, stops)
+        for expert, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            torch.testing.assert_close(products[start:end], rows[start:end] @ matrices[expert])
+            torch.testing.assert_close(outer[expert], rows[start:end].t() @ right[start:end])
+    whole = grouped_product(rows, matrices, Groups(torch.tensor([5, 5, 9, 12], dtype=torch.int32)))
+    places = torch.tensor([0, 1, 2, 7, 8, 9])  # of the experts 0, 2, 2, 3
+    part = torch.full_like(whole, 7.0)
+    fill_grouped(part, places, rows[places], matrices, Groups(torch.tensor([3, 3, 5, 6], dtype=torch.int32)))
     others = torch.ones(12, dtype=torch.bool)
     others[places] = False
-    torch.testing.assert_close(found[places], whole[places])
-    assert (found[others] == 7.0).all()
+    torch.testing.assert_close(part[places], whole[places])
+    assert (part[others] == 7.0).all()

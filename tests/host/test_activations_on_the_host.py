@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,51 +34,44 @@ class NoSlab:
         self.size = size
 
 
-@pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_slots_never_overlap_and_come_back(seed: int, powers: bool) -> None:
-    chance, pool = random.Random(seed), HostPool(NoSlab, powers=powers)
-    taken: list[Slot] = []
-    for _ in range(400):
-        if taken and chance.random() < 0.48:
-            pool.give(taken.pop(chance.randrange(len(taken))))
-        else:
-            slot = pool.take(chance.choice([1, PAGE, PAGE + 1, 3 * PAGE, chance.randint(1, SLAB // 4)]))
-            assert slot is not None
-            assert slot.offset % PAGE == slot.size % PAGE == 0
-            assert slot.offset + slot.size <= pool.slabs[slot.slab].size
-            for other in taken:
-                apart = other.offset + other.size <= slot.offset or slot.offset + slot.size <= other.offset
-                assert other.slab != slot.slab or apart
-            taken.append(slot)
-        assert pool.used == sum(slot.size for slot in taken) <= pool.most_used
-    for slot in taken:
-        pool.give(slot)
-    slabs = pool.size
-    for slab in list(pool.slabs):  # everything is in one piece again
-        assert pool.take(slab.size) is not None
-    assert pool.size == slabs
+def test_slots_never_overlap_and_come_back(sample) -> None:
+    for seed, powers in sample(itertools.product(range(20), (False, True)), 4):
+        chance, pool = random.Random(seed), HostPool(NoSlab, powers=powers)
+        taken: list[Slot] = []
+        for _ in range(400):
+            if taken and chance.random() < 0.48:
+                pool.give(taken.pop(chance.randrange(len(taken))))
+            else:
+                slot = pool.take(chance.choice([1, PAGE, PAGE + 1, 3 * PAGE, chance.randint(1, SLAB // 4)]))
+                assert slot is not None
+                assert slot.offset % PAGE == slot.size % PAGE == 0
+                assert slot.offset + slot.size <= pool.slabs[slot.slab].size
+                for other in taken:
+                    apart = other.offset + other.size <= slot.offset or slot.offset + slot.size <= other.offset
+                    assert other.slab != slot.slab or apart
+                taken.append(slot)
+            assert pool.used == sum(slot.size for slot in taken) <= pool.most_used
+        for slot in taken:
+            pool.give(slot)
+        slabs = pool.size
+        for slab in list(pool.slabs):  # everything is in one piece again
+            assert pool.take(slab.size) is not None
+        assert pool.size == slabs
 
 
-def test_the_same_sizes_find_the_same_memory() -> None:
+def test_the_same_sizes_find_the_same_memory_and_no_more_than_allowed() -> None:
     pool = HostPool(NoSlab)
     for _ in range(5):
-        slots = [pool.take(size) for size in (SLAB // 3, SLAB // 3, 5 * PAGE, SLAB)]
-        for slot in slots:
+        for slot in [pool.take(size) for size in (SLAB // 3, SLAB // 3, 5 * PAGE, SLAB)]:
             assert slot is not None
             pool.give(slot)
     assert pool.size == 2 * SLAB
-
-
-def test_a_pool_is_no_larger_than_it_may_be() -> None:
-    pool = HostPool(NoSlab, 10 * PAGE)
-    first, second = pool.take(6 * PAGE), pool.take(4 * PAGE)
-    assert first is not None
-    assert second is not None
-    assert pool.take(1) is None
-    assert pool.size == 10 * PAGE
-    pool.give(first)
-    assert pool.take(6 * PAGE) is not None
+    limited = HostPool(NoSlab, 10 * PAGE)
+    first, second = limited.take(6 * PAGE), limited.take(4 * PAGE)
+    assert first is not None and second is not None and limited.take(1) is None
+    assert limited.size == 10 * PAGE
+    limited.give(first)
+    assert limited.take(6 * PAGE) is not None
 
 
 # whether powers of two, wanted bytes, room -> bytes of a new slab
@@ -98,22 +92,19 @@ NEW_SLABS = [
 ]
 
 
-@pytest.mark.parametrize(("powers", "wanted", "room", "expected"), NEW_SLABS)
-def test_sizes_of_new_slabs(powers: bool, wanted: int, room: int | None, expected: int | None) -> None:
-    assert slab_size(wanted, room, powers=powers) == expected
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_locked_is_no_more_than_allowed(seed: int) -> None:
+def test_sizes_of_new_slabs() -> None:
     """Powers of two, which torch's allocator does not round up: what the pool counts is what there is."""
-    chance = random.Random(seed)
-    limit = chance.randint(1, 4 * SLAB)
-    pool = HostPool(NoSlab, limit, powers=True)
-    for _ in range(60):
-        pool.take(chance.choice([1, PAGE, chance.randint(1, SLAB), chance.randint(1, 3 * SLAB)]))
-    sizes = [slab.size for slab in pool.slabs]
-    assert all(size & (size - 1) == 0 for size in sizes)
-    assert pool.most_used <= pool.size == sum(sizes) <= limit
+    for powers, wanted, room, expected in NEW_SLABS:
+        assert slab_size(wanted, room, powers=powers) == expected, (powers, wanted, room)
+    for seed in range(10):
+        chance = random.Random(seed)
+        limit = chance.randint(1, 4 * SLAB)
+        pool = HostPool(NoSlab, limit, powers=True)
+        for _ in range(60):
+            pool.take(chance.choice([1, PAGE, chance.randint(1, SLAB), chance.randint(1, 3 * SLAB)]))
+        sizes = [slab.size for slab in pool.slabs]
+        assert all(size & (size - 1) == 0 for size in sizes)
+        assert pool.most_used <= pool.size == sum(sizes) <= limit
 
 
 def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,37 +117,20 @@ def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) ->
     activations.copies.close()
 
 
-MIB = 2**20
-# sizes in MiB -> sizes of the slabs
-CARVED = [
-    ((), []),
-    ((64,), [64]),
-    ((40, 40), [128]),
-    ((100, 100), [256]),
-    ((96, 32, 64, 64), [256]),
-    ((1, 2, 3), [8]),
-    ((640, 640), [2048]),  # by themselves: 1024 each
-    ((640,) * 20, [8192, 4096, 2048]),
-    ((1024, 1), [1024, 1]),
-]
-
-
-@pytest.mark.parametrize(("sizes", "slabs"), CARVED)
-def test_slabs_that_things_are_carved_out_of(sizes: tuple[int, ...], slabs: list[int]) -> None:
-    assert [size // MIB for size in carve([size * MIB for size in sizes])[0]] == slabs
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_carved_slots_lie_beside_each_other(seed: int) -> None:
-    chance = random.Random(seed)
-    sizes = [int(2 ** chance.uniform(0, 30)) for _ in range(chance.randint(1, 60))]
-    slabs, slots = carve(sizes)
-    ends = [0] * len(slabs)
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        assert slot.offset == ends[slot.slab]
-        ends[slot.slab] += slot.size
-    assert all(0 <= slot.size - size < PAGE for slot, size in zip(slots, sizes, strict=True))
-    assert all(size & (size - 1) == 0 and end <= size < 2 * end for end, size in zip(ends, slabs, strict=True))
+def test_things_are_carved_out_of_slabs_and_lie_beside_each_other() -> None:
+    mib = 2**20
+    for sizes, expected in (((), []), ((640,) * 20, [8192, 4096, 2048]), ((1024, 1), [1024, 1])):
+        assert carve([size * mib for size in sizes])[0] == [size * mib for size in expected]
+    for seed in range(20):
+        chance = random.Random(seed)
+        sizes = [int(2 ** chance.uniform(0, 30)) for _ in range(chance.randint(1, 60))]
+        slabs, slots = carve(sizes)
+        ends = [0] * len(slabs)
+        for slot in sorted(slots, key=lambda slot: slot.offset):
+            assert slot.offset == ends[slot.slab]
+            ends[slot.slab] += slot.size
+        assert all(0 <= slot.size - size < PAGE for slot, size in zip(slots, sizes, strict=True))
+        assert all(size & (size - 1) == 0 and end <= size < 2 * end for end, size in zip(ends, slabs, strict=True))
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -167,9 +141,6 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     slab.write(slot, source.data_ptr(), 3 * PAGE)
     slab.read(slot, target.data_ptr(), 3 * PAGE)
     assert torch.equal(source, target)
-
-
-def test_no_file_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"offload.directory: .*nowhere', no file of 4096 bytes can be made there"):
         FileSlab(PAGE, tmp_path / "nowhere")
 
@@ -189,18 +160,6 @@ class Layer(nn.Module):
         mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
         mask = mixed > 0
         return hidden + self.down((mixed * mask).double().sin().float() * q.exp().clamp(max=2))
-
-
-class Late(FileCopies):
-    """Copies begin when they are let go."""
-
-    def __init__(self, pool: HostPool) -> None:
-        super().__init__(pool)
-        self.gate = threading.Event()
-
-    def _copy(self, *arguments: object) -> None:
-        assert self.gate.wait(20)
-        super()._copy(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -225,58 +184,64 @@ def forward(
     return output, graph
 
 
-def through_the_host(activations: Activations, key: tuple[int, int] = KEY) -> None:
-    activations.offload(key)
-    activations.give_back(key)
-    activations.load(key)
-    activations.ready(key)
+def through_the_host(activations: Activations, after_offload: Callable[[], object] = lambda: None) -> None:
+    activations.offload(KEY)
+    after_offload()
+    activations.give_back(KEY)
+    activations.load(KEY)
+    activations.ready(KEY)
 
 
 def gradients_of(stage: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in stage.parameters()]
+    gradients = [parameter.grad.clone() for parameter in stage.parameters()]
+    stage.zero_grad()
+    return gradients
 
 
-def expected(stage: nn.Module, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-    stage.zero_grad()
-    leaf = hidden.clone().requires_grad_()
-    stage(leaf).square().sum().backward()
-    assert leaf.grad is not None
-    found = gradients_of(stage)
-    stage.zero_grad()
-    return found, leaf.grad
+class Expected:
+    """Gradients of a stage without copies, for one input."""
+
+    def __init__(self, stage: nn.Module, hidden: Tensor) -> None:
+        leaf = hidden.clone().requires_grad_()
+        stage(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        self.stage, self.gradients, self.of_input = stage, gradients_of(stage), leaf.grad
+
+    def check(self) -> None:
+        assert all(map(torch.equal, gradients_of(self.stage), self.gradients))
 
 
 def test_gradients_have_the_same_bits(activations: Activations) -> None:
     stage = model()
     for size in ((4, 32), (1, 50), (4, 32)):  # sizes change from step to step
         hidden = torch.randn(*size, 64)
-        wanted, input_gradient = expected(stage, hidden)
+        expected = Expected(stage, hidden)
         output, graph = forward(stage, activations, hidden)
         through_the_host(activations)
-        found = graph.backward(2 * output.detach())
-        assert all(map(torch.equal, gradients_of(stage), wanted))
-        assert found is not None
-        assert torch.equal(found, input_gradient)
-        assert activations.left == ()
-        assert activations.pool.used == 0
+        of_input = graph.backward(2 * output.detach())
+        expected.check()
+        assert of_input is not None and torch.equal(of_input, expected.of_input)
+        assert activations.left == () and activations.pool.used == 0
 
 
 def test_the_device_holds_nothing_between_D_and_L(activations: Activations) -> None:
     stage = model()
     hidden = torch.randn(8, 32, 64)
     output, _ = forward(stage, activations, hidden)
-    memories = [one() for one in activations._stashes[KEY]]
-    storages = [weakref.ref(memory.storage) for memory in memories if memory is not None]
-    saved = sum(memory.bytes for memory in memories if memory is not None)
+    memories = [memory for memory in (reference() for reference in activations._stashes[KEY]) if memory is not None]
+    storages = [weakref.ref(memory.storage) for memory in memories]
+    saved = sum(memory.bytes for memory in memories)
     assert len(storages) > 20
     output = output.detach().sum() + output.mean()  # the output itself is given away
     del memories, hidden
     gc.disable()
-    activations.offload(KEY)
-    activations.give_back(KEY)
-    assert activations.pool.used >= saved
-    assert not [storage for storage in storages if storage() is not None]
-    gc.enable()
+    try:
+        activations.offload(KEY)
+        activations.give_back(KEY)
+        assert activations.pool.used >= saved
+        assert not [storage for storage in storages if storage() is not None]
+    finally:
+        gc.enable()
     activations.load(KEY)
     activations.ready(KEY)
     output.backward()
@@ -284,20 +249,16 @@ def test_the_device_holds_nothing_between_D_and_L(activations: Activations) -> N
 
 
 def test_what_shares_memory_shares_it_afterwards(activations: Activations) -> None:
-    found: list[Tensor] = []
     wide = torch.randn(64, 96, requires_grad=True)
     with activations.saving(KEY, [wide]):
-        whole = wide * 2
-        q, k = whole.chunk(2, dim=-1)
+        q, k = (wide * 2).chunk(2, dim=-1)
         product = q * k
     through_the_host(activations)
     node = product.grad_fn
     assert node is not None
-    found = [node._saved_self, node._saved_other]
-    assert found[0].untyped_storage()._cdata == found[1].untyped_storage()._cdata
-    assert torch.equal(found[0], q)
-    assert torch.equal(found[1], k)
-    assert found[1].stride() == k.stride()
+    first, second = node._saved_self, node._saved_other
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    assert torch.equal(first, q) and torch.equal(second, k) and second.stride() == k.stride()
 
 
 def test_parameters_and_small_tensors_stay(activations: Activations) -> None:
@@ -315,128 +276,79 @@ def test_a_layer_can_be_kept(activations: Activations) -> None:
         if kept:
             keep_on_device(stage[1], activations)
         hidden = torch.randn(4, 32, 64)
-        wanted, _ = expected(stage, hidden)
+        expected = Expected(stage, hidden)
         output, _ = forward(stage, activations, hidden)
-        activations.offload(KEY)
-        bytes_moved.append(activations.pool.used)
-        activations.give_back(KEY)
-        activations.load(KEY)
-        activations.ready(KEY)
+        through_the_host(activations, after_offload=lambda: bytes_moved.append(activations.pool.used))
         output.square().sum().backward()
-        assert all(map(torch.equal, gradients_of(stage), wanted))
+        expected.check()
     assert bytes_moved[1] * 2 == pytest.approx(bytes_moved[0], rel=0.1)
 
 
-@pytest.mark.parametrize("when", ["before O", "before its use"])
-def test_a_saved_tensor_that_is_changed_in_place_is_noticed(activations: Activations, when: str) -> None:
-    hidden = torch.randn(64, 64)
-    weight = torch.randn(64, 64, requires_grad=True)
-    if when == "before O":
+def test_a_saved_tensor_that_is_changed_in_place_is_noticed(activations: Activations) -> None:
+    """Before O, and before its use."""
+    for smallest, late in ((activations.smallest_bytes, False), (1, True)):
+        activations.smallest_bytes = smallest
+        hidden, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
         with activations.saving(KEY, []):
             product = hidden @ weight
         hidden.add_(1)
-        with pytest.raises(RuntimeError, match="changed in place after it was saved"):
-            activations.offload(KEY)
-        return
-    activations.smallest_bytes = 1
-    with activations.saving(KEY, []):
-        product = hidden @ weight
-    hidden.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        product.sum().backward()
-
-
-def test_late_copies_delay_and_nothing_else() -> None:
-    pool = HostPool(FileSlab)
-    copies = Late(pool)
-    activations = Activations(pool, copies, CPU)
-    stage, hidden = model(), torch.randn(4, 32, 64)
-    wanted, _ = expected(stage, hidden)
-    output, _ = forward(stage, activations, hidden)
-    del hidden
-    activations.offload(KEY)
-    for step in (lambda: activations.give_back(KEY), lambda: activations.ready(KEY)):
-        copies.gate.clear()
-        waits = threading.Timer(0.05, copies.gate.set)
-        waits.start()
-        step()
-        assert copies.gate.is_set()
-        copies.gate.clear()
-        if KEY in activations._moved:
-            activations.load(KEY)
-    output.square().sum().backward()
-    assert all(map(torch.equal, gradients_of(stage), wanted))
-    copies.gate.set()
-    copies.close()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            product.sum().backward() if late else activations.offload(KEY)
+        activations.clear()
 
 
 # --- a host without room ----------------------------------------------------------------------------------------
 
 
-def test_no_room_is_an_error_that_says_so() -> None:
+def test_no_room_is_an_error_or_what_does_not_fit_stays() -> None:
+    stage, hidden = model(), torch.randn(4, 32, 64)
+    expected = Expected(stage, hidden)
     activations = activations_engine(OffloadOptions(host_memory=4 * PAGE), CPU)
-    graph = forward(model(), activations, torch.randn(4, 32, 64))
+    output, graph = forward(stage, activations, hidden)
     with pytest.raises(RunError, match=r"the host has no room for \d+ bytes of stage 0, microbatch 0"):
         activations.offload(KEY)
     assert activations.pool.used == 0
     activations.clear()
     activations.copies.close()
-    del graph
+    del output, graph
 
-
-def test_or_what_does_not_fit_stays() -> None:
     activations = activations_engine(OffloadOptions(host_memory=40 * PAGE, when_full="keep"), CPU)
-    stage, hidden = model(), torch.randn(4, 32, 64)
-    wanted, _ = expected(stage, hidden)
     output, _ = forward(stage, activations, hidden)
-    activations.offload(KEY)
-    assert 0 < activations.pool.used <= 40 * PAGE
-    activations.give_back(KEY)
-    activations.load(KEY)
-    activations.ready(KEY)
+    used: list[int] = []
+    through_the_host(activations, after_offload=lambda: used.append(activations.pool.used))
+    assert 0 < used[0] <= 40 * PAGE
     output.square().sum().backward()
-    assert all(map(torch.equal, gradients_of(stage), wanted))
+    expected.check()
     activations.copies.close()
 
 
 def test_a_step_that_failed_leaves_nothing(activations: Activations) -> None:
-    stage = model()
-    graphs = []
-    for key, until in (((0, 0), 0), ((0, 1), 1), ((0, 2), 2), ((0, 3), 3)):
-        graphs.append(forward(stage, activations, torch.randn(4, 32, 64), key))
-        steps: list[Callable[[tuple[int, int]], None]] = [activations.offload, activations.give_back, activations.load]
-        for step in steps[:until]:
-            step(key)
-    assert activations.left
-    assert activations.pool.used
+    stage, graphs = model(), []
+    steps = [activations.offload, activations.give_back, activations.load]
+    for microbatch in range(4):
+        graphs.append(forward(stage, activations, torch.randn(4, 32, 64), (0, microbatch)))
+        for step in steps[:microbatch]:
+            step((0, microbatch))
+    assert activations.left and activations.pool.used
     activations.clear()
-    assert activations.left == ()
-    assert activations.pool.used == 0
+    assert activations.left == () and activations.pool.used == 0
 
 
 # --- options ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_options() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"activations": "some"}, "offload: 'some', expected one of scheduled, none, free, all, or bytes above 0"),
         ({"activations": -1.0}, "offload: -1.0, expected one of"),
         ({"when_full": "wait"}, "offload.when_full: 'wait', expected 'error' or 'keep'"),
         ({"streams": 3}, "offload.streams: 3, expected 1 or 2"),
         ({"host_memory": 100}, "offload.host_memory: 100, expected whole bytes, at least 4096"),
-    ],
-)
-def test_wrong_options(given: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        OffloadOptions(**given)  # type: ignore[arg-type]
-    assert message in str(error.value)
-
-
-def test_choices_of_layers() -> None:
+        ({"layers": ("keep",)}, "offload.layers: 1 choice, expected one for each of the 2 layers"),
+        ({"layers": "drop"}, "offload.layers: 'drop', expected 'offload' or 'keep'"),
+    ]
+    for options, sentence in refused:
+        with pytest.raises(InputError, match=sentence):
+            OffloadOptions(**options).of_layers(2)
     assert OffloadOptions().of_layers(2) == ("offload", "offload")
     assert OffloadOptions(layers=("keep", "offload")).of_layers(2) == ("keep", "offload")
-    with pytest.raises(InputError, match=r"offload.layers: 1 choice, expected one for each of the 2 layers"):
-        OffloadOptions(layers=("keep",)).of_layers(2)
-    with pytest.raises(InputError, match=r"offload.layers: 'drop', expected 'offload' or 'keep'"):
-        OffloadOptions(layers="drop").of_layers(2)

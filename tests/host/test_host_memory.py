@@ -36,12 +36,14 @@ def run(program: str, *arguments: str, **changes: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 @glibc
 def test_pages_stay() -> None:
     """Eight tensors of 8 MiB have 16 384 pages."""
     assert int(run(PROGRAM, "kept")) > 16_000 and int(run(PROGRAM, "given back")) < 1000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
 def test_settings_of_the_environment_count(setting: dict[str, str]) -> None:
     program = "from evenpipe.host.memory import keep_freed_memory; print(keep_freed_memory())"

@@ -62,19 +62,19 @@ def steps(device: Device, monkeypatch: pytest.MonkeyPatch, count: int = 4) -> li
     return pairs
 
 
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.sampled(8)
-def test_no_order_that_the_events_allow_changes_a_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(seed)
-    assert all(torch.equal(one, other) for one, other in steps(device, monkeypatch))
-    assert device.most_held == 3 * len(MOMENTS), "buckets"
-    assert device.held == 0
-    assert device.synchronizations == 4, "one in each step"
+def test_no_order_that_the_events_allow_changes_a_bit(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in sample(range(30), 3):
+        device = Device(seed)
+        assert all(torch.equal(ours, theirs) for ours, theirs in steps(device, monkeypatch)), seed
+        assert device.most_held == 3 * len(MOMENTS), "buckets"
+        assert device.held == 0
+        assert device.synchronizations == 4, "one in each step"
 
 
-def test_without_the_events_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [all(torch.equal(*pair) for pair in steps(Device(seed, orderly=False), monkeypatch)) for seed in range(5)]
-    assert not any(found)
+def test_without_the_events_it_is_noticed(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in sample(range(5), 1):
+        pairs = steps(Device(seed, orderly=False), monkeypatch)
+        assert not all(torch.equal(ours, theirs) for ours, theirs in pairs), seed
 
 
 def test_copies_in_and_copies_out_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,8 @@ def test_copies_in_and_copies_out_run_at_the_same_time(monkeypatch: pytest.Monke
 # --- where moments lie ------------------------------------------------------------------------------------------
 
 
-def on_meta() -> nn.Module:
-    return model().to("meta")
-
-
 def test_moments_share_locked_slabs(slabs: list[int]) -> None:
-    module = on_meta()
+    module = model().to("meta")
     optimizer = HostAdamW(module.parameters(), fused=True)
     places = []
     for parameter in module.parameters():
@@ -115,7 +111,7 @@ def test_moments_share_locked_slabs(slabs: list[int]) -> None:
 
 def test_a_state_that_is_loaded_goes_to_the_host_at_once(slabs: list[int]) -> None:
     """A moment on the "meta" device, that has no values, would not come back."""
-    whole, module = model(), on_meta()
+    whole, module = model(), model().to("meta")
     given = torch.optim.AdamW(whole.parameters(), fused=True)
     for parameter in whole.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +55,17 @@ def data(microbatches: int, batch: int = 1, width: int = 32, dtype: torch.dtype 
     return [tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)) for shape in shapes]
 
 
+class Layers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 class Split:
     """Runs passes of microbatches on one module, as the walker does on a stage."""
 
@@ -63,12 +76,7 @@ class Split:
         self.outputs: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self._forwarded: dict[int, tuple[Tensor, Any]] = {}
-        self._passes = {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.input_gradient,
-            "W": self.weight_gradient,
-        }
+        self._passes = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
     def run(self, passes: str) -> None:
         """Such as "F0 I0 F1 B1 W0"."""
@@ -76,6 +84,16 @@ class Split:
         self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
         for token in tokens:
             self._passes[token[0]](int(token[1:]))
+
+    def run_counted(self, passes: str, count: Callable[[], AbstractContextManager]) -> list[int]:
+        """What is counted in each of the passes."""
+        tokens, counts = passes.split(), []
+        self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
+        for token in tokens:
+            with count() as counter:
+                self._passes[token[0]](int(token[1:]))
+            counts.append(counter.count)
+        return counts
 
     def forward(self, index: int) -> None:
         hidden = self.batches[index][0].detach().requires_grad_()
@@ -174,6 +192,17 @@ class Storages(TorchDispatchMode):
     @property
     def alive(self) -> int:
         return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Only reference cycles would need it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Products(TorchDispatchMode):

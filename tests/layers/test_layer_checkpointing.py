@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from split_module import Fused, Products, Split, Storages, data, difference, trunk
+from split_module import Layers, Products, Split, Storages, data, difference, trunk, without_collector
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
@@ -39,17 +41,17 @@ class Checkpointed(Split):
         super().__init__(checkpointed(module, *self.choices), batches)
 
 
-@pytest.mark.parametrize("choices", [("full",), ("selective",), ("full", "none"), ("selective", "full")])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.sampled(8)
-def test_gradients_are_those_of_plain_layers_bit_for_bit(
-    family: str, dtype: torch.dtype, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+CHOICES = (("full",), ("selective",), ("full", "none"), ("selective", "full"))
+
+
+def test_gradients_are_those_of_plain_layers_bit_for_bit(sample, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 draws dropout: the second forward draws it again, and what is drawn afterwards stays the same."""
-    monkeypatch.setattr(Checkpointed, "choices", choices)
-    for passes in PASSES:
-        assert difference(lambda: trunk(family, dtype), data(3, 2, dtype=dtype), passes, split=Checkpointed) == []
+    families, dtypes = ("llama", "gemma2", "gpt2"), (torch.float32, torch.bfloat16)
+    for case in sample(itertools.product(families, dtypes, CHOICES, PASSES), 10):
+        family, dtype, choices, passes = case
+        monkeypatch.setattr(Checkpointed, "choices", choices)
+        batches = data(3, 2, dtype=dtype)
+        assert difference(lambda: trunk(family, dtype), batches, passes, split=Checkpointed) == [], case
 
 
 class Blocks(nn.Module):
@@ -89,42 +91,36 @@ def test_other_differentiable_arguments_tuples_of_results_and_parameters_of_seve
 
 def forwards_in(passes: str, choice: str, switch: Switch | None = None) -> dict[str, list[int]]:
     """For every module of the layers: its forwards in each of the passes."""
-    module = trunk("llama", torch.float32)
-    runner = Split(checkpointed(module, choice, switch=switch), data(1, dtype=torch.float32))
-    found: dict[str, list[int]] = {}
-    for prefix, layer in enumerate(layers_of(module)):
+    runner = Split(checkpointed(trunk("llama", torch.float32), choice, switch=switch), data(1, dtype=torch.float32))
+    counts: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers_of(runner.module)):
         for name, part in layer.named_modules():
             if name:  # hooks of the layer itself stay outside of what runs again
-                counts = found.setdefault(f"{prefix}.{name}", [])
-                part.register_forward_pre_hook(lambda *_, counts=counts: counts.__setitem__(-1, counts[-1] + 1))
-    runner._split = {0} if "I" in passes else set()
-    for token in passes.split():
-        for counts in found.values():
-            counts.append(0)
-        runner._passes[token[0]](0)
-    return found
+                own = counts.setdefault(f"{number}.{name}", [])
+                part.register_forward_pre_hook(lambda *_, own=own: own.__setitem__(-1, own[-1] + 1))
+
+    @contextmanager
+    def next_pass() -> Iterator[SimpleNamespace]:
+        for own in counts.values():
+            own.append(0)
+        yield SimpleNamespace(count=0)
+
+    runner.run_counted(passes, next_pass)
+    return counts
 
 
-@pytest.mark.parametrize("choice", ["full", "selective"])
-@pytest.mark.parametrize(("passes", "forwards"), [("F0 I0 W0", [1, 1, 0]), ("F0 B0", [1, 1])])
-def test_each_forward_runs_exactly_twice_and_never_in_W(choice: str, passes: str, forwards: list[int]) -> None:
-    found = forwards_in(passes, choice)
-    assert len(found) > 20 and all(counts == forwards for counts in found.values()), found
-
-
-def test_with_the_switch_off_a_layer_keeps_everything() -> None:
-    assert all(counts == [1, 0, 0] for counts in forwards_in("F0 I0 W0", "full", Switch(off=True)).values())
+def test_each_forward_runs_exactly_twice_and_never_in_W() -> None:
+    passes = {"F0 I0 W0": [1, 1, 0], "F0 B0": [1, 1]}
+    for choice, (tokens, expected) in itertools.product(("full", "selective"), passes.items()):
+        counts = forwards_in(tokens, choice)
+        assert len(counts) > 20 and all(own == expected for own in counts.values()), counts
+    switched_off = forwards_in("F0 I0 W0", "full", Switch(off=True))
+    assert all(own == [1, 0, 0] for own in switched_off.values()), "a layer keeps everything"
 
 
 def products_in(passes: str, choice: str) -> list[int]:
     runner = Split(checkpointed(trunk("llama", torch.float32), choice), data(1, dtype=torch.float32))
-    runner._split = {0} if "I" in passes else set()
-    counts = []
-    for token in passes.split():
-        with Products() as products:
-            runner._passes[token[0]](0)
-        counts.append(products.count)
-    return counts
+    return runner.run_counted(passes, Products)
 
 
 def test_products_that_run_again() -> None:
@@ -143,71 +139,79 @@ def test_products_that_run_again() -> None:
 
 def test_a_fully_checkpointed_layer_keeps_its_input_until_I_and_what_W_needs_until_W() -> None:
     tokens, width = 10, 32
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)
-            )
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            for layer in self.layers:
-                hidden = layer(hidden)
-            return hidden
-
-    runner = Split(checkpointed(Layers(), "full"), [])
+    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+    runner = Split(checkpointed(Layers(*layers), "full"), [])
     unit = tokens * width * 4
-    gc.collect()
-    gc.disable()
-    try:
-        with Storages() as storages:
-            runner.batches, runner._split = [(torch.randn(1, tokens, width), torch.randn(1, tokens, width))], {0}
-            runner.forward(0)
-            runner.outputs.clear()
-            assert storages.alive == (1 + 3) * unit  # the gradient to come, and an input each
-            runner.input_gradient(0)
-            runner.batches.clear()
-            runner.input_gradients.clear()
-            assert storages.alive == 3 * (1 + 4 + 4 + 1) * unit  # input and output gradient of both linear layers
-            runner.weight_gradient(0)
-            runner.module.zero_grad()
-            assert storages.alive == 0
-    finally:
-        gc.enable()
+    with without_collector(), Storages() as storages:
+        runner.batches, runner._split = [(torch.randn(1, tokens, width), torch.randn(1, tokens, width))], {0}
+        runner.forward(0)
+        runner.outputs.clear()
+        assert storages.alive == (1 + 3) * unit  # the gradient to come, and an input each
+        runner.input_gradient(0)
+        runner.batches.clear()
+        runner.input_gradients.clear()
+        assert storages.alive == 3 * (1 + 4 + 4 + 1) * unit  # input and output gradient of both linear layers
+        runner.weight_gradient(0)
+        runner.module.zero_grad()
+        assert storages.alive == 0
 
 
-def test_a_changed_input_is_an_error() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+class ChangesItsInput(Layers):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.layers[0](hidden)
+        output = self.layers[1](hidden)
+        hidden.add_(1)
+        return output
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            hidden = self.layers[0](hidden)
-            output = self.layers[1](hidden)
-            hidden.add_(1)
-            return output
 
-    runner = Split(checkpointed(Changing(), "full"), [(torch.randn(2, 4), torch.randn(2, 4))])
+class Forgetful(nn.Module):
+    """Computes something else the second time."""
+
+    def __init__(self, first: Callable[[nn.Module, Tensor], Tensor], second: Callable[[nn.Module, Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.forwards = nn.Linear(4, 4), [first, second]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.forwards.pop(0)(self.linear, hidden)
+
+
+def test_what_is_not_the_same_the_second_time_is_an_error() -> None:
+    module = ChangesItsInput(nn.Linear(4, 4), nn.Linear(4, 4))
+    runner = Split(checkpointed(module, "full"), [(torch.randn(2, 4), torch.randn(2, 4))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         runner.run("F0 B0")
 
+    def changed_in_place(linear: nn.Module, hidden: Tensor) -> Tensor:
+        return linear(hidden).mul_(2).exp()
 
-def test_a_layer_that_computes_something_else_the_second_time_is_an_error() -> None:
-    class Forgetful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(4, 4), 0
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            self.calls += 1
-            return self.linear(hidden) if self.calls > 1 else self.linear(hidden).exp()
-
-    layer = Forgetful()
-    checkpoint_layer(layer, "full", Switch(), CPU)
-    with pytest.raises(RuntimeError, match="depends on more than its arguments"):
-        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    aside = Switch(hooks=(Tensor.detach, lambda tensor: tensor))
+    cases: list[tuple[str, Switch, nn.Module, str]] = [
+        (
+            "full",
+            Switch(),
+            Forgetful(lambda linear, hidden: linear(hidden).exp(), lambda linear, hidden: linear(hidden)),
+            "depends on more than its arguments",
+        ),
+        (
+            "selective",
+            Elsewhere().switch,
+            Forgetful(
+                lambda linear, hidden: linear(hidden).exp() @ torch.ones(4, 4),
+                lambda linear, hidden: linear(hidden @ torch.ones(4, 4)).exp(),
+            ),
+            r"computed aten.addmm.default, but aten.mm.default in its recomputation",
+        ),
+        (
+            "selective",
+            aside,
+            Forgetful(changed_in_place, changed_in_place),
+            r"a product \[2, 4\] torch.float32 .* was changed in place",
+        ),
+    ]
+    for choice, switch, layer, sentence in cases:
+        checkpoint_layer(layer, choice, switch, CPU)
+        with pytest.raises(RuntimeError, match=sentence):
+            layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
 
 
 # --- what "selective" keeps goes to somebody else ---------------------------------------------------------------------
@@ -253,39 +257,6 @@ def test_products_that_are_handed_over_come_back(family: str) -> None:
     assert places[-1].asked_for == wanted
 
 
-def test_a_product_that_is_changed_after_it_was_kept_is_an_error() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.linear(hidden).mul_(2).exp()
-
-    layer = Changing()
-    checkpoint_layer(layer, "selective", Switch(hooks=(Tensor.detach, lambda tensor: tensor)), CPU)
-    with pytest.raises(RuntimeError, match=r"a product \[2, 4\] torch.float32 .* was changed in place"):
-        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
-
-
-def test_other_products_the_second_time_are_an_error() -> None:
-    class Forgetful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(4, 4), 0
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 1:
-                return self.linear(hidden).exp() @ torch.ones(4, 4)
-            return self.linear(hidden @ torch.ones(4, 4)).exp()
-
-    layer = Forgetful()
-    checkpoint_layer(layer, "selective", Elsewhere().switch, CPU)
-    with pytest.raises(RuntimeError, match=r"computed aten.addmm.default, but aten.mm.default in its recomputation"):
-        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
-
-
 # --- what stands around -----------------------------------------------------------------------------------------------
 
 
@@ -301,8 +272,6 @@ def test_hooks_on_saved_tensors_around_a_layer_see_its_input_alone() -> None:
 
 def test_the_mechanism_of_transformers_is_switched_off() -> None:
     module = trunk("llama", torch.float32)
-    plain = Fused(copy.deepcopy(module), data(1, dtype=torch.float32))
-    plain.run("F0 B0")
     module.gradient_checkpointing_enable()
     assert layers_of(module)[0].gradient_checkpointing
     checkpointed(module, "full")
@@ -312,28 +281,19 @@ def test_the_mechanism_of_transformers_is_switched_off() -> None:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "layers", "expected"),
-    [
+def test_one_choice_or_one_per_layer() -> None:
+    for value, layers, expected in (
         ("none", 2, ("none", "none")),
         ("selective", 3, ("selective",) * 3),
         (["full", "none"], 2, ("full", "none")),
         (("selective",), 1, ("selective",)),
-    ],
-)
-def test_one_choice_or_one_per_layer(given: Any, layers: int, expected: tuple[str, ...]) -> None:
-    assert Recipe.of(checkpointing=given).checkpointing_of(layers) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+    ):
+        assert Recipe.of(checkpointing=value).checkpointing_of(layers) == expected
+    for value, sentence in (
         ("some", 'checkpointing: \'some\', expected one of "none", "full", "selective"'),
         (["full", True], "checkpointing: True"),
         (["full"], "checkpointing: 1 choice, expected one for each of the model's 2 layers"),
         (True, "checkpointing: True"),
-    ],
-)
-def test_other_values_are_refused(given: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        check_choices(Recipe.of(checkpointing=given).checkpointing_of(2))
+    ):
+        with pytest.raises(InputError, match=sentence):
+            check_choices(Recipe.of(checkpointing=value).checkpointing_of(2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_module import Fused, Split, data, difference, trunk
+from split_module import Fused, Layers, Split, data, difference, trunk
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -55,6 +55,13 @@ class Compiled(Split):
             module.zero_grad()
 
 
+def assert_close(runner: Split, plain: Split) -> None:
+    expected = dict(plain.module.named_parameters())
+    for name, parameter in runner.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_split_and_fused_backwards_of_compiled_layers() -> None:
     batches = data(3, 2, dtype=torch.float32)
     assert difference(lambda: trunk("llama", torch.float32), batches, PASSES, Compiled) == []
@@ -65,7 +72,7 @@ def test_split_and_fused_backwards_of_compiled_layers() -> None:
 def test_what_runs_inside_of_a_layer_runs_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of a split backward too: a hook may collect what a router gave."""
     monkeypatch.setattr(Compiled, "observed", False)
-    runner = Compiled(Layers(nn.Linear(8, 8)), data(3, width=8, dtype=torch.float32))
+    runner = Compiled(one_layer(nn.Linear(8, 8)), data(3, width=8, dtype=torch.float32))
     seen: list[Tensor] = []
     runner.module.layers[0].inside[0].register_forward_hook(lambda module, args, output: seen.append(output))
     for index in range(3):
@@ -73,13 +80,14 @@ def test_what_runs_inside_of_a_layer_runs_once_per_forward(monkeypatch: pytest.M
         assert len(seen) == index + 1 and seen[-1].requires_grad
 
 
+@pytest.mark.slow
 def test_a_layer_that_torch_compiles_too_often_leaves_the_checkpointed_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch runs a function without compilation once it has compiled its code so often. That is no failure."""
     monkeypatch.setattr(Compiled, "choice", ("none", "full"))
     torch.manual_seed(0)
-    module = Layers(nn.Linear(8, 8))
+    module = one_layer(nn.Linear(8, 8))
     module.layers.append(Layer(nn.Linear(8, 8)))
     with torch._dynamo.config.patch(recompile_limit=2):
         for passes in ("F0 B0 F1 B1 F2 B2", "F0 I0 W0 F1 I1 W1 F2 I2 W2"):
@@ -87,6 +95,7 @@ def test_a_layer_that_torch_compiles_too_often_leaves_the_checkpointed_ones_alon
             assert difference(lambda: copy.deepcopy(module), batches, passes, Compiled) == []
 
 
+@pytest.mark.slow
 def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiled, "choice", "full")
     batches = data(1, 2, dtype=torch.float32)
@@ -94,6 +103,7 @@ def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPa
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[Tensor] = []
     entry = compilation.linear_entry
@@ -114,7 +124,7 @@ def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(mon
 
 
 def test_no_hook_of_a_linear_layer_runs_in_I() -> None:
-    runner = Compiled(Layers(nn.Linear(8, 8)), data(1, width=8, dtype=torch.float32))
+    runner = Compiled(one_layer(nn.Linear(8, 8)), data(1, width=8, dtype=torch.float32))
     seen: list[str] = []
     for name, parameter in runner.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
@@ -130,20 +140,13 @@ class Layer(nn.Module):
         self.inside = nn.ModuleList(inside)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for one in self.inside:
-            hidden = one(hidden)
+        for module in self.inside:
+            hidden = module(hidden)
         return hidden
 
 
-class Layers(nn.Module):
-    def __init__(self, *inside: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(*inside)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
+def one_layer(*inside: nn.Module) -> nn.Module:
+    return Layers(Layer(*inside))
 
 
 class OfTheFirstToken(nn.Linear):
@@ -169,7 +172,7 @@ def test_layers_used_twice_or_on_some_tokens_have_their_gradient_in_I() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         twice = nn.Linear(8, 8)
-        return Layers(
+        return one_layer(
             twice, nn.GELU(), OfTheFirstToken(), twice, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
         )
 
@@ -179,16 +182,15 @@ def test_layers_used_twice_or_on_some_tokens_have_their_gradient_in_I() -> None:
     runner.run("F0 F1 I0 I1")
     assert [len(entries) for entries in runner.queue._entries.values()] == [1, 1]
     runner.run("W0 W1")
-    expected = dict(plain.module.named_parameters())
-    for name, parameter in runner.module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+    assert_close(runner, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiled, "choice", choice)
     torch.manual_seed(0)
-    module = Layers(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    module = one_layer(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     batches = data(1, width=8, dtype=torch.float32)
     plain, runner = Fused(copy.deepcopy(module), batches), Compiled(module, batches)
     for frozen in ((2, 3), (0,), (0, 2, 3)):
@@ -197,11 +199,10 @@ def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeyp
             for index, part in enumerate(one.module.layers[0].inside):
                 part.requires_grad_(index not in frozen)
             one.run("F0 I0 W0" if one is runner else "F0 B0")
-        expected = dict(plain.module.named_parameters())
-        for name, parameter in runner.module.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+        assert_close(runner, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Compiled in pieces, or, where it is checkpointed, not at all, and the user is told."""
@@ -209,7 +210,7 @@ def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: p
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return Layers(nn.Linear(8, 8), Broken(), nn.Linear(8, 8))
+        return one_layer(nn.Linear(8, 8), Broken(), nn.Linear(8, 8))
 
     with caplog.at_level(logging.WARNING, logger="evenpipe"):
         assert difference(make, data(2, width=8, dtype=torch.float32), "F0 F1 I0 I1 W0 W1", Compiled) == []
@@ -223,7 +224,7 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buffers are used again within a backward: what is queued must not be among them."""
     monkeypatch.setattr(Compiled, "backend", "inductor")
     torch.manual_seed(0)
-    module = Layers(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8))
+    module = one_layer(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8))
     batches = [(torch.randn(2, 6, 8), torch.randn(2, 6, 8)) for _ in range(2)]
     plain, runner = Fused(copy.deepcopy(module), batches), Compiled(module, batches)
     plain.run("F0 F1 B0 B1")

@@ -1,13 +1,29 @@
-"""Tests descriptions of models, and the messages for refused ones."""
+"""Descriptions of models, found by running them, and the messages for refused ones."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from families import COMMON, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
+from families import (
+    COMMON,
+    FAMILIES,
+    GROUPED,
+    PADDING,
+    PROMISED_EXPERTS,
+    VOCABULARY,
+    loss_and_gradients,
+    loss_and_gradients_in_stages,
+    tiny_config,
+    tokens_and_labels,
+    whole_model,
+)
+from families import whole_model as whole
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -34,41 +50,30 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("name", LOGITS)
-def test_what_happens_to_logits_is_measured(name) -> None:
-    description = describe(tiny_config(name))
-    assert (description.logit_scale, description.soft_cap) == LOGITS[name]
+def test_what_happens_to_logits_is_measured(sample) -> None:
+    for name in sample(LOGITS, 4):
+        description = describe(tiny_config(name))
+        assert (description.logit_scale, description.soft_cap) == LOGITS[name], name
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_facts(name, tied) -> None:
-    config = tiny_config(name, tied=tied)
-    before = copy.deepcopy(config.to_dict())
-    description = describe(config)
-    whole = whole_model(config, dtype=torch.float32)
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
-    assert config.to_dict() == before, "the caller's config is not touched"
-    assert (description.layers, description.hidden_size, description.vocabulary_size) == (4, 64, VOCABULARY)
-    assert description.tied is (embedding.weight is head.weight) is tied
-    assert whole.get_parameter(description.embedding_name) is embedding.weight
-    assert whole.get_parameter(description.head_name) is head.weight
-    assert (description.head_bias_name is not None) == (head.bias is not None)
-    assert description.padding_index == embedding.padding_idx
-    assert description.maximum_length == 128
-    saved = (*whole.named_parameters(), *persistent_buffers(whole))
-    assert description.shapes == {key: tensor.shape for key, tensor in saved}
-    assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
-
-
-def test_a_model_may_have_no_maximum_length() -> None:
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
-    assert describe(config).maximum_length is None
-
-
-def test_padding_index_is_that_of_the_module_and_not_of_the_config() -> None:
-    found = {name: describe(tiny_config(name)).padding_index for name in ("llama", "gpt_neox", "gpt2")}
-    assert found == {"llama": PADDING, "gpt_neox": None, "gpt2": None}
+def test_facts(sample) -> None:
+    for name, tied in sample(itertools.product([*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"], (False, True)), 8):
+        config = tiny_config(name, tied=tied)
+        before = copy.deepcopy(config.to_dict())
+        description = describe(config)
+        whole = whole_model(config, dtype=torch.float32)
+        embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+        assert config.to_dict() == before, "the caller's config is not touched"
+        assert (description.layers, description.hidden_size, description.vocabulary_size) == (4, 64, VOCABULARY)
+        assert description.tied is (embedding.weight is head.weight) is tied
+        assert whole.get_parameter(description.embedding_name) is embedding.weight
+        assert whole.get_parameter(description.head_name) is head.weight
+        assert (description.head_bias_name is not None) == (head.bias is not None)
+        assert description.padding_index == embedding.padding_idx
+        assert description.maximum_length == 128
+        saved = (*whole.named_parameters(), *persistent_buffers(whole))
+        assert description.shapes == {key: tensor.shape for key, tensor in saved}
+        assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
 
 
 # config -> (takes position ids, takes a mask, rows of the position table)
@@ -82,22 +87,12 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("config", "expected"), TAKEN)
-def test_what_the_forward_takes_beside_tokens(config, expected) -> None:
-    description = describe(config())
-    assert (
-        description.takes("position_ids"),
-        description.takes("attention_mask"),
-        description.position_rows,
-    ) == expected
-
-
-def test_the_rows_for_positions_are_just_enough() -> None:
-    description = describe(whole_model(transformers.OPTConfig(**OPT, max_position_embeddings=50, dropout=0.0)))
-    positions = torch.full((1, 3), description.position_rows - 1)
-    description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions)
-    with pytest.raises(IndexError):
-        description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions + 1)
+def test_what_the_forward_takes_beside_tokens() -> None:
+    for config, (positions, mask, rows) in TAKEN:
+        description = describe(config())
+        assert (description.takes("position_ids"), description.takes("attention_mask")) == (positions, mask)
+        assert description.position_rows == rows
+    assert describe(transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)).maximum_length is None
 
 
 def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> None:
@@ -113,77 +108,48 @@ def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> Non
     assert (description.takes("position_ids"), description.takes("attention_mask")) == (False, True)
 
 
-def test_a_live_model_is_described_with_its_own_class() -> None:
-    class Own(transformers.LlamaForCausalLM):
-        pass
+def llama_with(name: str, change: Callable[[transformers.LlamaForCausalLM], object]) -> type:
+    """Return a class of models that do this to themselves when they are made."""
 
-    model = Own(tiny_config("llama"))
-    description = describe(model)
-    assert description.model is model and description.architecture == "Own" and type(description.skeleton) is Own
+    class Changed(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            change(self)
 
-
-class BetweenLayers(transformers.LlamaForCausalLM):
-    """Changes the hidden states between two layers."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        layers = self.model.layers
-        layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    Changed.__name__ = name
+    return Changed
 
 
-class TwiceThrough(transformers.LlamaForCausalLM):
-    """Runs its layers twice."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.forward = self.twice(self.model.forward)
-
-    @staticmethod
-    def twice(forward):
-        def run(inputs_embeds, **arguments):
-            hidden = forward(inputs_embeds=inputs_embeds, **arguments).last_hidden_state
-            return forward(inputs_embeds=hidden, **arguments)
-
-        return run
+def double_between_layers(model) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
 
 
-class Skip(transformers.LlamaForCausalLM):
-    """Adds the embeddings to the output of the last layer."""
+def run_layers_twice(model) -> None:
+    forward = model.model.forward
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.seen = []
-        self.model.layers[0].register_forward_pre_hook(lambda module, args: self.seen.append(args[0]))
-        self.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + self.seen[-1],))
+    def twice(inputs_embeds, **arguments):
+        hidden = forward(inputs_embeds=inputs_embeds, **arguments).last_hidden_state
+        return forward(inputs_embeds=hidden, **arguments)
 
-
-class Shared(transformers.LlamaForCausalLM):
-    """Uses one layer in two places."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.layers[3] = self.model.layers[0]
+    model.model.forward = twice
 
 
-class Sideways(transformers.LlamaForCausalLM):
-    """Passes its layers a trainable tensor besides the hidden states."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.gate = nn.Parameter(torch.ones(1))
-        for layer in self.model.layers:
-            layer.register_forward_pre_hook(self.add_gate, with_kwargs=True)
-
-    def add_gate(self, module, args, kwargs):
-        return args, {**kwargs, "gate": self.model.gate * 1}
+def add_embeddings_to_the_last_layer(model) -> None:
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + seen[-1],))
 
 
-class Unused(transformers.LlamaForCausalLM):
-    """Has an unused parameter."""
+def use_one_layer_twice(model) -> None:
+    model.model.layers[3] = model.model.layers[0]
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.extra = nn.Linear(3, 3, bias=False)
+
+def hand_a_trainable_tensor_to_layers(model) -> None:
+    model.model.gate = nn.Parameter(torch.ones(1))
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "gate": model.model.gate * 1}), with_kwargs=True
+        )
 
 
 class OtherLogits(transformers.LlamaForCausalLM):
@@ -209,21 +175,25 @@ class OtherHead(transformers.LlamaForCausalLM):
 
 OPT = {"vocab_size": 99, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 REFUSED = [
-    (BetweenLayers, "hidden states change between layers 1 and 2"),
-    (TwiceThrough, r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
-    (Skip, "uses hidden states other than the last layer's"),
-    (Shared, r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
-    (Sideways, r"receive trainable tensors besides the hidden states \(gate\)"),
+    (llama_with("Doubling", double_between_layers), "hidden states change between layers 1 and 2"),
+    (llama_with("TwiceThrough", run_layers_twice), r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
+    (llama_with("Skip", add_embeddings_to_the_last_layer), "uses hidden states other than the last layer's"),
+    (llama_with("Shared", use_one_layer_twice), r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
+    (
+        llama_with("Sideways", hand_a_trainable_tensor_to_layers),
+        r"receive trainable tensors besides the hidden states \(gate\)",
+    ),
     (OtherLogits, "neither a positive scale nor a soft-cap"),
     (OtherHead, "its output layer is Head, not an nn.Linear"),
 ]
 
 
-@pytest.mark.parametrize(("model_class", "text"), REFUSED, ids=[entry[0].__name__ for entry in REFUSED])
-def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
-    with pytest.raises(InputError, match=rf"{model_class.__name__} cannot be cut into stages: .*{text}") as caught:
-        describe(model_class(tiny_config("llama")))
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    for model_class, sentence in REFUSED:
+        refused = rf"{model_class.__name__} cannot be cut into stages: .*{sentence}"
+        with pytest.raises(InputError, match=refused) as caught:
+            describe(model_class(tiny_config("llama")))
+        assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_a_config_may_count_parts_of_its_layers() -> None:
@@ -231,11 +201,13 @@ def test_a_config_may_count_parts_of_its_layers() -> None:
     config = transformers.AutoConfig.for_model("longcat_flash")
     assert config.num_hidden_layers == 56
     assert describe(config).layers == 28
+    assert describe(transformers.OPTConfig(**OPT)).structure.layers_name == "model.decoder.layers"
 
 
 def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
     """Put an unused parameter, such as an image tower's, on the first stage: it gets no gradient from text."""
-    model = Unused(tiny_config("llama"))
+    unused = llama_with("Unused", lambda model: setattr(model.model, "extra", nn.Linear(3, 3, bias=False)))
+    model = unused(tiny_config("llama"))
     description = describe(model)
     assert description.structure.first_parameters == ("model.extra.weight",)
     self_check(description)
@@ -245,65 +217,39 @@ def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
 
 
 CONFIGS = [
-    ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
+    # two stacks of layers
+    (lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
     (
-        "shared key-values",
         lambda: transformers.AutoConfig.for_model("gemma4_text", num_kv_shared_layers=2),
         r"^num_kv_shared_layers = 2 lets layers use the keys and values of others, .*: it has to be 0\.$",
     ),
     (
-        "inputs per layer",
         lambda: transformers.AutoConfig.for_model("gemma4_text"),
-        r"receive trainable tensors besides the hidden states \(per_layer_input; see .*\), and between stages only",
+        r"receive trainable tensors besides the hidden states \(per_layer_input; see .*"
+        r"hidden_size_per_layer_input = 256 in its config\), and between stages only",
     ),
-    ("not a language model", lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
+    (lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
     (
-        "quantised weights",
         lambda: transformers.LlamaConfig(**GROUPED, quantization_config={"quant_method": "fp8"}),
         "quantised weights cannot be trained",
     ),
-    ("layers skipped at random", lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
+    (lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
     (
-        "a router's loss that transformers does not compute",
         lambda: tiny_config("deepseek_v3", output_router_logits=True),
         "output_router_logits = true asks for a loss that DeepseekV3ForCausalLM cannot be trained with: transformers",
     ),
+    # no models
+    (lambda: nn.Linear(3, 3), r"use Pipeline.from_modules"),
+    (lambda: 17, "model = 17 is neither"),
+    (lambda: Path(__file__).parent, r"neither a folder with a config.json nor a model"),
 ]
 
 
-@pytest.mark.parametrize(("what", "config", "text"), CONFIGS, ids=[entry[0] for entry in CONFIGS])
-def test_configs_that_are_refused(what, config, text) -> None:
-    with pytest.raises(InputError, match=text) as caught:
-        describe(config())
-    assert "\n" not in str(caught.value)
-
-
-class WithAdapter(nn.Linear):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, bias=False)
-        self.adapter = nn.Linear(base.in_features, base.out_features, bias=False)
-
-
-def test_a_live_model_with_modules_put_in_by_hand_is_refused() -> None:
-    """Refuse the modules, since stages would be built without them."""
-    model = whole_model(tiny_config("llama"))
-    attention = model.model.layers[1].self_attn
-    attention.q_proj = WithAdapter(attention.q_proj)
-    text = r"parameter model.layers.1.self_attn.q_proj.adapter.weight is of the shape \(\d+, \d+\), and missing in"
-    with pytest.raises(InputError, match=text):
-        describe(model)
-    attention.q_proj = nn.Sequential(attention.q_proj)
-    with pytest.raises(InputError, match=r"parameter model.layers.1.self_attn.q_proj.0.weight"):
-        describe(model)
-
-
-def test_sources_that_are_no_model(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"use Pipeline.from_modules"):
-        describe(nn.Linear(3, 3))
-    with pytest.raises(InputError, match="model = 17 is neither"):
-        describe(17)
-    with pytest.raises(InputError, match=r"neither a folder with a config.json nor a model"):
-        describe(tmp_path)
+def test_what_is_no_model_that_can_be_trained_is_refused() -> None:
+    for source, sentence in CONFIGS:
+        with pytest.raises(InputError, match=sentence) as caught:
+            describe(source())
+        assert "\n" not in str(caught.value)
 
 
 def test_describing_takes_no_memory_for_weights() -> None:
@@ -325,44 +271,27 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path) -> None:
         describe(tmp_path)
 
 
-def test_layers_with_another_layer_between_them_keep_their_place_in_wrapped_decoders() -> None:
-    assert describe(transformers.OPTConfig(**OPT)).structure.layers_name == "model.decoder.layers"
-
-
-def logits_through(function):
-    return probe_logits("Some model", function, 17)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda z: z, (1.0, None)),
-        (lambda z: z / 8, (0.125, None)),
-        (lambda z: 30 * torch.tanh(z / 30), (1.0, 30.0)),
-        (lambda z: 15 * torch.tanh(z * 0.5 / 15), (0.5, 15.0)),
-        (lambda z: z.float() * 0.5, (0.5, None)),
-    ],
-)
-def test_fitting_logits(function, expected) -> None:
-    scale, cap = logits_through(function)
-    assert scale == pytest.approx(expected[0], rel=1e-12) and cap == expected[1]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_fitting_logits() -> None:
+    """A positive scale and a soft-cap are found; everything else that is done to logits is refused."""
+    for function, expected_scale, expected_cap in (
+        (lambda z: z, 1.0, None),
+        (lambda z: z / 8, 0.125, None),
+        (lambda z: 30 * torch.tanh(z / 30), 1.0, 30.0),
+        (lambda z: 15 * torch.tanh(z * 0.5 / 15), 0.5, 15.0),
+        (lambda z: z.float() * 0.5, 0.5, None),
+    ):
+        scale, cap = probe_logits("Some model", function, 17)
+        assert scale == pytest.approx(expected_scale, rel=1e-12) and cap == expected_cap
+    for function in (
         lambda z: -z,
         lambda z: z + 1,
         lambda z: z.clamp(-30, 30),
-        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e9)], dim=-1),
+        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e9)], dim=-1),  # a masked column
         lambda z: z[..., :-1],
-        lambda z: z - z.logsumexp(-1, keepdim=True),
-    ],
-    ids=["negative", "shifted", "clamped", "masked column", "cut off", "log-probabilities"],
-)
-def test_other_things_done_to_logits_are_refused(function) -> None:
-    with pytest.raises(InputError, match=r"Some model cannot be cut into stages: (what it does to )?its logits"):
-        logits_through(function)
+        lambda z: z - z.logsumexp(-1, keepdim=True),  # log-probabilities
+    ):
+        with pytest.raises(InputError, match=r"Some model cannot be cut into stages: (what it does to )?its logits"):
+            probe_logits("Some model", function, 17)
 
 
 def test_arithmetic_per_layer() -> None:
@@ -392,5 +321,105 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
     assert flops == [projections + 2 * 4 * 64 + 2 * (2 * 3 * 64 * 96)] * 4
 
 
-def test_common_settings_are_used() -> None:
-    assert all(describe(tiny_config(name)).config.hidden_size == COMMON["hidden_size"] for name in ("gpt2", "bloom"))
+# --- structures of single families -----------------------------------------------------------------------------------
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def assert_equal_to_whole(description, **arguments) -> float:
+    """Return the loss."""
+    tokens, labels = tokens_and_labels()
+    expected_loss, expected = loss_and_gradients(description.model, tokens, labels)
+    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels, **arguments)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name
+    return loss
+
+
+def test_a_forward_that_writes_to_its_input() -> None:
+    """BERT and Falcon-H1 are compared in tests/families."""
+    description = describe(whole(transformers.CTRLConfig(**COMMON, dff=96, **NO_DROPOUT)))
+    assert description.structure.writes_to_input and description.structure.wants_token is None
+    assert_equal_to_whole(description)
+
+
+ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **NO_DROPOUT}
+
+
+def test_positions_that_are_counted_from_token_ids() -> None:
+    """Use positions from token ids: from hidden states, which stages have, RoBERTa would count padding too."""
+    description = describe(whole(transformers.RobertaConfig(**COMMON, **ROBERTA)))
+    tokens, labels = tokens_and_labels()
+    positions = description.positions_of(tokens)
+    assert positions[0, :6].tolist() == [PADDING + 1, PADDING + 2, PADDING + 3, PADDING, PADDING + 4, PADDING + 5]
+    loss = assert_equal_to_whole(description, position_ids=positions)
+    wrong, _ = loss_and_gradients_in_stages(description, (1, 3), tokens, labels)
+    assert abs(wrong - loss) > 1e-4
+    others = {
+        "llama": GROUPED,
+        "gpt2": NO_DROPOUT,
+        "bert": {"is_decoder": True, "intermediate_size": 96},
+        "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    }
+    for model_type, settings in others.items():
+        description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
+        assert description.positions_of(torch.tensor([[5, PADDING, 7]])) is None, model_type
+
+
+class TableForAllLayers(transformers.LlamaForCausalLM):
+    """A model whose layers receive rows of a table without a gradient, like RoFormer's positions."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.table = nn.Parameter(torch.ones(config.hidden_size), requires_grad=False)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self.add_table, with_kwargs=True)
+
+    def add_table(self, module, args, kwargs):
+        return args, {**kwargs, "table": self.model.table.detach() * 2}
+
+
+class OnlyWhileTraining(transformers.LlamaForCausalLM):
+    """Changes the weights of all its layers in evaluation, as RWKV does."""
+
+    def forward(self, *args, **kwargs):
+        if not self.training:
+            for layer in self.model.layers:
+                layer.mlp.up_proj.weight.div_(2.0)
+        return super().forward(*args, **kwargs)
+
+
+def config_of(model_type: str, settings: dict) -> transformers.PreTrainedConfig:
+    return transformers.AutoConfig.for_model(model_type, **settings)
+
+
+NOT_IN_STAGES = [
+    (
+        lambda: TableForAllLayers(tiny_config("llama")),
+        "TableForAllLayers cannot .*: its parameter model.table acts on the layers or after them without a gradient",
+    ),
+    (
+        lambda: OnlyWhileTraining(tiny_config("llama")),
+        r"OnlyWhileTraining cannot be cut into stages: its forward in evaluation needs more of its layers .* stops at"
+        r" `layer.mlp.*\(AttributeError: .*\)",
+    ),
+    # Between stages travel only hidden states as wide as the embedding.
+    (
+        lambda: config_of("opt", {**OPT, "word_embed_proj_dim": 32}),
+        r"of the shape \(2, 3, 64\), .* sequence, 32\], travel",
+    ),
+    (
+        lambda: config_of("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}),
+        r"of the shape \(2, 3, 4, 64\), and between stages",
+    ),
+]
+
+
+def test_what_stages_cannot_do_is_refused() -> None:
+    for source, sentence in NOT_IN_STAGES:
+        with pytest.raises(InputError, match=sentence) as caught:
+            describe(source())
+        assert "\n" not in str(caught.value)

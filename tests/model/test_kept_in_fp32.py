@@ -68,6 +68,7 @@ def check_dtypes(config: transformers.PreTrainedConfig) -> dict[str, torch.dtype
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", KEPT)
 def test_dtypes_are_those_that_transformers_loads(family: str) -> None:
     found = check_dtypes(Configuration(family).build())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 import torch
 from families import build_stages, loss_and_gradients_in_stages
@@ -47,23 +50,21 @@ def parts(tied: bool = False, norm: bool = True, embedding_class=nn.Embedding):
     return embedding, [Block(8).double() for _ in range(4)], nn.LayerNorm(8).double() if norm else None, head
 
 
-@pytest.mark.parametrize("cuts", [(), (1, 3), (0, 4), (2,)])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("embedding_class", [nn.Embedding, Scaled])
-def test_stages_equal_the_modules(cuts, tied, embedding_class) -> None:
-    embedding, layers, norm, head = parts(tied, embedding_class=embedding_class)
-    description = describe_modules(embedding, layers, norm, head)
-    tokens, labels = torch.randint(0, 31, (2, 6)), torch.randint(0, 31, (2, 6))
-    tokens[0, 2] = 3
-    hidden = embedding(tokens)
-    for layer in layers:
-        hidden = layer(hidden)
-    expected = functional.cross_entropy(head(norm(hidden)).flatten(0, 1), labels.flatten())
-    expected.backward()
-    gradients = {name: parameter.grad for name, parameter in description.model.named_parameters()}
-    loss, found = loss_and_gradients_in_stages(description, cuts, tokens, labels)
-    assert loss == expected.item() and found.keys() == gradients.keys()
-    assert max(gradient_errors(found, gradients).values()) < 1e-15
+def test_stages_equal_the_modules() -> None:
+    for cuts, tied, embedding_class in itertools.product([(), (1, 3), (0, 4), (2,)], (0, 1), (nn.Embedding, Scaled)):
+        embedding, layers, norm, head = parts(bool(tied), embedding_class=embedding_class)
+        description = describe_modules(embedding, layers, norm, head)
+        tokens, labels = torch.randint(0, 31, (2, 6)), torch.randint(0, 31, (2, 6))
+        tokens[0, 2] = 3
+        hidden = embedding(tokens)
+        for layer in layers:
+            hidden = layer(hidden)
+        expected = functional.cross_entropy(head(norm(hidden)).flatten(0, 1), labels.flatten())
+        expected.backward()
+        wanted = {name: parameter.grad for name, parameter in description.model.named_parameters()}
+        loss, gradients = loss_and_gradients_in_stages(description, cuts, tokens, labels)
+        assert loss == expected.item() and gradients.keys() == wanted.keys()
+        assert max(gradient_errors(gradients, wanted).values()) < 1e-15
 
 
 def test_names_and_facts() -> None:
@@ -116,32 +117,22 @@ class RoundedNow(nn.Embedding):
         return super().forward(ids).half()
 
 
-GIVEN = r"for hidden states \[1, 2, 8\] torch.float32: shape and dtype have to stay the same"
-
-
-@pytest.mark.parametrize(
-    ("layer", "text"),
-    [
-        (Narrow(), rf"Layer 2 returned \[1, 2, 7\] torch.float32 {GIVEN}"),
-        (Rounded(), rf"Layer 2 returned \[1, 2, 8\] torch.float16 {GIVEN}"),
-        (Tuple(), rf"Layer 2 returned a tuple {GIVEN}"),
-    ],
-)
-def test_layers_return_what_they_receive(layer, text) -> None:
+def test_modules_return_what_they_receive() -> None:
     embedding, layers, norm, head = parts()
-    description = describe_modules(embedding, [*layers[:2], layer, layers[3]], norm, head)
-    stage = build_stage(description, 1, 4, is_first=False, is_last=True)
-    with pytest.raises(InputError, match=text):
-        stage(torch.zeros(1, 2, 8))
-
-
-def test_the_ends_return_what_they_receive() -> None:
-    embedding, layers, _, head = parts(embedding_class=RoundedNow)
-    description = describe_modules(embedding, layers, Rounded(), head)
-    with pytest.raises(InputError, match=rf"The embedding returned \[1, 2, 8\] torch.float16 {GIVEN}"):
-        build_stage(description, 0, 2, is_first=True, is_last=False)(torch.zeros(1, 2, 8))
-    with pytest.raises(InputError, match=rf"The norm returned \[1, 2, 8\] torch.float16 {GIVEN}"):
-        build_stage(description, 2, 4, is_first=False, is_last=True)(torch.zeros(1, 2, 8))
+    rounded, _, _, _ = parts(embedding_class=RoundedNow)
+    layer_2 = [(Narrow(), "[1, 2, 7] torch.float32"), (Rounded(), "[1, 2, 8] torch.float16"), (Tuple(), "a tuple")]
+    cases = [
+        *((embedding, [*layers[:2], layer, layers[3]], norm, f"Layer 2 returned {said}") for layer, said in layer_2),
+        (rounded, layers, norm, "The embedding returned [1, 2, 8] torch.float16"),
+        (embedding, layers, Rounded(), "The norm returned [1, 2, 8] torch.float16"),
+    ]
+    for first, between, last, sentence in cases:
+        description = describe_modules(first, between, last, head)
+        bounds = (0, 2) if first is rounded else (2, 4)
+        stage = build_stage(description, *bounds, is_first=first is rounded, is_last=first is not rounded)
+        sentence += " for hidden states [1, 2, 8] torch.float32: shape and dtype have to stay the same"
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            stage(torch.zeros(1, 2, 8))
 
 
 def test_returns_are_checked_on_the_first_call_only(monkeypatch) -> None:
@@ -153,25 +144,23 @@ def test_returns_are_checked_on_the_first_call_only(monkeypatch) -> None:
     assert calls == ["Layer 1", "Layer 2", "Layer 3", "The norm"]
 
 
+class WithMore(nn.Embedding):
+    def __init__(self):
+        super().__init__(31, 8)
+        self.norm = nn.LayerNorm(8)
+
+
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     embedding, layers, norm, head = parts()
-    with pytest.raises(InputError, match="embedding is Linear"):
-        describe_modules(head, layers, norm, head)
-    with pytest.raises(InputError, match="they must agree"):
-        describe_modules(embedding, layers, norm, nn.Linear(8, 30))
-    with pytest.raises(InputError, match=r"layers = \[\] holds no layer"):
-        describe_modules(embedding, [], norm, head)
     description = describe_modules(embedding, layers, norm, head)
     stage = build_stage(description, 0, 2, is_first=True, is_last=False)
-    with pytest.raises(InputError, match="position_ids were given"):
-        stage(torch.zeros(1, 2, 8), position_ids=torch.arange(2)[None])
-    with pytest.raises(InputError, match="cannot be written as a folder"):
-        write_folder_metadata(description, tmp_path, torch.float32)
-
-    class WithMore(nn.Embedding):
-        def __init__(self):
-            super().__init__(31, 8)
-            self.norm = nn.LayerNorm(8)
-
-    with pytest.raises(InputError, match="embedding holds parameters besides its matrix"):
-        describe_modules(WithMore(), layers, norm, head)
+    for call, sentence in (
+        (lambda: describe_modules(head, layers, norm, head), "embedding is Linear"),
+        (lambda: describe_modules(embedding, layers, norm, nn.Linear(8, 30)), "they must agree"),
+        (lambda: describe_modules(embedding, [], norm, head), r"layers = \[\] holds no layer"),
+        (lambda: describe_modules(WithMore(), layers, norm, head), "embedding holds parameters besides its matrix"),
+        (lambda: stage(torch.zeros(1, 2, 8), position_ids=torch.arange(2)[None]), "position_ids were given"),
+        (lambda: write_folder_metadata(description, tmp_path, torch.float32), "cannot be written as a folder"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            call()

@@ -14,7 +14,6 @@ from transformers.models.mixtral import modeling_mixtral
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.model import RouterLoss, copy_parameters, describe, self_check
-from evenpipe.model.router_loss import router_modules
 
 LARGE = 0.5
 WITHOUT = {"deepseek_v3": "transformers computes no loss of its routers"}
@@ -28,33 +27,10 @@ def with_loss(name: str, **changes):
     return tiny_config(name, output_router_logits=True, router_aux_loss_coef=LARGE, **changes)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_its_numbers_are_read_from_the_forward(name) -> None:
-    assert describe(with_loss(name)).router_loss == RouterLoss(LARGE, *NUMBERS[name])
-    assert describe(tiny_config(name)).router_loss is None, "transformers does not add it unless asked"
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_what_cannot_be_computed_is_refused(name) -> None:
-    with pytest.raises(InputError, match=WITHOUT[name]):
-        describe(with_loss(name))
-    with pytest.raises(InputError, match="output_router_logits = true asks for a loss that LlamaForCausalLM cannot"):
-        describe(transformers.LlamaConfig(num_hidden_layers=2, output_router_logits=True))
-
-
-def test_other_losses_are_refused(monkeypatch) -> None:
-    right = modeling_mixtral.load_balancing_loss_func
-    squared = functools.wraps(right)(lambda *given: right(*given) ** 2)
-    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", squared)
-    with pytest.raises(InputError, match="cannot be trained with: its loss of the routers is another than Mixtral's"):
-        describe(with_loss("mixtral"))
-
-
-def test_a_loss_with_other_arguments_is_refused() -> None:
-    """Refuse Doge, whose routers choose among products of two sets of keys."""
-    config = transformers.DogeConfig(**GROUPED, is_moe=True, num_experts=16, output_router_logits=True)
-    with pytest.raises(InputError, match="DogeForCausalLM cannot be trained with: its loss of the routers is another"):
-        describe(config)
+def test_its_numbers_are_read_from_the_forward(sample) -> None:
+    for name, numbers in sample(NUMBERS.items(), 3):
+        assert describe(with_loss(name)).router_loss == RouterLoss(LARGE, *numbers)
+        assert describe(tiny_config(name)).router_loss is None, "transformers does not add it unless asked"
 
 
 class AndSomethingElse(transformers.MixtralForCausalLM):
@@ -62,9 +38,31 @@ class AndSomethingElse(transformers.MixtralForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **arguments)
 
 
-def test_forwards_of_ones_own_are_refused() -> None:
-    with pytest.raises(InputError, match="asks for a loss that AndSomethingElse cannot be trained with"):
-        describe(AndSomethingElse(with_loss("mixtral")))
+DOGE = {**GROUPED, "is_moe": True, "num_experts": 16, "output_router_logits": True}
+REFUSED = [
+    *((functools.partial(with_loss, name), sentence) for name, sentence in WITHOUT.items()),
+    (
+        lambda: transformers.LlamaConfig(num_hidden_layers=2, output_router_logits=True),
+        "output_router_logits = true asks for a loss that LlamaForCausalLM cannot",
+    ),
+    # routers that choose among products of two sets of keys
+    (
+        lambda: transformers.DogeConfig(**DOGE),
+        "DogeForCausalLM cannot be trained with: its loss of the routers is another",
+    ),
+    (lambda: AndSomethingElse(with_loss("mixtral")), "asks for a loss that AndSomethingElse cannot be trained with"),
+]
+
+
+def test_other_losses_are_refused(monkeypatch) -> None:
+    for source, sentence in REFUSED:
+        with pytest.raises(InputError, match=sentence):
+            describe(source())
+    right = modeling_mixtral.load_balancing_loss_func
+    squared = functools.wraps(right)(lambda *arguments: right(*arguments) ** 2)
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", squared)
+    with pytest.raises(InputError, match="cannot be trained with: its loss of the routers is another than Mixtral's"):
+        describe(with_loss("mixtral"))
 
 
 MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 8 + [0] * 4])  # padding and a hole
@@ -72,6 +70,7 @@ CASES = [(name, (1, 3), MASK) for name in WITH] + [(name, (1, 3), None) for name
 CASES += [("mixtral", cuts, MASK) for cuts in ((2, 2), (0, 4), (), (1, 2, 3))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "cuts", "mask"), CASES)
 def test_stages_give_the_value_and_the_gradients_of_the_whole(name, mask, cuts) -> None:
     whole = whole_model(with_loss(name))
@@ -108,23 +107,13 @@ def test_stages_give_the_value_and_the_gradients_of_the_whole(name, mask, cuts) 
             assert torch.equal(found[key], gradient), key
 
 
-def test_stages_without_routers_hand_the_totals_on() -> None:
-    """Use a Qwen3 whose layer 1 is dense."""
-    description = describe(with_loss("qwen3_moe"))
-    found = [router_modules(description.skeleton, description.structure.layers_name, range(i, i + 1)) for i in range(4)]
-    assert [len(modules) for modules in found] == [1, 0, 1, 1]
-    router = description.router_loss
-    totals = torch.rand(11)
-    after, probabilities = router.add(totals, [], None)
-    assert torch.equal(after, totals) and not probabilities.requires_grad
-
-
 def record_without_graph(relay, index, module, args, output) -> None:
     """Compute the right value, but without gradients for the routers."""
     if relay.router_logits is not None:
         relay.router_logits.append(output[index].detach())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_self_check_covers_it(name, monkeypatch) -> None:
     description = describe(tiny_config(name, output_router_logits=True))  # transformers' own small coefficient

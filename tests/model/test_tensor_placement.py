@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from evenpipe.model.placement import Box, Cut, TensorPlacement, chunk
+from evenpipe.model.placement import Box, Cut, TensorPlacement
 
 SIZES = {"pp": 3, "dp": 2, "tp": 2, "ep": 2, "edp": 3}
 PHI_3_ROWS = (8, 2, 2)
@@ -55,47 +53,30 @@ def part_of(whole: Tensor, placement: TensorPlacement) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_parts_make_up_the_whole_once(name: str) -> None:
+def test_the_parts_make_up_the_whole_once_and_are_those_of_torch_chunk(name: str) -> None:
     shape, cuts = LAYOUTS[name]
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     again, times = torch.full_like(whole, -1), torch.zeros_like(whole)
-    cutting = {axis for one in cuts(dict.fromkeys(SIZES, 0)) for axis in one.axes}
+    cutting = {axis for cut in cuts(dict.fromkeys(SIZES, 0)) for axis in cut.axes}
     for at in everywhere():
         placement = TensorPlacement(shape, cuts(at))
-        part = part_of(whole, placement)
-        assert not (part == -1).any()
+        expected = whole
+        for cut in cuts(at):
+            segments = expected.split(cut.segments or (expected.shape[cut.dimension],), cut.dimension)
+            expected = torch.cat([chunked(segment, cut) for segment in segments], cut.dimension)
+        assert torch.equal(part_of(whole, placement), expected)
         if any(place for axis, place in at.items() if axis not in cutting):
             continue  # a copy
         for box in placement.boxes():
-            again[box.whole] = part[box.local]
+            again[box.whole] = expected[box.local]
             times[box.whole] += 1
     assert torch.equal(again, whole) and bool((times == 1).all())
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("whole", "one number")])
-def test_cuts_are_those_of_torch_chunk(name: str) -> None:
-    shape, cuts = LAYOUTS[name]
-    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    for at in everywhere():
-        expected = whole
-        for one in cuts(at):
-            segments = expected.split(one.segments or (expected.shape[one.dimension],), one.dimension)
-            expected = torch.cat([chunked(each, one) for each in segments], one.dimension)
-        assert torch.equal(part_of(whole, TensorPlacement(shape, cuts(at))), expected)
-
-
-def chunked(whole: Tensor, one: Cut) -> Tensor:
+def chunked(whole: Tensor, cut: Cut) -> Tensor:
     """torch gives fewer parts than asked for if some would be empty."""
-    parts = whole.chunk(one.parts, one.dimension)
-    return parts[one.part] if one.part < len(parts) else whole.narrow(one.dimension, whole.shape[one.dimension], 0)
-
-
-@given(length=st.integers(0, 40), parts=st.integers(1, 9))
-def test_chunks_are_those_of_torch(length: int, parts: int) -> None:
-    expected = [len(one) for one in torch.arange(length).chunk(parts)]
-    found = [chunk(length, part, parts) for part in range(parts)]
-    assert [len(one) for one in found] == expected + [0] * (parts - len(expected))
-    assert [entry for one in found for entry in one] == list(range(length))
+    parts = whole.chunk(cut.parts, cut.dimension)
+    return parts[cut.part] if cut.part < len(parts) else whole.narrow(cut.dimension, whole.shape[cut.dimension], 0)
 
 
 def test_an_interleaved_part_is_several_boxes() -> None:

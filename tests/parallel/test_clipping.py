@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenpipe.parallel import clip_gradients, total_norm
@@ -51,24 +47,3 @@ def test_the_bits_of_each_by_itself(max_norm: float) -> None:
 
 def test_no_gradients() -> None:
     clip_gradients([], torch.tensor(3.0, dtype=torch.float64), 1.0)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_dtensors_of_two_meshes() -> None:
-    meshes = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
-    placements = [Shard(0)], [Shard(0), Replicate()]
-    found = [
-        DTensor.from_local(torch.full((4, 3), 2.0), mesh, placement)
-        for mesh, placement in zip(meshes, placements, strict=True)
-    ]
-    plain = torch.full((5,), 2.0)
-    clip_gradients([*found, plain], torch.tensor(4.0, dtype=torch.float64), 2.0)
-    assert all(torch.allclose(tensor.to_local(), torch.ones(4, 3)) for tensor in found)
-    assert torch.allclose(plain, torch.ones(5))

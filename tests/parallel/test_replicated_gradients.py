@@ -106,25 +106,6 @@ def test_a_gradient_that_only_some_replicas_have() -> None:
     assert [replica.gradients() for replica in replicas] == [first | {"unused": 5.0}] * 2
 
 
-def test_what_is_trained_changes_between_steps() -> None:
-    """A frozen gradient stays as it was, on all replicas, and enters the next sum after it is thawed once."""
-    meeting = Meeting(2)
-    replicas = [Replica(meeting, number) for number in range(2)]
-    walk(replicas, [{"small": 1.0, "large": 2.0}, {"small": 10.0, "large": 20.0}])
-    for replica in replicas:
-        replica.parameters["small"].requires_grad_(False)
-        replica.parameters["frozen"].requires_grad_()
-        replica.sums.follow_flags()
-    walk(replicas, [{"frozen": 1.0, "large": 2.0}, {"frozen": 10.0, "large": 20.0}])
-    frozen = {"small": 11.0, "large": 44.0, "frozen": 11.0, "smaller": None, "unused": None}
-    assert [replica.gradients() for replica in replicas] == [frozen, frozen]
-    for replica in replicas:
-        replica.parameters["small"].requires_grad_()
-        replica.sums.follow_flags()
-    walk(replicas, [{"small": 1.0}, {"small": 10.0}])
-    assert [replica.gradients() for replica in replicas] == [frozen | {"small": 22.0}] * 2
-
-
 def test_a_gradient_of_any_layout_is_summed() -> None:
     meeting = Meeting(2)
     replicas = [Replica(meeting, number) for number in range(2)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from family_configs import SETTINGS, small_config
 from small_families import CONFIGS, WHOLE
-from test_units import Mlp, call
-from torch import nn
-from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config, Qwen3NextConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config
 
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -21,7 +22,87 @@ from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.cuts import find_cut
 from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
-from evenpipe.tensor.units import NoUnitsError
+from evenpipe.tensor.units import Call, NoUnitsError, find_units
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+HIDDEN, WIDTH = 10, 12
+
+
+def call(*, tokens: int = 5) -> Call:
+    return Call((torch.randn(2, tokens, HIDDEN, dtype=torch.float64),), {})
+
+
+class Attention(nn.Module):
+    """Four heads of queries with sinks of their own, one of keys and values, and a scale that all heads share."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(HIDDEN, WIDTH), *(nn.Linear(HIDDEN, 3 * groups) for _ in range(2))
+        self.sinks, self.scale = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3))
+        self.o = nn.Linear(WIDTH, HIDDEN)
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        q, k, v = (
+            matrix(hidden).view(batch, tokens, -1, 3).transpose(1, 2).repeat_interleave(WIDTH // matrix.out_features, 1)
+            for matrix in (self.q, self.k, self.v)
+        )
+        sinks = self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+        weights = torch.cat([(q * self.scale) @ k.mT, sinks], dim=-1).softmax(-1)[..., :-1]
+        return self.o((weights @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: nn.Module, *, packed: bool = False, residual: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 12 * (1 + packed)), nn.Linear(12, HIDDEN)
+        self.activation, self.packed, self.residual = activation, packed, residual
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up = self.up(hidden)
+        if self.packed:
+            gate, up = up.chunk(2, dim=-1)
+            up = self.activation(gate) * up
+        else:
+            up = self.activation(up)
+        return self.down(up) + (hidden if self.residual else 0)
+
+
+def test_heads_and_their_parameters() -> None:
+    torch.manual_seed(0)
+    units = find_units(Attention(groups=2), call())
+    assert (units.count, units.output, units.width) == (2, "o", WIDTH)
+    assert units.segments == {"o": (WIDTH,), "q": (WIDTH,), "k": (6,), "v": (6,)}
+    assert units.parameters == {"sinks": (4,)}  # the scale is every head's, so it stays whole
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Tanh()])
+def test_columns_of_an_mlp_even_if_an_input_hides_some(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    units = find_units(Mlp(activation), call())
+    assert (units.count, dict(units.segments)) == (12, {"down": (12,), "up": (12,)})
+    packed = find_units(Mlp(activation, packed=True), call())
+    assert packed.segments["up"] == (12, 12)
+
+
+def test_units_that_need_every_other_are_none() -> None:
+    """A norm over all columns joins them, unless it is passed over."""
+    torch.manual_seed(0)
+    normed = Mlp(nn.LayerNorm(12).double())
+    for block in (normed, Attention(groups=1)):
+        with pytest.raises(NoUnitsError, match="needs every other"):
+            find_units(block, call())
+    assert find_units(normed, call(), passed=[normed.activation]).count == 12
+    assert "forward" not in vars(normed.activation)
+    with pytest.raises(NoUnitsError, match="1 linear layer"):
+        find_units(nn.Sequential(nn.Linear(HIDDEN, HIDDEN)).double(), call())
+
+
+# --- cuts ------------------------------------------------------------------------------------------------------------
 
 
 def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
@@ -30,13 +111,26 @@ def placements(cut: ModelCut, config, rank: int, ranks: int) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.sampled(3)
 def test_a_small_copy_of_every_family_is_equal_to_the_whole(family: str) -> None:
     cut = cut_of_model(describe(CONFIGS[family]()), 2)
     assert not whole_parts(cut)
 
 
-def test_what_cannot_be_cut_is_computed_whole() -> None:
-    assert {*whole_parts(cut_of_model(describe(WHOLE["bloom"]()), 2))} == {"self_attention"}
+def test_what_cannot_be_cut_is_computed_whole(sample) -> None:
+    """DBRX's attention returns several hidden states, also the residual, which it adds inside."""
+    dbrx = DbrxConfig(
+        d_model=16,
+        n_heads=4,
+        n_layers=4,
+        vocab_size=61,
+        max_seq_len=32,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    for config, whole in sample([(WHOLE["bloom"](), {"self_attention"}), (dbrx, {"norm_attn_norm", "ffn"})], 1):
+        assert {*whole_parts(cut_of_model(describe(config), 2))} == whole
 
 
 def test_sizes_of_a_large_model() -> None:
@@ -68,12 +162,15 @@ def test_sizes_of_a_large_model() -> None:
 
 
 def test_ranks_that_cannot_share_heads_or_columns() -> None:
-    with pytest.raises(InputError, match=r"tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"):
-        cut_of_model(describe(CONFIGS["llama"]()), 3)
-    with pytest.raises(InputError, match="8 ranks cannot share 2 heads of keys and values"):
-        cut_of_model(describe(CONFIGS["llama"]()), 8)  # there are 4 of queries
-    with pytest.raises(InputError, match="4 ranks cannot share 18 columns"):
-        cut_of_model(describe(LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})), 4)
+    """There are 4 heads of queries."""
+    narrow = LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})
+    for config, ranks, sentence in (
+        (CONFIGS["llama"](), 3, "tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"),
+        (CONFIGS["llama"](), 8, "8 ranks cannot share 2 heads of keys and values"),
+        (narrow, 4, "4 ranks cannot share 18 columns"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            cut_of_model(describe(config), ranks)
 
 
 def test_a_residual_inside_a_block_is_found() -> None:
@@ -86,58 +183,49 @@ def test_a_residual_inside_a_block_is_found() -> None:
 # --- every mistake is refused, not trained ---------------------------------------------------------------------------
 
 
-def refuse(family: str, change) -> None:
+def without(**left_out: tuple[()]) -> Callable[[ModelCut], ModelCut]:
+    """Return a function that takes something out of the cut of every block."""
+
+    def change(cut: ModelCut) -> ModelCut:
+        def of_block(block: layers.Block) -> layers.Block:
+            assert block.cut is not None
+            return replace(block, cut=replace(block.cut, **left_out))
+
+        return replace(
+            cut,
+            blocks={
+                kind: {name: of_block(block) for name, block in blocks.items()} for kind, blocks in cut.blocks.items()
+            },
+        )
+
+    return change
+
+
+def without_attention(cut: ModelCut) -> ModelCut:
+    """The attention gets only its own rows."""
+    blocks = {
+        kind: {name: block for name, block in blocks.items() if name != "self_attn"}
+        for kind, blocks in cut.blocks.items()
+    }
+    return replace(cut, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", without_attention),
+        ("phi3", without(settings=())),  # counts that are not divided
+        ("starcoder2", without(biases=())),  # a bias on all ranks
+        ("olmo2", without(norms=())),  # a norm over heads without a sum
+    ],
+)
+@pytest.mark.sampled(2)
+def test_a_wrong_cut_is_refused(family: str, change: Callable[[ModelCut], ModelCut]) -> None:
     with (
         mock.patch.object(check, "find_model_cut", lambda small: change(find_model_cut(small))),
         pytest.raises(InputError, match="cannot be trained with tensor parallelism"),
     ):
         cut_of_model(describe(CONFIGS[family]()), 2)
-
-
-def of_blocks(cut: ModelCut, change) -> ModelCut:
-    return replace(
-        cut,
-        blocks={
-            kind: {name: change(name, block) for name, block in blocks.items()} for kind, blocks in cut.blocks.items()
-        },
-    )
-
-
-def test_a_block_that_gets_only_its_own_rows_is_refused() -> None:
-    refuse(
-        "llama",
-        lambda cut: replace(
-            cut,
-            blocks={
-                kind: {name: one for name, one in blocks.items() if name != "self_attn"}
-                for kind, blocks in cut.blocks.items()
-            },
-        ),
-    )
-
-
-def test_counts_that_are_not_divided_are_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None
-        return replace(block, cut=replace(block.cut, settings=()))
-
-    refuse("phi3", lambda cut: of_blocks(cut, change))
-
-
-def test_a_bias_on_all_ranks_is_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None and block.cut.biases
-        return replace(block, cut=replace(block.cut, biases=()))
-
-    refuse("starcoder2", lambda cut: of_blocks(cut, change))
-
-
-def test_a_norm_over_heads_without_a_sum_is_refused() -> None:
-    def change(name: str, block: layers.Block) -> layers.Block:
-        assert block.cut is not None
-        return replace(block, cut=replace(block.cut, norms=()))
-
-    refuse("olmo2", lambda cut: of_blocks(cut, change))
 
 
 def test_parts_that_are_not_summed_are_refused() -> None:
@@ -162,6 +250,7 @@ class NearlyScatter(Scatter):
         return Scatter.forward(ctx, partial, exchange) * (1 + 1e-7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
 def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
     description = describe(CONFIGS[family]())
@@ -172,41 +261,10 @@ def test_fp32_inside_a_model_hides_nothing(family: str) -> None:
         cut_of_model(description, 2)
 
 
+@pytest.mark.slow
 def test_small_differences_of_large_numbers_in_fp32_are_no_errors() -> None:
     """Gradients of its decay are; in fp32 they change by 1e-5 with the order of sums."""
-    config = Qwen3NextConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=48,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    )
-    assert not whole_parts(cut_of_model(describe(config), 2))
-
-
-def test_a_block_may_return_several_hidden_states() -> None:
-    """DBRX's attention returns the residual too, and adds it inside, so it is computed whole."""
-    config = DbrxConfig(
-        d_model=16,
-        n_heads=4,
-        n_layers=4,
-        vocab_size=61,
-        max_seq_len=32,
-        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        ffn_config={"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2},
-    )
-    assert {*whole_parts(cut_of_model(describe(config), 2))} == {"norm_attn_norm", "ffn"}
+    assert not whole_parts(cut_of_model(describe(small_config("qwen3_next", SETTINGS.get("qwen3_next", {}))), 2))
 
 
 def test_nothing_of_the_caller_changes() -> None:

@@ -25,24 +25,24 @@ def exchanged(ranks: int, work):
     return in_threads(exchanges, lambda rank: work(exchanges[rank]))
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), CASES)
-def test_products_of_gathered_rows_have_the_bits_of_one_product(ranks: int, dtype: torch.dtype) -> None:
-    given = drawn(ranks, dtype)
+def test_products_of_gathered_rows_have_the_bits_of_one_product() -> None:
+    for ranks, dtype in CASES:
+        tensors = drawn(ranks, dtype)
 
-    def work(exchange: ThreadExchange):
-        rows, first, second, bias = given[exchange.rank][:4]
-        return Ring(exchange).gather_products(rows, [first.t(), second.t()], [bias, None])
+        def work(exchange: ThreadExchange, tensors: list[list[torch.Tensor]] = tensors):
+            rows, first, second, bias = tensors[exchange.rank][:4]
+            return Ring(exchange).gather_products(rows, [first.t(), second.t()], [bias, None])
 
-    all_rows = torch.cat([one[0] for one in given])
-    for (whole, products), (_, first, second, bias, *_) in zip(exchanged(ranks, work), given, strict=True):
-        assert torch.equal(whole, all_rows)
-        assert torch.equal(products[0], functional.linear(all_rows, first, bias))
-        assert torch.equal(products[1], functional.linear(all_rows, second))
+        all_rows = torch.cat([own[0] for own in tensors])
+        for (whole, products), (_, first, second, bias, *_) in zip(exchanged(ranks, work), tensors, strict=True):
+            assert torch.equal(whole, all_rows)
+            assert torch.equal(products[0], functional.linear(all_rows, first, bias)), (ranks, dtype)
+            assert torch.equal(products[1], functional.linear(all_rows, second)), (ranks, dtype)
 
 
 def test_without_products_it_is_a_gather() -> None:
-    found = exchanged(3, lambda exchange: Ring(exchange).gather_products(torch.full((2, 1), exchange.rank), [], []))
-    for whole, products in found:
+    results = exchanged(3, lambda exchange: Ring(exchange).gather_products(torch.full((2, 1), exchange.rank), [], []))
+    for whole, products in results:
         assert whole.flatten().tolist() == [0, 0, 1, 1, 2, 2] and products == []
 
 

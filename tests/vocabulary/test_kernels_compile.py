@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     program = Path(__file__).with_name("compile_kernels.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

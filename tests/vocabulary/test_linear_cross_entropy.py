@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,16 +12,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from vocabulary_reference import frobenius
 
-import evenpipe
 from evenpipe import linear_cross_entropy
 from evenpipe.errors import InputError
 from evenpipe.vocabulary import head
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 50
+POSITIONAL = ("input", "linear_weight", "target")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def given(dtype: torch.dtype = torch.float64, *, ignored: tuple[int, ...] = (3, 20)) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype = torch.float64, *, ignored: tuple[int, ...] = (3, 20)) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -34,6 +36,10 @@ def given(dtype: torch.dtype = torch.float64, *, ignored: tuple[int, ...] = (3, 
         "target": target.to(DEVICE),
         "linear_bias": normal(VOCABULARY),
     }
+
+
+def in_fp64(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
 
 
 def reference(
@@ -72,9 +78,8 @@ def gradients(
     if function is reference:
         result = reference(leaves, **options)
     else:
-        positional = [leaves.pop("input"), leaves.pop("linear_weight"), leaves.pop("target")]
-        result = function(*positional, **leaves, **options)
-        leaves = {"input": positional[0], "linear_weight": positional[1], **leaves}
+        others = {name: value for name, value in leaves.items() if name not in POSITIONAL}
+        result = function(*(leaves[name] for name in POSITIONAL), **others, **options)
     (result * upstream).sum().backward()
     return [result.detach(), *(one.grad for one in leaves.values() if one.grad is not None)]
 
@@ -109,49 +114,44 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.sampled(10)
-def test_gradients(name: str, reduction: str, kernels: str) -> None:
-    if kernels == "triton":
-        pytest.importorskip("triton", reason="Triton is not installed")
-    arguments = given(ignored=() if name == "ignore" else (3, 20))
-    options = {"reduction": reduction, **OPTIONS[name]}
-    shape = (TOKENS,) if reduction == "none" else ()
-    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
-    expected = gradients(arguments, reference, upstream, **options)
-    assert_equal(gradients(arguments, linear_cross_entropy, upstream, kernels=kernels, **options), expected, 1e-10)
+def test_gradients(sample) -> None:
+    kernels = ["torch", "triton"] if find_spec("triton") else ["torch"]
+    for name, reduction, kernel in sample(itertools.product(OPTIONS, ("mean", "sum", "none"), kernels), 4):
+        arguments = inputs(ignored=() if name == "ignore" else (3, 20))
+        options = {"reduction": reduction, **OPTIONS[name]}
+        shape = (TOKENS,) if reduction == "none" else ()
+        upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+        expected = gradients(arguments, reference, upstream, **options)
+        actual = gradients(arguments, linear_cross_entropy, upstream, kernels=kernel, **options)
+        assert_equal(actual, expected, 1e-10)
 
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_dtypes(dtype: torch.dtype, tolerance: float, reduction: str) -> None:
+def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     """Gradients have the dtype of what they belong to, and are as good as torch's of the same dtype allow."""
-    arguments = given(dtype)
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
-    actual = gradients(arguments, linear_cross_entropy, reduction=reduction)
-    assert {one.dtype for one in actual} == {dtype}
-    assert_equal(actual, gradients(wide, reference, reduction=reduction), tolerance)
+    arguments = inputs(dtype)
+    for reduction in ("mean", "none"):
+        actual = gradients(arguments, linear_cross_entropy, reduction=reduction)
+        assert {tensor.dtype for tensor in actual} == {dtype}
+        assert_equal(actual, gradients(in_fp64(arguments), reference, reduction=reduction), tolerance)
 
 
 def test_bf16_is_as_good_as_torch() -> None:
     """At most 1.5 times the error of bf16 products with cross-entropy in fp32, for every gradient."""
-    arguments = given(torch.bfloat16, ignored=())
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
+    arguments = inputs(torch.bfloat16, ignored=())
 
     def torchs(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor) -> Tensor:
         return cross_entropy(linear(input, linear_weight, linear_bias).float(), target)
 
-    expected = gradients(wide, reference)
+    expected = gradients(in_fp64(arguments), reference)
     theirs, ours = gradients(arguments, torchs), gradients(arguments, linear_cross_entropy)
     for own, other, right in zip(ours[1:], theirs[1:], expected[1:], strict=True):
         assert frobenius(own, right) <= 1.5 * frobenius(other, right)
 
 
 def test_several_dimensions_and_strides() -> None:
-    arguments = given(ignored=())
+    arguments = inputs(ignored=())
     sequence = {**arguments, "input": arguments["input"][:36].reshape(3, 12, HIDDEN).transpose(0, 1)}
     sequence["target"] = arguments["target"][:36].reshape(3, 12).transpose(0, 1)
     sequence["linear_weight"] = arguments["linear_weight"].t().contiguous().t()
@@ -162,52 +162,40 @@ def test_several_dimensions_and_strides() -> None:
     assert_equal([actual[0].flatten(), actual[1].reshape(36, HIDDEN), *actual[2:]], expected, 1e-10)
 
 
-@pytest.mark.parametrize("needed", ["input", "linear_weight", "linear_bias"])
 @pytest.mark.usefixtures("parts")
-def test_only_what_is_wanted(needed: str) -> None:
-    arguments = given()
-    leaves = {name: value.detach().requires_grad_(name == needed) for name, value in arguments.items()}
+def test_only_what_is_wanted() -> None:
+    """Gradients of single leaves; in an evaluation, of none."""
+    arguments = inputs()
     expected = gradients(arguments, reference)
-    linear_cross_entropy(
-        leaves["input"], leaves["linear_weight"], leaves["target"], linear_bias=leaves["linear_bias"]
-    ).backward()
-    found = {name: value.grad for name, value in leaves.items() if value.grad is not None}
-    assert list(found) == [needed]
-    number = ["input", "linear_weight", "linear_bias"].index(needed) + 1
-    assert frobenius(found[needed], expected[number]) <= 1e-10
-
-
-@pytest.mark.usefixtures("parts")
-def test_evaluation() -> None:
-    arguments = given()
+    for number, needed in enumerate(("input", "linear_weight", "linear_bias"), 1):
+        leaves = {name: value.detach().requires_grad_(name == needed) for name, value in arguments.items()}
+        linear_cross_entropy(**leaves).backward()
+        assert [name for name, value in leaves.items() if value.grad is not None] == [needed]
+        assert frobenius(leaves[needed].grad, expected[number]) <= 1e-10
     with torch.no_grad():
-        found = linear_cross_entropy(
-            arguments["input"], arguments["linear_weight"], arguments["target"], linear_bias=arguments["linear_bias"]
-        )
-    assert not found.requires_grad
-    torch.testing.assert_close(found, reference(arguments))
+        loss = linear_cross_entropy(**arguments)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, reference(arguments))
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_token_counts(reduction: str) -> None:
+def test_no_token_counts() -> None:
     """As in torch: a mean of nothing is NaN, a sum 0; and no gradient is anything but 0."""
-    arguments = given(ignored=tuple(range(TOKENS)))
-    arguments["target"][:] = -100
-    arguments["input"][0] = torch.nan
-    result, *found = gradients(arguments, linear_cross_entropy, reduction=reduction)
-    assert bool(result.isnan().all()) if reduction == "mean" else not bool(result.any())
-    assert len(found) == 3 and not any(bool(one.any()) for one in found)
-
-
-@pytest.mark.parametrize(("reduction", "expected"), [("mean", torch.nan), ("sum", 0.0)])
-def test_no_token_at_all(reduction: str, expected: float) -> None:
-    empty = torch.zeros(0, HIDDEN, device=DEVICE, requires_grad=True)
-    weight = torch.zeros(VOCABULARY, HIDDEN, device=DEVICE, requires_grad=True)
-    loss = linear_cross_entropy(empty, weight, torch.zeros(0, dtype=torch.int64, device=DEVICE), reduction=reduction)
-    torch.testing.assert_close(loss.detach(), torch.tensor(expected, device=DEVICE), equal_nan=True)
-    loss.backward()
-    assert weight.grad is not None and not bool(weight.grad.any())
+    for reduction in ("mean", "sum", "none"):
+        arguments = inputs(ignored=tuple(range(TOKENS)))
+        arguments["target"][:] = -100
+        arguments["input"][0] = torch.nan
+        result, *leaves = gradients(arguments, linear_cross_entropy, reduction=reduction)
+        assert bool(result.isnan().all()) if reduction == "mean" else not bool(result.any())
+        assert len(leaves) == 3 and not any(bool(gradient.any()) for gradient in leaves)
+    for reduction, expected in {"mean": torch.nan, "sum": 0.0}.items():
+        empty = torch.zeros(0, HIDDEN, device=DEVICE, requires_grad=True)
+        weight = torch.zeros(VOCABULARY, HIDDEN, device=DEVICE, requires_grad=True)
+        target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+        loss = linear_cross_entropy(empty, weight, target, reduction=reduction)
+        torch.testing.assert_close(loss.detach(), torch.tensor(expected, device=DEVICE), equal_nan=True)
+        loss.backward()
+        assert weight.grad is not None and not bool(weight.grad.any())
 
 
 def test_confident_tokens() -> None:
@@ -225,7 +213,7 @@ def test_confident_tokens() -> None:
 
 
 def test_autocast() -> None:
-    arguments = given(torch.float32, ignored=())
+    arguments = inputs(torch.float32, ignored=())
     narrow = {name: value.bfloat16() if value.is_floating_point() else value for name, value in arguments.items()}
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual = gradients(arguments, linear_cross_entropy)
@@ -239,7 +227,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, reduction: str) -> None:
     """The loss is not rounded, and fp64 stays fp64."""
-    arguments = given(dtype, ignored=())
+    arguments = inputs(dtype, ignored=())
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual, expected = (gradients(arguments, one, reduction=reduction) for one in (linear_cross_entropy, reference))
     assert [one.dtype for one in actual] == [one.dtype for one in expected]
@@ -248,39 +236,35 @@ def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, reduction:
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_backward_is_refused(reduction: str) -> None:
-    arguments = given()
-    hidden = arguments["input"].requires_grad_()
-    loss = linear_cross_entropy(hidden, arguments["linear_weight"], arguments["target"], reduction=reduction).sum()
+def test_a_second_backward_and_a_second_derivative_are_refused(reduction: str) -> None:
+    """Not taken as 0: the gradient of a gradient's norm would be wrong in silence."""
+    arguments = inputs()
+    arguments["input"].requires_grad_()
+    loss = linear_cross_entropy(**arguments, reduction=reduction).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has only one backward"):
         loss.backward()
 
+    for by in ("input", "linear_weight", "scale"):
+        leaves = inputs()
+        leaves["scale"] = torch.ones((), dtype=torch.float64, device=DEVICE)
+        wanted = [leaves[name].requires_grad_() for name in ("input", "linear_weight", "scale")]
 
-@pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("by", ["input", "linear_weight", "scale"])
-def test_a_second_derivative_is_refused(by: str, reduction: str) -> None:
-    """Not taken as 0: the gradient of a gradient's norm would be wrong in silence."""
-    leaves = given()
-    leaves["scale"] = torch.ones((), dtype=torch.float64, device=DEVICE)
-    wanted = [leaves[name].requires_grad_() for name in ("input", "linear_weight", "scale")]
+        def first(leaves: dict[str, Tensor] = leaves, wanted: list[Tensor] = wanted, **options: Any) -> Any:
+            loss = linear_cross_entropy(*(leaves[name] for name in POSITIONAL), reduction=reduction).sum()
+            return torch.autograd.grad(loss * leaves["scale"], wanted, **options)
 
-    def first(function: Any, **options: Any) -> tuple[Tensor, ...]:
-        loss = function(leaves["input"], leaves["linear_weight"], leaves["target"], reduction=reduction).sum()
-        return torch.autograd.grad(loss * leaves["scale"], wanted, **options)
-
-    found = first(linear_cross_entropy, create_graph=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, first(linear_cross_entropy), strict=True))
-    penalty = found[0].square().sum() + sum(one.sum() for one in wanted)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(penalty, leaves[by], retain_graph=True)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        penalty.backward()
+        derivatives = first(create_graph=True)
+        assert all(map(torch.equal, derivatives, first()))
+        penalty = derivatives[0].square().sum() + sum(derivative.sum() for derivative in wanted)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            torch.autograd.grad(penalty, leaves[by], retain_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            penalty.backward()
 
 
 def test_under_torch_compile_it_is_called_as_it_is() -> None:
-    arguments = given(torch.float32)
+    arguments = inputs(torch.float32)
 
     def loss(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden * 2, arguments["linear_weight"], arguments["target"]) + 1
@@ -290,9 +274,8 @@ def test_under_torch_compile_it_is_called_as_it_is() -> None:
     assert torch.equal(compiled, expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_does_not_go_together() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"linear_weight": torch.zeros(5, 3)}, r"input must be \[..., hidden_size\].* not \[37, 12\] and \[5, 3\]"),
         ({"linear_weight": torch.zeros(5, HIDDEN).half()}, r"one dtype, not torch.float64 and torch.float16"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, r"target must be \[37\], not \[4\]"),
@@ -305,21 +288,10 @@ def test_under_torch_compile_it_is_called_as_it_is() -> None:
         ({"token_weights": torch.ones(TOKENS, requires_grad=True)}, "token_weights is a constant here"),
         ({"label_smoothing": 2.0}, "label_smoothing must lie between 0 and 1"),
         ({"target": torch.full((TOKENS,), VOCABULARY)}, "Label 50 is neither a token"),
-    ],
-)
-def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:
-    arguments: dict[str, Any] = {name: value.cpu() for name, value in given().items()} | changes
-    positional = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
-    with pytest.raises(InputError, match=said):
-        linear_cross_entropy(*positional, **arguments)
-
-
-def test_only_options_of_its_own_are_accepted() -> None:
-    arguments = [given()[name] for name in ("input", "linear_weight", "target")]
+    ]
+    for changes, sentence in refused:
+        arguments: dict[str, Any] = {name: value.cpu() for name, value in inputs().items()} | changes
+        with pytest.raises(InputError, match=sentence):
+            linear_cross_entropy(**arguments)
     with pytest.raises(TypeError, match="unexpected keyword argument 'keep'"):
-        linear_cross_entropy(*arguments, keep="nothing")  # type: ignore[call-arg]
-
-
-def test_it_is_public() -> None:
-    assert evenpipe.linear_cross_entropy is linear_cross_entropy
-    assert "linear_cross_entropy" in evenpipe.__all__
+        linear_cross_entropy(**inputs(), keep="nothing")  # type: ignore[call-arg]

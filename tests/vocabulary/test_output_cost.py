@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vocabulary_reference import problem
+from vocabulary_reference import BACKWARDS, problem
 
 from evenpipe.vocabulary import (
     Buffers,
@@ -41,25 +42,17 @@ class Layer:
         self.weight_gradient = torch.zeros(VOCABULARY, HIDDEN, dtype=accumulator)
 
     def forward(self, gradients: bool = True) -> tuple[Tensor, OutputState]:
-        given = self.inputs
+        tensors = self.inputs.hidden, self.inputs.weight, self.inputs.bias, self.inputs.labels
         return forward_shard(
-            given.hidden,
-            given.weight,
-            given.bias,
-            given.labels,
-            self.shard,
-            self.options,
-            self.one_barrier,
-            gradients=gradients,
-            buffers=self.buffers,
+            *tensors, self.shard, self.options, self.one_barrier, gradients=gradients, buffers=self.buffers
         )
 
     def backward(self, statistics: Tensor, state: OutputState) -> tuple[Callable[[], object], Callable[[], object]]:
-        given = self.inputs
-        combined = combine(statistics[None], given.token_weights, given.labels, self.options, VOCABULARY)
+        weight = self.inputs.weight
+        combined = combine(statistics[None], self.inputs.token_weights, self.inputs.labels, self.options, VOCABULARY)
         return (
-            lambda: hidden_gradient(state, combined, given.weight),
-            lambda: backward_shard(state, combined, given.weight, self.weight_gradient),
+            lambda: hidden_gradient(state, combined, weight),
+            lambda: backward_shard(state, combined, weight, self.weight_gradient),
         )
 
 
@@ -96,26 +89,27 @@ def flops(run: Callable[[], Any]) -> tuple[int, Any]:
     return sum(2 * rows * inner * columns for rows, inner, columns in recorder.products), result
 
 
-# products in S, in C, in T
-@pytest.mark.parametrize(
-    ("one_barrier", "keep", "counts"),
-    [
-        (True, "probabilities", (2, 0, 1)),
-        (False, "probabilities", (1, 0, 2)),
-        (True, "nothing", (2, 0, 2)),
-        (False, "nothing", (1, 0, 3)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrix_products(dtype: torch.dtype, one_barrier: bool, keep: str, counts: tuple[int, int, int]) -> None:
+DTYPES = (torch.float32, torch.bfloat16)
+PRODUCTS = {
+    # whether there is one barrier, what is kept -> products in S, in C, in T
+    (True, "probabilities"): (2, 0, 1),
+    (False, "probabilities"): (1, 0, 2),
+    (True, "nothing"): (2, 0, 2),
+    (False, "nothing"): (1, 0, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrix_products(dtype: torch.dtype) -> None:
     """Three in all, in units of 2 tokens x hidden_size x rows; a fourth only when nothing is kept."""
-    layer = Layer(LossOptions(keep=keep, rows_per_block=24, z_loss=1e-3), one_barrier=one_barrier, dtype=dtype)
-    count, (statistics, state) = flops(layer.forward)
-    assert count == counts[0] * PRODUCT
-    hidden_pass, weight_pass = layer.backward(statistics, state)
-    if one_barrier:
-        assert flops(hidden_pass)[0] == counts[1] * PRODUCT
-    assert flops(weight_pass)[0] == counts[2] * PRODUCT
+    for (one_barrier, keep), counts in PRODUCTS.items():
+        layer = Layer(LossOptions(keep=keep, rows_per_block=24, z_loss=1e-3), one_barrier=one_barrier, dtype=dtype)
+        count, (statistics, state) = flops(layer.forward)
+        assert count == counts[0] * PRODUCT
+        hidden_pass, weight_pass = layer.backward(statistics, state)
+        if one_barrier:
+            assert flops(hidden_pass)[0] == counts[1] * PRODUCT
+        assert flops(weight_pass)[0] == counts[2] * PRODUCT
 
 
 def test_ignored_tokens_cost_nothing() -> None:
@@ -147,15 +141,14 @@ def test_bf16_never_has_fp32_logits_of_all_tokens(
     assert recorder.largest(torch.float64) < 10 * TOKENS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gradients", [True, False])
-def test_nothing_is_kept_when_nothing_is_to_be_kept(gradients: bool, dtype: torch.dtype) -> None:
+def test_nothing_is_kept_when_nothing_is_to_be_kept() -> None:
     """Neither with keep = "nothing" nor in evaluation does S make a tensor of all tokens and all rows."""
-    options = LossOptions(keep="nothing" if gradients else "probabilities", rows_per_block=8, soft_cap=5.0)
-    layer = Layer(options, one_barrier=True, dtype=dtype)
-    with Recorder() as recorder:
-        layer.forward(gradients=gradients)
-    assert max(recorder.largest(torch.float32), recorder.largest(torch.bfloat16)) <= VOCABULARY * HIDDEN
+    for gradients, dtype in itertools.product((True, False), DTYPES):
+        options = LossOptions(keep="nothing" if gradients else "probabilities", rows_per_block=8, soft_cap=5.0)
+        layer = Layer(options, one_barrier=True, dtype=dtype)
+        with Recorder() as recorder:
+            layer.forward(gradients=gradients)
+        assert max(map(recorder.largest, DTYPES)) <= VOCABULARY * HIDDEN, (gradients, dtype)
 
 
 def test_recomputation_works_in_slices_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,25 +163,24 @@ def test_recomputation_works_in_slices_of_the_vocabulary(monkeypatch: pytest.Mon
     assert len(recorder.products) == 2 * 3
 
 
-@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weight_gradient_sums_all_tokens_at_once(dtype: torch.dtype, keep: str) -> None:
-    layer = Layer(LossOptions(rows_per_block=8, keep=keep), one_barrier=True, dtype=dtype)
-    statistics, state = layer.forward()
-    hidden_pass, weight_pass = layer.backward(statistics, state)
-    hidden_pass()
-    with Recorder() as recorder:
-        weight_pass()
-    again = {HIDDEN} if keep == "nothing" else set()
-    assert {inner for _, inner, _ in recorder.products} == {TOKENS} | again
+def test_the_weight_gradient_sums_all_tokens_at_once() -> None:
+    for dtype, keep in itertools.product(DTYPES, ("probabilities", "nothing")):
+        layer = Layer(LossOptions(rows_per_block=8, keep=keep), one_barrier=True, dtype=dtype)
+        hidden_pass, weight_pass = layer.backward(*layer.forward())
+        hidden_pass()
+        with Recorder() as recorder:
+            weight_pass()
+        again = {HIDDEN} if keep == "nothing" else set()
+        assert {inner for _, inner, _ in recorder.products} == {TOKENS} | again, (dtype, keep)
 
 
-@pytest.mark.parametrize("one_barrier", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_goes_from_one_microbatch_to_the_next(dtype: torch.dtype, one_barrier: bool) -> None:
-    """After the first microbatch nothing of the size of a block is allocated any more, and nothing is kept twice."""
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_goes_from_one_microbatch_to_the_next(dtype: torch.dtype, backward: str) -> None:
+    """After the first microbatch nothing of the size of a block is allocated any more, and nothing is kept twice. Of a
+    split backward, only X, the exponentials and numbers per token wait for the second half."""
     options = LossOptions(rows_per_block=8, soft_cap=5.0, label_smoothing=0.1)
-    layer = Layer(options, one_barrier=one_barrier, dtype=dtype)
+    layer = Layer(options, one_barrier=backward == "one barrier", dtype=dtype)
     rooms: list[list[int]] = []
     for _ in range(3):
         statistics, state = layer.forward()
@@ -196,9 +188,9 @@ def test_memory_goes_from_one_microbatch_to_the_next(dtype: torch.dtype, one_bar
         assert len(kept) == 2
         assert not {room.data_ptr() for room in layer.buffers._free} & set(kept), "given back while in use"
         hidden_pass, weight_pass = layer.backward(statistics, state)
-        if one_barrier:
+        if backward != "two barriers":
             hidden_pass()
-            assert state.products is None
+            assert state.products is None and state.hidden is not None and state.exponentials is not None
         weight_pass()
         assert state.hidden is None and state.exponentials is None and state.derivative is None
         rooms.append(sorted(room.data_ptr() for room in layer.buffers._free))
@@ -222,19 +214,10 @@ def test_buffers_fit_the_largest_use() -> None:
     assert buffers.take(2, 2, like, torch.float32).data_ptr() != large.data_ptr(), "handed out twice"
     buffers.give(large)
     assert buffers.take(2, 2, like, torch.float64).dtype == torch.float64
-    outgrown = buffers.take(9, 10, like, torch.float32)
-    assert outgrown.shape == (9, 10) and not buffers._free
-    buffers.give(outgrown)
-    buffers.give(None)
-    little, less = torch.empty(20), torch.empty(10)
-    buffers.give(little)
-    buffers.give(less)
+    assert buffers.take(9, 10, like, torch.float32).shape == (9, 10) and not buffers._free, "outgrown"
+    for room in (None, torch.empty(20), less := torch.empty(10)):
+        buffers.give(room)
     assert buffers.take(1, 8, like, torch.float32).data_ptr() == less.data_ptr(), "the smallest that fits"
-    buffers.give(less)
-    assert buffers.take(1, 95, like, torch.float32).shape == (1, 95)
-    assert len(buffers._free) == 2, "one buffer takes the place of one"
-    buffers.clear()
-    assert not buffers._free
 
 
 def test_memory_that_is_not_the_hosts_goes_back_to_its_allocator() -> None:

@@ -8,13 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabulary_reference import Problem, assert_close, frobenius, problem, reference, sharded
+from vocabulary_reference import (
+    BACKWARDS,
+    NAMES,
+    Problem,
+    assert_close,
+    assert_same_bits,
+    frobenius,
+    problem,
+    reference,
+    sharded,
+)
 
-from evenpipe.vocabulary import LossOptions, backward_shard, combine, forward_shard, split
+from evenpipe.vocabulary import LossOptions, combine, forward_shard, split
 
-BARRIERS = pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
-KEEP = pytest.mark.parametrize("keep", ["probabilities", "nothing"])
-
+KEEP = ("probabilities", "nothing")
 EACH_OPTION = {
     "plain": LossOptions(),
     "label smoothing": LossOptions(label_smoothing=0.1),
@@ -30,51 +38,43 @@ EACH_OPTION = {
 }
 
 
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("vocabulary", [1003, 1024, 9])
-def test_every_layout(vocabulary: int, parts: int, keep: str, one_barrier: bool) -> None:
+def test_every_layout(combinations) -> None:
     """9 rows on 4 shards are 3, 3, 3, 0; on 8 they are 2, 2, 2, 2, 1, 0, 0, 0."""
-    inputs = problem(37, 16, vocabulary, ignored=(0, 5, 36))
-    options = LossOptions(keep=keep, rows_per_block=10)
-    assert_close(sharded(inputs, options, parts, one_barrier=one_barrier), reference(inputs, options), 1e-10)
+    for vocabulary, parts, keep, backward in combinations((1003, 1024, 9), (1, 2, 3, 4, 8), KEEP, BACKWARDS):
+        inputs = problem(37, 16, vocabulary, ignored=(0, 5, 36))
+        options = LossOptions(keep=keep, rows_per_block=10)
+        assert_close(sharded(inputs, options, parts, backward=backward), reference(inputs, options), 1e-10)
 
 
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("name", EACH_OPTION)
-def test_each_option(name: str, bias: bool, keep: str, one_barrier: bool) -> None:
-    inputs = problem(29, 12, 103, bias=bias, ignored=(3, 4, 20), spread=2.0)
-    options = replace(EACH_OPTION[name], keep=keep, rows_per_block=8)
-    expected = reference(inputs, options)
-    assert_close(sharded(inputs, options, 3, one_barrier=one_barrier), expected, 1e-10, row_tolerance=1e-9)
+def test_each_option(combinations) -> None:
+    for name, bias, keep, backward in combinations(EACH_OPTION, (False, True), KEEP, BACKWARDS):
+        inputs = problem(29, 12, 103, bias=bias, ignored=(3, 4, 20), spread=2.0)
+        options = replace(EACH_OPTION[name], keep=keep, rows_per_block=8)
+        expected = reference(inputs, options)
+        assert_close(sharded(inputs, options, 3, backward=backward), expected, 1e-10, row_tolerance=1e-9)
 
 
-@BARRIERS
-@pytest.mark.parametrize("name", EACH_OPTION)
-def test_recomputation_in_several_slices(name: str, one_barrier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_in_several_slices(combinations, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 256 rows: four for the shard of 1003, and most targets are in another slice than the one at hand."""
     monkeypatch.setattr("evenpipe.vocabulary.output.BLOCK_LOGITS", 1)
     inputs = problem(29, 12, 1003, bias=True, ignored=(3,))
-    options = replace(EACH_OPTION[name], keep="nothing")
-    expected = reference(inputs, options)
-    assert_close(sharded(inputs, options, 1, one_barrier=one_barrier), expected, 1e-10, row_tolerance=1e-9)
+    for name, backward in combinations(EACH_OPTION, BACKWARDS):
+        options = replace(EACH_OPTION[name], keep="nothing")
+        expected = reference(inputs, options)
+        assert_close(sharded(inputs, options, 1, backward=backward), expected, 1e-10, row_tolerance=1e-9)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, LossOptions, int, bool, int | None]:
+def problems(draw: st.DrawFn) -> tuple[Problem, LossOptions, int, str, int | None]:
     vocabulary = draw(st.integers(1, 40))
     tokens = draw(st.integers(1, 20))
-    ignored = draw(st.sets(st.integers(0, tokens - 1)))
     inputs = problem(
         tokens,
         draw(st.integers(1, 9)),
         vocabulary,
         seed=draw(st.integers(0, 10**6)),
         bias=draw(st.booleans()),
-        ignored=ignored,
+        ignored=draw(st.sets(st.integers(0, tokens - 1))),
         spread=draw(st.sampled_from([0.1, 1.0, 5.0])),
     )
     options = LossOptions(
@@ -82,105 +82,140 @@ def cases(draw: st.DrawFn) -> tuple[Problem, LossOptions, int, bool, int | None]
         z_loss=draw(st.sampled_from([0.0, 1e-3, 0.3])),
         soft_cap=draw(st.sampled_from([None, 2.0, 30.0])),
         logit_scale=draw(st.sampled_from([1.0, 0.25, -0.4])),
-        keep=draw(st.sampled_from(["probabilities", "nothing"])),
+        keep=draw(st.sampled_from(KEEP)),
         entropy=draw(st.booleans()),
         rows_per_block=draw(st.sampled_from([None, 1, 3, 7, 64])),
     )
-    padded_rows = draw(st.sampled_from([None, 0, 1, 7, 30]))
-    return (
-        inputs,
-        options,
-        draw(st.integers(1, 9)),
-        draw(st.booleans()),
-        None if padded_rows is None else vocabulary + padded_rows,
-    )
+    padding = draw(st.sampled_from([None, 0, 1, 7, 30]))
+    padded_rows = None if padding is None else vocabulary + padding
+    return inputs, options, draw(st.integers(1, 9)), draw(st.sampled_from(BACKWARDS)), padded_rows
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases())
-def test_any_combination(case: tuple[Problem, LossOptions, int, bool, int | None]) -> None:
-    inputs, options, parts, one_barrier, padded_rows = case
-    actual = sharded(inputs, options, parts, one_barrier=one_barrier, padded_rows=padded_rows)
+@given(problems())
+def test_any_combination(case: tuple[Problem, LossOptions, int, str, int | None]) -> None:
+    """Measured against the size of the terms: gradients that are zero but for rounding have no relative error."""
+    inputs, options, parts, backward, padded_rows = case
+    actual = sharded(inputs, options, parts, backward=backward, padded_rows=padded_rows)
     expected = reference(inputs, options)
-    # Where the expected gradient is zero but for rounding (one token in the vocabulary, all smoothing), relative errors
-    # say nothing: measure against the size of the terms, which is that of the weights.
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias", "entropies"):
+    for name in NAMES:
         ours, theirs = getattr(actual, name), getattr(expected, name)
         if theirs is not None:
-            scale = max(float(theirs.norm()), 1e-3)
-            assert float((ours - theirs).norm()) <= 1e-10 * scale, name
+            assert float((ours - theirs).norm()) <= 1e-10 * max(float(theirs.norm()), 1e-3), name
 
 
-@BARRIERS
-@pytest.mark.parametrize("name", EACH_OPTION)
-def test_fp32(name: str, one_barrier: bool) -> None:
+def test_fp32(combinations) -> None:
     inputs = problem(61, 48, 509, bias=True, ignored=(7,)).to(torch.float32)
-    options = replace(EACH_OPTION[name], rows_per_block=16)
-    expected = reference(inputs, options)
-    assert_close(sharded(inputs, options, 3, one_barrier=one_barrier), expected, 2e-5, row_tolerance=1e-4)
+    for name, backward in combinations(EACH_OPTION, BACKWARDS):
+        options = replace(EACH_OPTION[name], rows_per_block=16)
+        expected = reference(inputs, options)
+        assert_close(sharded(inputs, options, 3, backward=backward), expected, 2e-5, row_tolerance=1e-4)
 
 
-@KEEP
-def test_fp32_does_not_depend_on_the_layout(keep: str) -> None:
+def test_fp32_does_not_depend_on_the_layout(combinations) -> None:
     inputs = problem(61, 48, 509, ignored=(7,)).to(torch.float32)
-    first = sharded(inputs, LossOptions(), 1, one_barrier=False)
-    for parts in (2, 3, 4, 8):
-        for rows_per_block in (None, 5, 32):
-            for one_barrier in (True, False):
-                options = LossOptions(keep=keep, rows_per_block=rows_per_block)
-                assert_close(sharded(inputs, options, parts, one_barrier=one_barrier), first, 2e-6)
+    first = sharded(inputs, LossOptions(), 1, backward="two barriers")
+    for keep, parts, block, backward in combinations(KEEP, (2, 3, 4, 8), (None, 5, 32), BACKWARDS):
+        options = LossOptions(keep=keep, rows_per_block=block)
+        assert_close(sharded(inputs, options, parts, backward=backward), first, 2e-6)
 
 
-@BARRIERS
-@KEEP
-def test_runs_agree_bit_for_bit(keep: str, one_barrier: bool) -> None:
+def test_runs_agree_bit_for_bit(combinations) -> None:
+    """Twice the same; and both halves of a split backward with the whole one."""
     inputs = problem(61, 48, 509, bias=True, ignored=(7,)).to(torch.float32)
-    options = LossOptions(keep=keep, label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, rows_per_block=16)
-    first = sharded(inputs, options, 3, one_barrier=one_barrier)
-    again = sharded(inputs, options, 3, one_barrier=one_barrier)
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
-        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    for keep, backward in combinations(KEEP, BACKWARDS):
+        options = LossOptions(keep=keep, label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, rows_per_block=16)
+        first = sharded(inputs, options, 3, backward=backward)
+        again = "two barriers" if backward == "split" else backward
+        assert_same_bits(sharded(inputs, options, 3, backward=again), first)
 
 
-@BARRIERS
-def test_gradients_accumulate(one_barrier: bool) -> None:
+def test_gradients_accumulate(combinations) -> None:
     """Two microbatches into a gradient that is not empty."""
     first, second = problem(20, 16, 103, seed=1), problem(13, 16, 103, seed=2, ignored=(0,))
     second = replace(second, weight=first.weight)
     options = LossOptions(label_smoothing=0.1)
     before = torch.randn(103, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    total = before.clone()
-    for inputs in (first, second):
-        sharded(inputs, options, 4, one_barrier=one_barrier, weight_gradient=total)
     expected = before + reference(first, options).weight + reference(second, options).weight
-    assert frobenius(total, expected) <= 1e-10
+    for (backward,) in combinations(BACKWARDS):
+        total = before.clone()
+        for inputs in (first, second):
+            sharded(inputs, options, 4, backward=backward, weight_gradient=total)
+        assert frobenius(total, expected) <= 1e-10, backward
 
 
-def test_frozen_weight() -> None:
-    """No weight gradient is wanted: the part of the hidden gradient is the same."""
-    inputs = problem(20, 16, 103, bias=True)
-    options, (shard,) = LossOptions(), split(103, 1)
-    statistics, state = forward_shard(inputs.hidden, inputs.weight, inputs.bias, inputs.labels, shard, options, False)
-    combined = combine(statistics[None], inputs.token_weights, inputs.labels, options, 103)
-    part = backward_shard(state, combined, inputs.weight, None, None)
-    assert part is not None
-    assert frobenius(part, reference(inputs, options).hidden) <= 1e-10
-
-
-@pytest.mark.parametrize("name", EACH_OPTION)
-def test_evaluation_needs_only_the_statistics(name: str) -> None:
+def test_a_frozen_weight_has_no_gradient(combinations) -> None:
+    """What the hidden states get is the same."""
     inputs = problem(29, 12, 103, bias=True, ignored=(3,))
-    options = replace(EACH_OPTION[name], rows_per_block=8)
+    for keep, backward in combinations(KEEP, BACKWARDS[1:]):
+        options = LossOptions(keep=keep, label_smoothing=0.1)
+        answer, expected = sharded(inputs, options, 1, backward=backward, trained=False), reference(inputs, options)
+        assert not answer.weight.any()
+        assert_close(replace(answer, weight=expected.weight, bias=expected.bias), expected, 1e-10)
+
+
+def test_evaluation_needs_only_the_statistics(combinations) -> None:
+    inputs = problem(29, 12, 103, bias=True, ignored=(3,))
     assert inputs.bias is not None
-    table = []
-    for shard in split(103, 4):
-        rows = slice(shard.start, shard.stop)
-        statistics, state = forward_shard(
-            inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels, shard, options, True, gradients=False
-        )
-        assert state.hidden is None and state.exponentials is None and state.products is None
-        table.append(statistics)
-    combined = combine(torch.stack(table), inputs.token_weights, inputs.labels, options, 103)
-    expected = reference(inputs, options)
-    assert frobenius(combined.losses, expected.losses) <= 1e-10
-    assert frobenius(combined.log_probabilities, expected.log_probabilities) <= 1e-10
+    for (name,) in combinations(EACH_OPTION):
+        options, table = replace(EACH_OPTION[name], rows_per_block=8), []
+        for shard in split(103, 4):
+            rows = slice(shard.start, shard.stop)
+            tensors = inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels
+            statistics, state = forward_shard(*tensors, shard, options, True, gradients=False)
+            assert state.hidden is None and state.exponentials is None and state.products is None
+            table.append(statistics)
+        combined = combine(torch.stack(table), inputs.token_weights, inputs.labels, options, 103)
+        expected = reference(inputs, options)
+        assert frobenius(combined.losses, expected.losses) <= 1e-10, name
+        assert frobenius(combined.log_probabilities, expected.log_probabilities) <= 1e-10, name
+
+
+# --- on a GPU, with labels and token weights on the host; the CPU runs the first test too ----------------------------
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
+# Products of bf16 are written in fp32 on a GPU; on a CPU they may be rounded to bf16.
+TOLERANCES = {
+    torch.float64: (1e-10, 1e-10),
+    torch.float32: (2e-5, 2e-5),
+    torch.bfloat16: (4e-3, 2e-3),
+    torch.float16: (2e-5, 2e-5),
+}
+
+
+OPTIONS = {
+    "plain": LossOptions(),
+    "everything": LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=8.0, logit_scale=0.7),
+}
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_gradients_on_every_device(torch_device: str, combinations) -> None:
+    for name, dtype, keep, backward in combinations(OPTIONS, TOLERANCES, KEEP, BACKWARDS):
+        inputs = problem(96, 64, 512, bias=True, ignored=(0, 50)).to(dtype)
+        options = replace(OPTIONS[name], keep=keep, rows_per_block=32)
+        actual = sharded(inputs.on(torch_device), options, 3, backward=backward)
+        assert_close(actual, reference(inputs, options), TOLERANCES[dtype][torch_device != "cpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_logits_than_32_bits_count() -> None:
+    """The last tokens of 2.2 billion logits, which are beyond any 32-bit offset, beside the same tokens alone."""
+    tokens, vocabulary, last = 66_000, 33_000, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(vocabulary, 64, generator=generator, device="cuda").bfloat16() / 8
+    labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
+    whole = Problem(hidden, weight, None, labels, torch.ones(tokens))
+    alone = Problem(hidden[-last:], weight, None, labels[-last:], torch.ones(last))
+    actual = sharded(whole, LossOptions(), 1)
+    expected = sharded(alone, LossOptions(), 1)
+    torch.testing.assert_close(actual.losses[-last:], expected.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.hidden[-last:], expected.hidden, rtol=1e-2, atol=1e-3)

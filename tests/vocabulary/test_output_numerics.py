@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import vocabulary_reference
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
-from vocabulary_reference import Answer, Problem, assert_close, frobenius, problem, reference, sharded, worst_row
+from vocabulary_reference import (
+    BACKWARDS,
+    Answer,
+    Problem,
+    assert_close,
+    assert_same_bits,
+    frobenius,
+    problem,
+    reference,
+    sharded,
+)
 
 from evenpipe.vocabulary import Buffers, LossOptions, backward_shard, combine, forward_shard, hidden_gradient, split
 
-BARRIERS = pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
-KEEP = pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+KEEP = ("probabilities", "nothing")
+
+
+def answers(
+    inputs: Problem, parts: int, ways: Iterable[tuple[str, str]], buffers: Buffers | None = None, **options: Any
+) -> Iterator[Answer]:
+    """Of every (keep, backward)."""
+    for keep, backward in ways:
+        yield sharded(inputs, LossOptions(keep=keep, **options), parts, backward=backward, buffers=buffers)
 
 
 def with_log_odds(log_odds: float, *, tokens: int = 40, hidden_size: int = 24, vocabulary: int = 301) -> Problem:
@@ -73,27 +92,30 @@ def half_unit_of(inputs: Problem) -> float:
     return 2**-24 * float((inputs.hidden.double() @ inputs.weight.double().t()).abs().max())
 
 
-@BARRIERS
-@KEEP
 @pytest.mark.parametrize("confidence", [1e-2, 1e-6, 1e-12, 1e-30])
-def test_confident_tokens(confidence: float, keep: str, one_barrier: bool) -> None:
+def test_confident_tokens(confidence: float, combinations) -> None:
     """1 - p of the label down to 1e-30, where 1 - p itself is zero in fp32 and in fp64."""
     inputs = with_log_odds(float(torch.tensor(confidence, dtype=torch.float64).log()))
     expected = reference(inputs, LossOptions(), log_odds=True)
     assert 0.1 * confidence < float(expected.losses.mean()) < 10 * confidence
-    options = LossOptions(keep=keep, rows_per_block=16)
-    assert_log_odds_close(sharded(inputs, options, 4, one_barrier=one_barrier), expected, half_unit_of(inputs))
+    for actual in answers(inputs, 4, combinations(KEEP, BACKWARDS), rows_per_block=16):
+        assert_log_odds_close(actual, expected, half_unit_of(inputs))
     if confidence <= 1e-6:
         assert frobenius(plain_fp32(inputs), expected.weight) > 1e-2, "this case no longer tells methods apart"
 
 
-@BARRIERS
-@KEEP
-def test_very_unlikely_tokens(keep: str, one_barrier: bool) -> None:
-    inputs = with_log_odds(200.0)
-    expected = reference(inputs, LossOptions(), log_odds=True)
-    assert float(expected.losses.min()) > 190
-    assert_log_odds_close(sharded(inputs, LossOptions(keep=keep), 4, one_barrier=one_barrier), expected)
+def test_very_unlikely_tokens_and_dominated_shards(combinations) -> None:
+    """The logits of the second shard stand 150 above all others: nothing of theirs survives, and nothing overflows."""
+    unlikely = with_log_odds(200.0)
+    dominated = on_a_grid(problem(40, 16, 400, bias=True)).to(torch.float32)
+    assert dominated.bias is not None
+    dominated.bias[100:200] += 150.0
+    dominated.labels[:30] = torch.arange(100, 400, 10)  # labels in and outside the dominating shard
+    assert float(reference(unlikely, LossOptions(), log_odds=True).losses.min()) > 190
+    for inputs in (unlikely, dominated):
+        expected = reference(inputs, LossOptions(), log_odds=True)
+        for actual in answers(inputs, 4, combinations(KEEP, BACKWARDS)):
+            assert_log_odds_close(actual, expected)
 
 
 def test_both_references_agree() -> None:
@@ -102,145 +124,93 @@ def test_both_references_agree() -> None:
     assert_close(reference(inputs, options, log_odds=True), reference(inputs, options), 1e-12)
 
 
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("offset", [1e4, -1e4])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_common_offset(offset: float, label_smoothing: float, keep: str, one_barrier: bool) -> None:
+def test_common_offset(label_smoothing: float, combinations) -> None:
     """Each device subtracts first and combines then, so an offset of all logits changes nothing."""
     inputs = on_a_grid(problem(40, 16, 301, bias=True)).to(torch.float32)
     assert inputs.bias is not None
-    options = LossOptions(keep=keep, label_smoothing=label_smoothing)
     at_zero = replace(inputs, bias=torch.zeros_like(inputs.bias))
-    at_offset = replace(inputs, bias=torch.full_like(inputs.bias, offset))
-    expected = reference(at_zero, options)
-    assert_close(sharded(at_zero, options, 3, one_barrier=one_barrier), expected, 2e-5, row_tolerance=1e-4)
-    assert_close(sharded(at_offset, options, 3, one_barrier=one_barrier), expected, 2e-5, row_tolerance=1e-4)
+    expected = reference(at_zero, LossOptions(label_smoothing=label_smoothing))
+    for offset, *way in combinations((0.0, 1e4, -1e4), KEEP, BACKWARDS):
+        shifted = replace(inputs, bias=torch.full_like(inputs.bias, offset))
+        (actual,) = answers(shifted, 3, [way], label_smoothing=label_smoothing)
+        assert_close(actual, expected, 2e-5, row_tolerance=1e-4)
 
 
-@BARRIERS
-@KEEP
-def test_dominated_shards(keep: str, one_barrier: bool) -> None:
-    """The logits of the second shard stand 150 above all others: nothing of theirs survives, and nothing overflows."""
-    inputs = on_a_grid(problem(40, 16, 400, bias=True)).to(torch.float32)
-    assert inputs.bias is not None
-    inputs.bias[100:200] += 150.0
-    inputs.labels[:30] = torch.arange(100, 400, 10)  # labels in and outside the dominating shard
-    options = LossOptions(keep=keep)
-    expected = reference(inputs, options, log_odds=True)
-    assert_log_odds_close(sharded(inputs, options, 4, one_barrier=one_barrier), expected)
-
-
-@BARRIERS
-@KEEP
-def test_a_shard_of_one_row_that_is_the_target(keep: str, one_barrier: bool) -> None:
-    inputs = problem(10, 6, 4, bias=True)
-    options = LossOptions(keep=keep, label_smoothing=0.1)
-    assert_close(sharded(inputs, options, 4, one_barrier=one_barrier), reference(inputs, options), 1e-10)
-
-
-@BARRIERS
-@KEEP
-def test_tokens_masked_out_by_the_bias(keep: str, one_barrier: bool) -> None:
+def test_tokens_masked_out_by_the_bias(combinations) -> None:
     """A bias of minus infinity takes tokens out of the vocabulary, here with one whole shard."""
     inputs = problem(30, 16, 40, bias=True)
     assert inputs.bias is not None
     inputs.bias[10:20] = -torch.inf
     inputs.bias[25] = -torch.inf
     inputs.labels[:] = torch.arange(30) % 10
-    options = LossOptions(keep=keep, z_loss=1e-3)
-    keptrows = inputs.bias.isfinite()
-    small = replace(inputs, weight=inputs.weight[keptrows], bias=inputs.bias[keptrows])
-    actual = sharded(inputs, options, 4, one_barrier=one_barrier)
-    expected = reference(small, options)
-    assert actual.bias is not None and expected.bias is not None
-    assert float(actual.weight[~keptrows].norm()) == float(actual.bias[~keptrows].norm()) == 0.0
-    assert_close(replace(actual, weight=actual.weight[keptrows], bias=actual.bias[keptrows]), expected, 1e-10)
+    kept = inputs.bias.isfinite()
+    small = replace(inputs, weight=inputs.weight[kept], bias=inputs.bias[kept])
+    expected = reference(small, LossOptions(z_loss=1e-3))
+    for actual in answers(inputs, 4, combinations(KEEP, BACKWARDS), z_loss=1e-3):
+        assert actual.bias is not None
+        assert float(actual.weight[~kept].norm()) == float(actual.bias[~kept].norm()) == 0.0
+        assert_close(replace(actual, weight=actual.weight[kept], bias=actual.bias[kept]), expected, 1e-10)
 
 
-@BARRIERS
-@KEEP
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_all_tokens_ignored(label_smoothing: float, keep: str, one_barrier: bool) -> None:
+def test_all_tokens_ignored(label_smoothing: float, combinations) -> None:
     inputs = problem(12, 8, 30, bias=True, ignored=range(12))
     inputs.hidden.fill_(torch.nan)
     inputs.token_weights.fill_(torch.nan)  # what 0 / 0 tokens makes of the weights
-    options = LossOptions(keep=keep, label_smoothing=label_smoothing)
-    actual = sharded(inputs, options, 4, one_barrier=one_barrier)
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
-        assert not bool(getattr(actual, name).any()), name
+    for actual in answers(inputs, 4, combinations(KEEP, BACKWARDS), label_smoothing=label_smoothing):
+        for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+            assert not bool(getattr(actual, name).any()), name
 
 
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_ignored_rows_reach_nothing(poison: float, keep: str, one_barrier: bool) -> None:
+def test_ignored_rows_reach_nothing(combinations) -> None:
     ignored = [0, 7, 8, 19]
-    inputs = problem(20, 16, 103, bias=True, ignored=ignored)
-    options = LossOptions(keep=keep, label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, rows_per_block=8)
-    clean = sharded(inputs, options, 3, one_barrier=one_barrier)
-    inputs.hidden[ignored] = poison
-    inputs.token_weights[ignored] = poison
-    poisoned = sharded(inputs, options, 3, one_barrier=one_barrier)
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
-        assert torch.equal(getattr(clean, name), getattr(poisoned, name)), name
-    assert not bool(poisoned.hidden[ignored].any())
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "soft_cap": 5.0, "rows_per_block": 8}
+    for poison, *way in combinations((torch.nan, torch.inf, -torch.inf), KEEP, BACKWARDS):
+        inputs = problem(20, 16, 103, bias=True, ignored=ignored)
+        (clean,) = answers(inputs, 3, [way], **options)
+        inputs.hidden[ignored] = poison
+        inputs.token_weights[ignored] = poison
+        (poisoned,) = answers(inputs, 3, [way], **options)
+        assert_same_bits(poisoned, clean)
+        assert not bool(poisoned.hidden[ignored].any())
 
 
-def test_a_token_id_may_be_the_ignored_one() -> None:
-    inputs = problem(20, 16, 30)
-    inputs.labels[::3] = 5
-    options = LossOptions(ignore_index=5)
-    actual = sharded(inputs, options, 3, one_barrier=True)
-    assert_close(actual, reference(inputs, options), 1e-10)
-    assert not bool(actual.losses[::3].any())
-
-
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_memory_full_of_nan_is_never_read(dtype: torch.dtype, keep: str, one_barrier: bool) -> None:
+def test_memory_full_of_nan_is_never_read(combinations) -> None:
     """Buffers handed on from microbatches of other sizes, poisoned in between. On a GPU the allocator hands them on."""
-    buffers = Buffers()
-    options = LossOptions(keep=keep, label_smoothing=0.1, soft_cap=5.0, rows_per_block=8)
-    for seed, ignored in enumerate([(), (1, 2, 3), (), range(15), (0,)]):
-        inputs = problem(20, 16, 103, seed=seed, ignored=ignored).to(dtype)
-        fresh = sharded(inputs, options, 3, one_barrier=one_barrier)
-        used = sharded(inputs, options, 3, one_barrier=one_barrier, buffers=buffers)
-        for name in ("losses", "log_probabilities", "hidden", "weight"):
-            assert torch.equal(getattr(fresh, name), getattr(used, name)), name
-        if vocabulary_reference.TORCH_DEVICE == "cpu":
-            assert buffers._free, "nothing was handed back"
-        else:
-            for _ in range(16):  # as large as tensors are that the allocator keeps together with smaller ones
-                torch.full((1 << 18,), torch.nan, device=vocabulary_reference.TORCH_DEVICE)
-        for room in buffers._free:
-            room.fill_(torch.nan)
+    options = {"label_smoothing": 0.1, "soft_cap": 5.0, "rows_per_block": 8}
+    for dtype, *way in combinations((torch.float64, torch.float32, torch.bfloat16), KEEP, BACKWARDS):
+        buffers = Buffers()
+        for seed, ignored in enumerate([(), (1, 2, 3), (), range(15), (0,)]):
+            inputs = problem(20, 16, 103, seed=seed, ignored=ignored).to(dtype)
+            (fresh,) = answers(inputs, 3, [way], **options)
+            (used,) = answers(inputs, 3, [way], buffers, **options)
+            assert_same_bits(used, fresh)
+            if vocabulary_reference.TORCH_DEVICE == "cpu":
+                assert buffers._free, "nothing was handed back"
+            else:
+                for _ in range(16):  # as large as tensors are that the allocator keeps together with smaller ones
+                    torch.full((1 << 18,), torch.nan, device=vocabulary_reference.TORCH_DEVICE)
+            for room in buffers._free:
+                room.fill_(torch.nan)
 
 
-@BARRIERS
-def test_repeated_and_unseen_targets(one_barrier: bool) -> None:
-    inputs = problem(64, 16, 50).to(torch.float32)
-    inputs.labels[:] = torch.arange(64) % 3
-    actual = sharded(inputs, LossOptions(), 4, one_barrier=one_barrier)
-    expected = reference(inputs, LossOptions())
-    assert worst_row(actual.weight[:3], expected.weight[:3]) <= 1e-4
-    assert worst_row(actual.weight[3:], expected.weight[3:]) <= 1e-4
+def passes_of(inputs: Problem, options: LossOptions, *, one_barrier: bool) -> list[tuple[slice, Tensor, Any]]:
+    """Of four shards, the rows, statistics and state."""
+    passes = []
+    for shard in split(len(inputs.weight), 4):
+        rows = slice(shard.start, shard.stop)
+        bias = None if inputs.bias is None else inputs.bias[rows]
+        arguments = inputs.hidden, inputs.weight[rows], bias, inputs.labels
+        passes.append((rows, *forward_shard(*arguments, shard, options, one_barrier)))
+    return passes
 
 
 def test_every_device_combines_to_the_same_bits() -> None:
     """The gathered table may lie anywhere in memory, and each device may hold the weights in its own storage."""
     inputs = problem(333, 16, 103, ignored=(1, 5)).to(torch.float32)
     options = LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0)
-    shards = split(103, 4)
-    table = torch.stack(
-        [
-            forward_shard(
-                inputs.hidden, inputs.weight[shard.start : shard.stop], None, inputs.labels, shard, options, False
-            )[0]
-            for shard in shards
-        ]
-    )
+    table = torch.stack([statistics for _, statistics, _ in passes_of(inputs, options, one_barrier=False)])
     first = combine(table, inputs.token_weights, inputs.labels, options, 103)
     for shift in range(1, 5):
         elsewhere = torch.empty(table.numel() + shift)[shift:].view_as(table).copy_(table)
@@ -252,51 +222,37 @@ def test_every_device_combines_to_the_same_bits() -> None:
 
 def test_the_order_of_shards_in_the_table_is_free() -> None:
     inputs = problem(20, 16, 103, bias=True)
-    assert inputs.bias is not None
     options = LossOptions(label_smoothing=0.1, z_loss=1e-3)
-    shards = split(103, 4)[::-1]
-    passes = []
-    for shard in shards:
-        rows = slice(shard.start, shard.stop)
-        passes.append(
-            forward_shard(inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels, shard, options, True)
-        )
-    combined = combine(
-        torch.stack([statistics for statistics, _ in passes]), inputs.token_weights, inputs.labels, options, 103
-    )
-    parts = [
-        hidden_gradient(state, combined, inputs.weight[shard.start : shard.stop])
-        for shard, (_, state) in zip(shards, passes, strict=True)
-    ]
+    passes = passes_of(inputs, options, one_barrier=True)[::-1]
+    table = torch.stack([statistics for _, statistics, _ in passes])
+    combined = combine(table, inputs.token_weights, inputs.labels, options, 103)
+    hidden = sum(hidden_gradient(state, combined, inputs.weight[rows]) for rows, _, state in passes)
     expected = reference(inputs, options)
     assert frobenius(combined.losses, expected.losses) <= 1e-10
-    assert frobenius(torch.stack(parts).sum(0), expected.hidden) <= 1e-10
+    assert frobenius(hidden, expected.hidden) <= 1e-10
 
 
 def test_wrong_input_is_refused() -> None:
     inputs = problem(6, 8, 20, bias=True)
     options, (shard,) = LossOptions(), split(20, 1)
-    hidden, weight, bias, labels = inputs.hidden, inputs.weight, inputs.bias, inputs.labels
-
-    def forward(**changes: Tensor) -> None:
-        given = {"hidden": hidden, "weight": weight, "bias": bias, "labels": labels} | changes
-        forward_shard(*given.values(), shard, options, True)
-
-    with pytest.raises(ValueError, match=r"Label 20 is neither a token \(0 to 19\) nor ignore_index \(-100\)"):
-        forward(labels=labels.index_fill(0, torch.tensor([2]), 20))
-    with pytest.raises(ValueError, match=r"Label -1 is neither a token"):
-        forward(labels=labels.index_fill(0, torch.tensor([2]), -1))
-    with pytest.raises(ValueError, match=r"labels must have the shape \[6\], not \[5\]"):
-        forward(labels=labels[1:])
-    with pytest.raises(ValueError, match=r"one dtype, not torch\.float64 and torch\.float32"):
-        forward(weight=weight.float())
-    with pytest.raises(ValueError, match="the shard's 20 rows, not 19"):
-        forward(weight=weight[1:])
-    with pytest.raises(ValueError, match=r"not \[6, 7\] and \[20, 8\]"):
-        forward(hidden=hidden[:, 1:])
-    with pytest.raises(ValueError, match=r"bias must have the shape \[20\]"):
-        forward(bias=torch.zeros(3))
-    statistics, state = forward_shard(hidden, weight, bias, labels, shard, options, False)
+    tensors = {name: getattr(inputs, name) for name in ("hidden", "weight", "bias", "labels")}
+    hidden, weight, _, labels = tensors.values()
+    refused: list[tuple[dict[str, Tensor], str]] = [
+        (
+            {"labels": labels.index_fill(0, torch.tensor([2]), 20)},
+            r"Label 20 is neither a token \(0 to 19\) nor ignore_index \(-100\)",
+        ),
+        ({"labels": labels.index_fill(0, torch.tensor([2]), -1)}, "Label -1 is neither a token"),
+        ({"labels": labels[1:]}, r"labels must have the shape \[6\], not \[5\]"),
+        ({"weight": weight.float()}, r"one dtype, not torch\.float64 and torch\.float32"),
+        ({"weight": weight[1:]}, "the shard's 20 rows, not 19"),
+        ({"hidden": hidden[:, 1:]}, r"not \[6, 7\] and \[20, 8\]"),
+        ({"bias": torch.zeros(3)}, r"bias must have the shape \[20\]"),
+    ]
+    for changes, sentence in refused:
+        with pytest.raises(ValueError, match=sentence):
+            forward_shard(*(tensors | changes).values(), shard, options, True)
+    statistics, state = forward_shard(*tensors.values(), shard, options, False)
     with pytest.raises(ValueError, match=r"statistics must be \[shards, 6, 5\], not \[1, 6, 3\]"):
         combine(statistics[None], inputs.token_weights, labels, LossOptions(label_smoothing=0.1), 20)
     combined = combine(statistics[None], inputs.token_weights, labels, options, 20)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
-from vocabulary_reference import Answer, Problem, assert_close, frobenius, problem, reference, sharded
+from vocabulary_reference import BACKWARDS, Answer, Problem, assert_close, frobenius, problem, reference, sharded
 
 from evenpipe.vocabulary import LossOptions, products
 
-BARRIERS = pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
-KEEP = pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+KEEP = ("probabilities", "nothing")
 OPTIONS = {
     "plain": LossOptions(rows_per_block=16),
     "everything": LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=8.0, logit_scale=0.7, rows_per_block=16),
@@ -81,12 +80,6 @@ def test_products(native: bool, dtype: torch.dtype, add: bool) -> None:
     assert frobenius(total, begun.double() + factor.double().t() @ coefficients.double()) <= exact
 
 
-def test_slices_cover_the_vocabulary_once() -> None:
-    assert list(products.vocabulary_slices(0)) == []
-    assert list(products.vocabulary_slices(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(products.vocabulary_slices(4, 4)) == [slice(0, 4)]
-
-
 def test_torch_offers_fp32_results_of_bf16_products() -> None:
     """Used on GPUs only, where this suite rarely runs: at least the overloads must exist."""
     assert "dtype_out" in torch.ops.aten.mm.overloads()
@@ -108,41 +101,37 @@ def plain_bf16(given: Problem, options: LossOptions) -> Answer:
     return Answer(losses.detach(), -plain.detach(), hidden.grad, weight.grad, None)
 
 
-@BARRIERS
-@KEEP
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("spread", [1.0, 6.0], ids=["small logits", "logits up to 20"])
-def test_bf16(native: bool, spread: float, name: str, keep: str, one_barrier: bool) -> None:
-    """fp32 logits: errors of the stored exponentials only. bf16 products: within three times plain bf16."""
-    inputs = problem(96, 64, 509, spread=spread).to(torch.bfloat16)
-    options = replace(OPTIONS[name], keep=keep)
-    expected = reference(inputs, options)
-    actual = sharded(inputs, options, 3, one_barrier=one_barrier)
-    if native:
-        yardstick = plain_bf16(inputs, options)
-        for field in ("losses", "log_probabilities", "hidden", "weight"):
-            bound = 3 * frobenius(getattr(yardstick, field), getattr(expected, field))
-            assert frobenius(getattr(actual, field), getattr(expected, field)) <= bound, field
-    else:
-        assert_close(actual, expected, 2e-3, row_tolerance=5e-3)
-        assert float((actual.losses - expected.losses).abs().max()) <= 1e-5
+def test_bf16(native: bool, combinations) -> None:
+    """fp32 logits: errors of the stored exponentials only. bf16 products: within three times plain bf16. Logits of a
+    spread of 6 reach 20."""
+    for spread, name, keep, backward in combinations((1.0, 6.0), OPTIONS, KEEP, BACKWARDS):
+        inputs = problem(96, 64, 509, spread=spread).to(torch.bfloat16)
+        options = replace(OPTIONS[name], keep=keep)
+        expected = reference(inputs, options)
+        actual = sharded(inputs, options, 3, backward=backward)
+        if native:
+            yardstick = plain_bf16(inputs, options)
+            for field in ("losses", "log_probabilities", "hidden", "weight"):
+                bound = 3 * frobenius(getattr(yardstick, field), getattr(expected, field))
+                assert frobenius(getattr(actual, field), getattr(expected, field)) <= bound, field
+        else:
+            assert_close(actual, expected, 2e-3, row_tolerance=5e-3)
+            assert float((actual.losses - expected.losses).abs().max()) <= 1e-5
 
 
-@BARRIERS
-@KEEP
-def test_fp16_is_computed_in_fp32(keep: str, one_barrier: bool) -> None:
+def test_fp16_is_computed_in_fp32(combinations) -> None:
     """Exponentials and scaled hidden states have no room in fp16 when the weight of a token is 1e-6."""
     inputs = problem(96, 64, 509).to(torch.float16)
     inputs = replace(inputs, token_weights=inputs.token_weights * 1e-6)
-    options = replace(OPTIONS["everything"], keep=keep)
-    actual = sharded(inputs, options, 3, one_barrier=one_barrier)
-    assert_close(actual, reference(inputs, options), 2e-5, row_tolerance=1e-4)
+    for keep, backward in combinations(KEEP, BACKWARDS):
+        options = replace(OPTIONS["everything"], keep=keep)
+        actual = sharded(inputs, options, 3, backward=backward)
+        assert_close(actual, reference(inputs, options), 2e-5, row_tolerance=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bias_may_stay_in_fp32(dtype: torch.dtype) -> None:
     inputs = problem(30, 16, 103, bias=True)
     assert inputs.bias is not None
-    bias = inputs.bias.float()
-    inputs = replace(inputs.to(dtype), bias=bias)
-    assert_close(sharded(inputs, LossOptions(), 2, one_barrier=True), reference(inputs, LossOptions()), 6e-3)
+    inputs = replace(inputs.to(dtype), bias=inputs.bias.float())
+    assert_close(sharded(inputs, LossOptions(), 2), reference(inputs, LossOptions()), 6e-3)

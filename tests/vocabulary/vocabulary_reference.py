@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from evenpipe.vocabulary import (
-    Buffers,
-    LossOptions,
-    backward_shard,
-    combine,
-    forward_shard,
-    hidden_gradient,
-    split,
-)
+from evenpipe.vocabulary import Buffers, LossOptions, backward_shard, combine, forward_shard, hidden_gradient, split
 
 TORCH_DEVICE = "cpu"
 """Where `sharded` computes; with Triton's kernels the GPU, where there is one (conftest.py)."""
+
+
+BACKWARDS = ("one barrier", "two barriers", "split")
+"""S prepares the hidden gradient and T makes that of the weight; T makes both; T makes the hidden gradient, and the
+weight's later."""
+NAMES = ("losses", "log_probabilities", "hidden", "weight", "bias", "entropies")
+"""Of what an answer consists of."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,9 @@ class Problem:
 
     def on(self, torch_device: str) -> Problem:
         """Tensors on `torch_device`; labels and token weights stay on the host."""
+        tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
         return replace(
-            self,
-            hidden=self.hidden.to(torch_device),
-            weight=self.weight.to(torch_device),
-            bias=None if self.bias is None else self.bias.to(torch_device),
+            self, **{name: None if tensor is None else tensor.to(torch_device) for name, tensor in tensors.items()}
         )
 
 
@@ -65,14 +62,7 @@ class Answer:
     entropies: Tensor | None = None
 
     def on_host(self) -> Answer:
-        return Answer(
-            self.losses.cpu(),
-            self.log_probabilities.cpu(),
-            self.hidden.cpu(),
-            self.weight.cpu(),
-            None if self.bias is None else self.bias.cpu(),
-            None if self.entropies is None else self.entropies.cpu(),
-        )
+        return Answer(**{name: None if tensor is None else tensor.cpu() for name, tensor in vars(self).items()})
 
 
 def problem(
@@ -116,17 +106,17 @@ def leaf(values: Tensor) -> Tensor:
     return values.detach().to(torch.float64, copy=True).requires_grad_()
 
 
-def reference(given: Problem, options: LossOptions, *, log_odds: bool = False) -> Answer:
+def reference(inputs: Problem, options: LossOptions, *, log_odds: bool = False) -> Answer:
     """Autograd in fp64 on the unsharded problem, ignored tokens cut out first.
 
     log_odds: write lse - z_t as log(1 + exp(lse of the others - z_t)), for tokens so confident that fp64 itself would
     lose digits in lse - z_t. Only for label_smoothing = 0.
     """
-    valid = given.labels != options.ignore_index
-    labels = given.labels[valid]
-    hidden = leaf(given.hidden[valid])
-    weight = leaf(given.weight)
-    bias = None if given.bias is None else leaf(given.bias)
+    valid = inputs.labels != options.ignore_index
+    labels = inputs.labels[valid]
+    hidden = leaf(inputs.hidden[valid])
+    weight = leaf(inputs.weight)
+    bias = None if inputs.bias is None else leaf(inputs.bias)
     logits = logits_of(hidden, weight, bias, options)
     if log_odds:
         assert not options.label_smoothing
@@ -137,7 +127,7 @@ def reference(given: Problem, options: LossOptions, *, log_odds: bool = False) -
         plain = cross_entropy(logits, labels, reduction="none")
         losses = cross_entropy(logits, labels, reduction="none", label_smoothing=options.label_smoothing)
     losses = losses + options.z_loss * logits.logsumexp(1).square()
-    (losses * given.token_weights[valid].double()).sum().backward()
+    (losses * inputs.token_weights[valid].double()).sum().backward()
 
     def spread(values: Tensor | None) -> Tensor:
         assert values is not None
@@ -157,84 +147,79 @@ def reference(given: Problem, options: LossOptions, *, log_odds: bool = False) -
 
 
 def sharded(
-    given: Problem,
+    inputs: Problem,
     options: LossOptions,
     parts: int,
     *,
-    one_barrier: bool,
+    backward: str = BACKWARDS[0],
     padded_rows: int | None = None,
     buffers: Buffers | None = None,
     weight_gradient: Tensor | None = None,
+    trained: bool = True,
 ) -> Answer:
     """The same through S, the barrier, C and T on `parts` shards; gathers and reductions are a stack and a sum.
 
+    On `TORCH_DEVICE`, or where the inputs are; the answer is on the host.
+
     padded_rows: add rows to weight and bias that stand for no token, filled with NaN: they must never be read.
     weight_gradient: added to in place.
+    trained: whether gradients of weight and bias are wanted.
     """
-    if TORCH_DEVICE != given.hidden.device.type == "cpu":
-        begun = None if weight_gradient is None else weight_gradient.to(TORCH_DEVICE)
-        found = sharded(
-            given.on(TORCH_DEVICE),
-            options,
-            parts,
-            one_barrier=one_barrier,
-            padded_rows=padded_rows,
-            buffers=buffers,
-            weight_gradient=begun,
-        )
-        if weight_gradient is not None and begun is not None:
-            weight_gradient.copy_(begun)
-        return found.on_host()
-    vocabulary, hidden_size = given.weight.shape
-    dtype = torch.float64 if given.hidden.dtype == torch.float64 else torch.float32
+    torch_device = TORCH_DEVICE if inputs.hidden.device.type == "cpu" else inputs.hidden.device.type
+    inputs = inputs.on(torch_device)
+    vocabulary, hidden_size = inputs.weight.shape
+    dtype = torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32
     shards = split(vocabulary, parts, padded_rows=padded_rows)
+    rows = [slice(shard.start, shard.stop) for shard in shards]
     padding = (padded_rows or vocabulary) - vocabulary
-    weight = torch.cat([given.weight, given.weight.new_full((padding, hidden_size), torch.nan)])
-    bias = None if given.bias is None else torch.cat([given.bias, given.bias.new_full((padding,), torch.nan)])
-    if weight_gradient is None:
-        weight_gradient = torch.zeros_like(weight, dtype=dtype)
+    weight = torch.cat([inputs.weight, inputs.weight.new_full((padding, hidden_size), torch.nan)])
+    bias = None if inputs.bias is None else torch.cat([inputs.bias, inputs.bias.new_full((padding,), torch.nan)])
+    of_weight = torch.zeros_like(weight, dtype=dtype) if weight_gradient is None else weight_gradient.to(torch_device)
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+
+    def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
+        return None if tensor is None else tensor[part]
 
     passes = [
         forward_shard(
-            given.hidden,
-            weight[shard.start : shard.stop],
-            None if bias is None else bias[shard.start : shard.stop],
-            given.labels,
+            inputs.hidden,
+            weight[part],
+            part_of(bias, part),
+            inputs.labels,
             shard,
             options,
-            one_barrier,
+            backward == "one barrier",
             buffers=buffers,
         )
-        for shard in shards
+        for shard, part in zip(shards, rows, strict=True)
     ]
     table = torch.stack([statistics for statistics, _ in passes])
-    combined = combine(table, given.token_weights, given.labels, options, vocabulary)
+    combined = combine(table, inputs.token_weights, inputs.labels, options, vocabulary)
     hidden_parts = []
-    for shard, (_, state) in zip(shards, passes, strict=True):
-        rows = slice(shard.start, shard.stop)
-        if one_barrier:
-            hidden_parts.append(hidden_gradient(state, combined, weight[rows]))
-        part = backward_shard(
-            state,
-            combined,
-            weight[rows],
-            weight_gradient[rows],
-            None if bias_gradient is None else bias_gradient[rows],
-        )
-        assert (part is None) == one_barrier
-        if part is not None:
-            hidden_parts.append(part)
-    assert not padding or not bool(weight_gradient[vocabulary:].any())
+    if backward != "two barriers":
+        hidden_parts = [
+            hidden_gradient(state, combined, weight[part]) for part, (_, state) in zip(rows, passes, strict=True)
+        ]
+    sent = [part.clone() for part in hidden_parts]
+    for part, (_, state) in zip(rows, passes, strict=True):
+        gradients = (of_weight[part], part_of(bias_gradient, part)) if trained else (None, None)
+        late = backward_shard(state, combined, weight[part], *gradients)
+        assert (late is None) == (backward != "two barriers")
+        if late is not None:
+            hidden_parts.append(late)
+    assert all(map(torch.equal, sent, hidden_parts)), "the hidden gradient is on its way while the weight's is made"
+    assert not padding or not bool(of_weight[vocabulary:].any())
     assert all(part.dtype == dtype for part in hidden_parts)
+    if weight_gradient is not None:
+        weight_gradient.copy_(of_weight)
     return Answer(
         combined.losses,
         combined.log_probabilities,
         torch.stack(hidden_parts).sum(0),
-        weight_gradient[:vocabulary],
+        of_weight[:vocabulary],
         None if bias_gradient is None else bias_gradient[:vocabulary],
         combined.entropies,
-    )
+    ).on_host()
 
 
 def frobenius(actual: Tensor, expected: Tensor) -> float:
@@ -254,7 +239,7 @@ def worst_row(actual: Tensor, expected: Tensor) -> float:
 
 def assert_close(actual: Answer, expected: Answer, tolerance: float, *, row_tolerance: float | None = None) -> None:
     """Every tensor to a relative Frobenius error of `tolerance`; rows of the two matrices to `row_tolerance`."""
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias", "entropies"):
+    for name in NAMES:
         ours, theirs = getattr(actual, name), getattr(expected, name)
         assert (ours is None) == (theirs is None), name
         if ours is None:
@@ -266,3 +251,9 @@ def assert_close(actual: Answer, expected: Answer, tolerance: float, *, row_tole
         if row_tolerance is not None and ours.dim() == 2:
             error = worst_row(ours, theirs)
             assert error <= row_tolerance, f"{name}: worst row {error:.2e}"
+
+
+def assert_same_bits(actual: Answer, expected: Answer) -> None:
+    for name in NAMES:
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs), name
