@@ -257,6 +257,7 @@ def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
 # --- what the arrangement is worth ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_arrangement_by_times_is_worth_is_said_if_it_is_much() -> None:
     given = problem("8B", gpus=8, sequences_per_step=64, kernels="transformers", hardware="H100-80G")
     layout = {"pp": (8,), "microbatch_sizes": (1,), "checkpointing": ("none",)}

@@ -111,6 +111,7 @@ def test_the_layout_is_one_that_fits_and_divides() -> None:
     assert all(one.fits for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_it_is_said_by_how_much() -> None:
     small = problem(LLAMA_3_8B, 4, sequences_per_step=16, memory=12, kernels="transformers")
     text = explain(small, "llama").text()

@@ -120,7 +120,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("schedule", "policy", "memory", "expected"), RUNS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_run_that_does_not_fit_takes_another_split(
     schedule: str, policy: str, memory: int, expected: Split | None
 ) -> None:
