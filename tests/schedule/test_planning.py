@@ -69,7 +69,7 @@ def refused(error: InputError) -> None:
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 10**6),
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 def test_programs_are_sound_in_every_mode_and_timed_as_the_second_opinion_times_them(
     name: str, devices: int, microbatches: int, mode: str, seed: int
 ) -> None:
@@ -251,6 +251,7 @@ def test_arranging_times_are_whole_parts_of_a_mean_pass() -> None:
     assert hash(found) == hash(in_parts(costs, Placement.linear(2)))
 
 
+@pytest.mark.slow
 def test_the_order_for_equal_passes_is_taken_where_the_one_by_costs_does_worse_with_the_vocabulary() -> None:
     """ZB-V on 8 devices with I longer and W shorter than F: interlaced, its order for equal passes is shorter."""
     costs = Costs(F=1.0, B=2.0, I=1.25, W=0.75, S=0.2, T=0.4, E=0.0, G=0.0)

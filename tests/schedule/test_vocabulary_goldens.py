@@ -187,7 +187,7 @@ def growth(short: tuple[float, float], long: tuple[float, float]) -> float:
 
 @pytest.mark.parametrize(("devices", "seed"), [(3, 0), (4, 1), (5, 2), (8, 3)])
 @pytest.mark.parametrize(("name", "options"), GROWING, ids=lambda value: str(value))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_growth(name: str, options: dict[str, Any], devices: int, seed: int) -> None:
     if options.get("group_size", 0) > devices:
         options = options | {"group_size": devices}

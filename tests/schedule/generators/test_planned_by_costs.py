@@ -124,7 +124,7 @@ def least(devices: int) -> int:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 16])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_v_budget_meets_the_lower_bound_of_v_schedules_at_every_limit(devices: int) -> None:
     """One activation less than ZB-V has leaves one pass more."""
     for limit in range(least(devices), 2 * devices + 1):
