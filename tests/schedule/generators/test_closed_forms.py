@@ -118,7 +118,7 @@ FORMS: list[Callable[[], Iterator[Case]]] = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_bubbles_and_peaks(form: Callable[[], Iterator[Case]], sample: Callable[..., list[Case]]) -> None:
     wrong = []
-    for case in sample(form(), 40):
+    for case in sample(form(), 20):
         order = generate(case.name, case.devices, case.microbatches, **case.options)
         report = check_order(order)
         peaks = report.in_flight if isinstance(case.peaks, tuple) else max(report.in_flight)
