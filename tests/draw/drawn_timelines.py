@@ -1,13 +1,15 @@
-"""Small timelines for the tests of drawing."""
+"""Small timelines for the tests of drawing, and what is in a picture of them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 from evenpipe.schedule import (
     Cause,
     Costs,
     Event,
     Pass,
-    Placement,
     Timeline,
     Transfer,
     TransferKind,
@@ -61,6 +63,36 @@ def tensor_ranks() -> Timeline:
     return time_order(plan_order("zb-h1", 2, 2, "vocab-2"), costs)
 
 
-def looped(devices: int) -> Placement:
-    """Two stages per device."""
-    return Placement.looped(devices, 2)
+class Box(NamedTuple):
+    """A rectangle of an SVG."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+
+
+SPACE = "{http://www.w3.org/2000/svg}"
+SAMPLE = 13
+"""Width and height of the samples in a legend."""
+
+
+def rectangles(text: str, colour: str | None = None) -> list[Box]:
+    """All of a picture, or those of a colour, without the background."""
+    found = ElementTree.fromstring(text).iter(f"{SPACE}rect")
+    every = [
+        Box(*(float(one.get(name, "0")) for name in ("x", "y", "width", "height")), one.get("fill", ""))
+        for one in found
+        if one.get("x") is not None
+    ]
+    return [box for box in every if colour in (None, box.colour)]
+
+
+def boxes(text: str, colour: str | None = None) -> list[Box]:
+    """Rectangles without the samples of the legend."""
+    return [box for box in rectangles(text, colour) if box[2:4] != (SAMPLE, SAMPLE)]
+
+
+def words(text: str) -> list[str]:
+    return [node.text or "" for node in ElementTree.fromstring(text).iter(f"{SPACE}text")]

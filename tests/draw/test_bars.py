@@ -1,14 +1,15 @@
-"""Stacked bars of memory: lengths in proportion, every term told, wrong input refused."""
+"""Stacked bars of memory, and how busy experts are."""
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
+from drawn_timelines import Box, boxes, words
 
-from evenpipe.draw import Bars, bars_svg, bars_text
+from evenpipe.draw import Bars, bars_svg, bars_text, loads_svg
+from evenpipe.draw.loads import SCALE
 from evenpipe.errors import InputError
 
 GIB = 2.0**30
@@ -22,27 +23,18 @@ FIRST_LAST = Bars(
 VOCAB_2 = Bars("vocab-2", ({"parameters": 12 * GIB, "activations": 16 * GIB, "vocabulary": 2 * GIB},) * 2)
 
 
-def rectangles(text: str) -> list[tuple[float, float, float, str]]:
-    """x, y, width and colour of every rectangle but the background."""
-    root = ElementTree.fromstring(text)
-    found = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.get("x") is not None]
-    return [(float(one.get("x")), float(one.get("y")), float(one.get("width")), one.get("fill")) for one in found]
-
-
 def test_lengths_are_in_proportion_and_terms_keep_their_colours() -> None:
-    text = bars_svg([FIRST_LAST, VOCAB_2], title="Memory", limit=40 * GIB)
-    bars = [one for one in rectangles(text) if one[2] != 13]  # 13: the legend's
-    rows: dict[float, list[tuple[float, float, float, str]]] = {}
-    for one in bars:
-        rows.setdefault(one[1], []).append(one)
-    widths = [[one[2] for one in row] for row in rows.values()]
+    rows: dict[float, list[Box]] = {}
+    for box in boxes(bars_svg([FIRST_LAST, VOCAB_2], title="Memory", limit=40 * GIB)):
+        rows.setdefault(box.y, []).append(box)
+    widths = [[box.width for box in row] for row in rows.values()]
     unit = widths[0][0] / 10
     expected = [[10, 20], [15, 5, 5], [12, 16, 2], [12, 16, 2]]
     assert [[width / unit for width in row] for row in widths] == [pytest.approx(row, rel=1e-3) for row in expected]
     for row in rows.values():
         for before, behind in pairwise(row):
-            assert behind[0] == pytest.approx(before[0] + before[2], abs=0.02)
-    colours = [[one[3] for one in row] for row in rows.values()]
+            assert behind.x == pytest.approx(before.x + before.width, abs=0.02)
+    colours = [[box.colour for box in row] for row in rows.values()]
     assert colours[1] == colours[2] == colours[3]
     assert colours[0] == colours[1][:2]
 
@@ -66,16 +58,41 @@ def test_in_the_terminal() -> None:
     assert lines[-1] == "# parameters  = activations  + vocabulary  | 40 GiB of a device"
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
+def test_what_cannot_be_drawn() -> None:
+    for groups, message in (
         ([], "there is no device"),
         ([Bars("", ())], "there is no device"),
         ([Bars("", ({"a": 1.0},) * 65)], "more than 64 devices"),
         ([Bars("", ({f"term {number}": 1.0 for number in range(12)},))], "memory of 12 terms"),
-    ],
-)
-def test_what_cannot_be_drawn(groups: list[Bars], message: str) -> None:
-    for draw in (bars_svg, bars_text):
-        with pytest.raises(InputError, match=message):
-            draw(groups)
+    ):
+        for draw in (bars_svg, bars_text):
+            with pytest.raises(InputError, match=message):
+                draw(groups)
+    with pytest.raises(InputError, match="no experts to draw"):
+        loads_svg({})
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+COLOURS = {text: colour for _, colour, text in SCALE}
+
+
+def experts(text: str) -> list[Box]:
+    return [box for box in boxes(text) if box.height == 14]
+
+
+def test_every_expert_has_the_colour_of_its_share() -> None:
+    text = loads_svg({"layer 3": [10, 10, 0, 40, 2, 7, 15, 12, 12, 12]}, title="Loads")
+    shares = ["0.8 to 1.25"] * 2 + ["no token", "more than 2", "less than half", "less than 0.8", "up to 2"]
+    assert [box.colour for box in experts(text)] == [COLOURS[share] for share in shares + ["0.8 to 1.25"] * 3]
+    assert {"Loads", "layer 3", "most 3.33, least 0.00", *COLOURS} <= set(words(text))
+    # Layers may have different numbers of experts, or no tokens.
+    text = loads_svg({"layer 0": [0, 0], "layer 1": [3, 3, 3, 3]})
+    assert [box.colour for box in experts(text)] == [COLOURS["no token"]] * 2 + [COLOURS["0.8 to 1.25"]] * 4
+    assert {"most 0.00, least 0.00", "most 1.00, least 1.00"} <= set(words(text))
+
+
+def test_many_experts_of_one_colour_are_one_shape() -> None:
+    row = experts(loads_svg({"layer 0": [1] * 200 + [0] * 56}))
+    assert [box.colour for box in row] == [COLOURS["up to 2"], COLOURS["no token"]]
+    assert row[0].width / row[1].width == pytest.approx(200 / 56, rel=1e-3)

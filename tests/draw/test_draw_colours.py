@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import combinations
-
-import pytest
+from itertools import combinations, product
 
 from evenpipe.draw.kinds import IDLE, LOOKS, channels, colours_of, for_dark, ink_on, luminance, mix
 from evenpipe.schedule import Kind, Pass, TransferKind
@@ -36,69 +33,9 @@ def seen(colour: str, vision: str) -> tuple[float, float, float]:
     )
 
 
-@pytest.mark.parametrize("vision", VISION)
-def test_kinds_in_one_row_stay_apart(vision: str) -> None:
-    """0.06 in OKLab is about three just noticeable differences."""
-    colours = {kind.value: LOOKS[kind].colour for kind in IN_ONE_ROW} | {"idle": IDLE}
-    distances = {
-        f"{a} {b}": math.dist(seen(colours[a], vision), seen(colours[b], vision)) for a, b in combinations(colours, 2)
-    }
-    assert {pair: round(distance, 3) for pair, distance in distances.items() if distance < 0.06} == {}
-
-
-@pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("other", [Kind.S, Kind.F, Kind.I])
-def test_a_weight_gradient_is_told_at_a_glance_from_what_stands_beside_it(other: Kind, vision: str) -> None:
-    assert math.dist(seen(LOOKS[Kind.W].colour, vision), seen(LOOKS[other].colour, vision)) > 0.15
-
-
-@pytest.mark.parametrize("vision", VISION)
-def test_a_weight_gradient_stays_apart_on_dark_pages(vision: str) -> None:
-    looks = {kind: seen(for_dark(LOOKS[kind].colour), vision) for kind in IN_ONE_ROW}
-    own = looks.pop(Kind.W)
-    assert min(math.dist(own, other) for other in looks.values()) >= 0.06
-
-
-@pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W])
-@pytest.mark.parametrize("page", [str, for_dark], ids=["light", "dark"])
-def test_two_stages_of_a_kind_stay_apart(kind: Kind, page: Callable[[str], str], vision: str) -> None:
-    first, last = (page(colours_of(Pass(kind, stage, 0), (0, 7))[0]) for stage in (0, 7))
-    assert math.dist(seen(first, vision), seen(last, vision)) > 0.1
-    assert luminance(first) > luminance(last)
-
-
-@pytest.mark.parametrize("kind", [Kind.F, Kind.W])
-def test_shades_keep_their_order_on_dark_pages(kind: Kind) -> None:
-    shades = [for_dark(colours_of(Pass(kind, stage, 0), (0, 1, 2, 3))[0]) for stage in range(4)]
-    assert shades == sorted(shades, key=luminance, reverse=True)
-
-
-@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T])
-@pytest.mark.parametrize("page", [str, for_dark], ids=["light", "dark"])
-@pytest.mark.parametrize(("held", "slices"), [(1, 2), (1, 4), (1, 16), (2, 4)])
-def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark(
-    kind: Kind, page: Callable[[str], str], held: int, slices: int
-) -> None:
-    stages = (0, 7)[:held] if kind in {Kind.F, Kind.B, Kind.I, Kind.W} else (None,)
-    shades = [
-        page(colours_of(Pass(kind, stage, 3, part), (0, 7)[:held], slices)[0])
-        for stage in stages
-        for part in range(slices)
-    ]
-    assert len(set(shades)) == len(shades)
-    assert shades == sorted(shades, key=luminance, reverse=True)
-    assert math.dist(seen(shades[0], "trichromacy"), seen(shades[slices - 1], "trichromacy")) > 0.04
-    assert all(contrast(shade, ink_on(shade)) >= 4.5 for shade in shades)
-
-
-def test_many_slices_share_shades() -> None:
-    shades = [colours_of(Pass(Kind.F, 0, 0, part), (0, 1), 64)[0] for part in range(64)]
-    assert len(set(shades)) == 8
-
-
-def test_collectives_over_replicas_have_no_slices() -> None:
-    assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,)
+def distance(one: str, other: str, vision: str = "trichromacy") -> float:
+    """0.06 is about three just noticeable differences."""
+    return math.dist(seen(one, vision), seen(other, vision))
 
 
 def contrast(a: str, b: str) -> float:
@@ -107,21 +44,52 @@ def contrast(a: str, b: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-@pytest.mark.parametrize("kind", LOOKS)
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_numbers_can_be_read_in_every_box(kind: Kind | TransferKind, stages: int) -> None:
-    for stage in range(stages):
-        item = Pass(kind, stage, 0) if isinstance(kind, Kind) else None
-        colours = colours_of(item, tuple(range(stages))) if item else (LOOKS[kind].colour,)
-        for colour in (*colours, *map(for_dark, colours)):
-            assert contrast(colour, ink_on(colour)) >= 4.5, colour
+def test_kinds_in_one_row_stay_apart() -> None:
+    colours = {kind.value: LOOKS[kind].colour for kind in IN_ONE_ROW} | {"idle": IDLE}
+    weight = colours["W"]
+    for vision in VISION:
+        close = [pair for pair in combinations(colours, 2) if distance(*map(colours.get, pair), vision) < 0.06]
+        assert not close, vision
+        assert all(distance(weight, colours[other], vision) > 0.15 for other in "SFI"), "told at a glance"
+        dark = [distance(for_dark(weight), for_dark(LOOKS[k].colour), vision) for k in IN_ONE_ROW if k is not Kind.W]
+        assert min(dark) >= 0.06, vision
 
 
-@pytest.mark.parametrize(("stages", "shades"), [((3,), 1), ((0, 7), 2), ((1, 5, 9, 13), 4)])
-def test_stages_of_a_device_differ_in_shade_from_light_to_dark(stages: tuple[int, ...], shades: int) -> None:
-    colours = [colours_of(Pass(Kind.F, stage, 0), stages)[0] for stage in stages]
-    assert len(set(colours)) == shades
-    assert colours == sorted(colours, key=luminance, reverse=True)
+def test_two_stages_of_a_kind_stay_apart() -> None:
+    for vision, kind, page in product(VISION, "FBIW", (str, for_dark)):
+        first, last = (page(colours_of(Pass(Kind(kind), stage, 0), (0, 7))[0]) for stage in (0, 7))
+        assert distance(first, last, vision) > 0.1, (vision, kind)
+        assert luminance(first) > luminance(last)
+
+
+def test_stages_of_a_device_differ_in_shade_from_light_to_dark() -> None:
+    for stages, page in product([(3,), (0, 7), (1, 5, 9, 13)], (str, for_dark)):
+        for kind in (Kind.F, Kind.W):
+            colours = [page(colours_of(Pass(kind, stage, 0), stages)[0]) for stage in stages]
+            assert len(set(colours)) == len(stages)
+            assert colours == sorted(colours, key=luminance, reverse=True)
+
+
+def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark() -> None:
+    for kind, page, (held, slices) in product("FBIWST", (str, for_dark), [(1, 2), (1, 4), (1, 16), (2, 4)]):
+        stages = (0, 7)[:held] if kind in "FBIW" else (None,)
+        passes = [Pass(Kind(kind), stage, 3, part) for stage, part in product(stages, range(slices))]
+        shades = [page(colours_of(item, (0, 7)[:held], slices)[0]) for item in passes]
+        assert len(set(shades)) == len(shades)
+        assert shades == sorted(shades, key=luminance, reverse=True)
+        assert distance(shades[0], shades[slices - 1]) > 0.04
+        assert all(contrast(shade, ink_on(shade)) >= 4.5 for shade in shades)
+    assert len({colours_of(Pass(Kind.F, 0, 0, part), (0, 1), 64) for part in range(64)}) == 8, "many share shades"
+    assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,), "of replicas: no slices"
+
+
+def test_numbers_can_be_read_in_every_box() -> None:
+    for kind, stages in product(LOOKS, (1, 2, 4)):
+        for stage in range(stages):
+            item = Pass(kind, stage, 0) if isinstance(kind, Kind) else None
+            colours = colours_of(item, tuple(range(stages))) if item else (LOOKS[kind].colour,)
+            for colour in (*colours, *map(for_dark, colours)):
+                assert contrast(colour, ink_on(colour)) >= 4.5, colour
 
 
 def test_passes_that_run_as_one_have_the_colours_of_both() -> None:
@@ -136,8 +104,5 @@ def test_every_kind_has_a_look() -> None:
 def test_dark_pages_raise_the_darkest_colours_only() -> None:
     assert for_dark("#f8bb2d") == "#f8bb2d"
     assert luminance(for_dark("#5c2608")) > 2 * luminance("#5c2608")
-
-
-def test_mixing() -> None:
     assert mix("#000000", "#ffffff", 0.5) == "#808080"
     assert mix("#123456", "#ffffff", 0.0) == "#123456"

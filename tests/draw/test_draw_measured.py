@@ -6,10 +6,9 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from drawn_timelines import timeline, two_devices
+from drawn_timelines import SAMPLE, rectangles, timeline, two_devices
 from traced_steps import measured
 from traced_steps import two_devices as traced
 
@@ -21,16 +20,6 @@ from evenpipe.plan.measured import compare
 from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
 from evenpipe.schedule.trace import Allocations
 from evenpipe.schedule.trace_file import write_trace
-
-
-def rectangles(text: str, colour: str) -> list[tuple[float, float, float, float]]:
-    """x, y, width, height of those of a colour."""
-    found = ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}rect")
-    return [
-        tuple(float(one.get(key, "0")) for key in ("x", "y", "width", "height"))  # type: ignore[misc]
-        for one in found
-        if one.get("fill") == colour
-    ]
 
 
 def test_waits_are_the_idle_times_that_a_transfer_ended() -> None:
@@ -49,12 +38,12 @@ def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
         colour = LOOKS[kind].colour
         assert not rectangles(without, colour)
         bar, chip = rectangles(text, colour)
-        (x, y, width, height) = rectangles(text, blue)[device]  # 0F0 from 0 to 2, 1F0 from 3 to 5
+        x, y, width, height, _ = rectangles(text, blue)[device]  # 0F0 from 0 to 2, 1F0 from 3 to 5
         unit = (width + 0.8) / 2  # boxes leave a light line between neighbours
-        assert bar[2] == pytest.approx((end - start) * unit, abs=0.1)
-        assert bar[0] == pytest.approx(x - 0.4 + (start - (0, 3)[device]) * unit, abs=0.1)
-        assert y < bar[1] and bar[1] + bar[3] < y + height  # within the row, and lower than a pass
-        assert chip[2:] == (13, 13)
+        assert bar.width == pytest.approx((end - start) * unit, abs=0.1)
+        assert bar.x == pytest.approx(x - 0.4 + (start - (0, 3)[device]) * unit, abs=0.1)
+        assert y < bar.y and bar.y + bar.height < y + height  # within the row, and lower than a pass
+        assert chip[2:4] == (SAMPLE, SAMPLE)
         assert f"waits for {kind.value}" in text and "waits for" not in without
 
 
@@ -103,7 +92,7 @@ def test_every_format_has_measured_above_predicted(file: Path, suffix: str, caps
     if suffix == ".svg":
         boxes = rectangles(text, LOOKS[Kind.F].colour)
         assert len(boxes) == 2 * 8 + 1  # both panels, and the legend
-        assert [box[2] for box in boxes[:8]] == pytest.approx([box[2] for box in boxes[8:16]], abs=0.02)
+        assert [box.width for box in boxes[:8]] == pytest.approx([box.width for box in boxes[8:16]], abs=0.02)
 
 
 def test_the_terminal_has_measured_above_predicted_in_seconds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,56 +131,36 @@ def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.Capt
     assert comparison.to_dict()["measured_waiting"] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["draw", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
-        (["draw", "costs.toml"], "costs.toml is not JSON"),
-        (["draw", "out.json"], "not a trace of evenpipe"),
-        (
-            ["draw", "hand.json", "--schedule", "1f1b"],
-            "--schedule is given, but the trace hand.json has a schedule already",
-        ),
-        (["draw", "hand.json", "--stages-per-device", "2"], "--stages-per-device is given"),
-        (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
-        (["draw", "hand.json", "-o", "picture.pdf"], "must end in .html (a page)"),
-        (["profile"], "profile needs either CONFIG.toml or --from TRACE.json, but neither is given"),
-        (["profile", "config.toml", "--from", "hand.json"], "but both are given"),
-        (["profile", "--from", "nowhere.json"], "nowhere.json cannot be read"),
-        (["profile", "--from", "out.json"], "not a trace of evenpipe"),
-        (["profile", "--from", "hand.json", "-o", "costs.json"], "must end in .toml"),
-        (["profile", "nowhere.toml"], "nowhere.toml"),
-    ],
-)
-def test_wrong_input_is_one_sentence(
-    file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+WRONG = [
+    (["draw", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
+    (["draw", "costs.toml"], "costs.toml is not JSON"),
+    (["draw", "out.json"], "not a trace of evenpipe"),
+    (["draw", "hand.json", "--schedule", "1f1b"], "--schedule is given, but the trace hand.json has a schedule"),
+    (["draw", "hand.json", "--stages-per-device", "2"], "--stages-per-device is given"),
+    (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
+    (["draw", "hand.json", "-o", "picture.pdf"], "must end in .html (a page)"),
+    (["profile"], "profile needs either CONFIG.toml or --from TRACE.json, but neither is given"),
+    (["profile", "config.toml", "--from", "hand.json"], "but both are given"),
+    (["profile", "--from", "nowhere.json"], "nowhere.json cannot be read"),
+    (["profile", "--from", "out.json"], "not a trace of evenpipe"),
+    (["profile", "--from", "hand.json", "-o", "costs.json"], "must end in .toml"),
+    (["profile", "nowhere.toml"], "nowhere.toml"),
+]
+
+
+def test_wrong_input_is_one_sentence(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("costs.toml").write_text("F = 1\nB = 2\n")
     Path("out.json").write_text('{"traceEvents": []}')
-    assert main(arguments) == 2
-    written = capsys.readouterr()
-    assert written.out == "" and message in written.err and written.err.count("\n") == 1
+    for arguments, message in WRONG:
+        assert main(arguments) == 2
+        written = capsys.readouterr()
+        assert written.out == "" and message in written.err and written.err.count("\n") == 1, arguments
 
 
 def test_profile_takes_costs_from_traces_that_simulate_reads(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--from", "hand.json", "-o", "costs.toml"]) == 0
-    assert (
-        main(
-            [
-                "simulate",
-                "--schedule",
-                "1f1b",
-                "--devices",
-                "2",
-                "--microbatches",
-                "1",
-                "--costs",
-                "costs.toml",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    sizes = ["--schedule", "1f1b", "--devices", "2", "--microbatches", "1"]
+    assert main(["simulate", *sizes, "--costs", "costs.toml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[1])
     assert found["busy"] == [5.0, 5.0]  # passes and what lies between them
     assert main(["profile", "--from", "hand.json", "hand.json", "--json"]) == 0

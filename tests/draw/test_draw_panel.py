@@ -89,40 +89,22 @@ def test_mean_colours_weigh_by_time() -> None:
     assert mean_colour(panel, [], "#000000") is None
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (162, "162"),
-        (12870, "12870"),
-        (1.25, "1.25"),
-        (2 / 3, "0.6667"),
-        (2.5e-5, "0.000025"),
-        (1.5e-12, "1.5e-12"),
-    ],
-)
-def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert number_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("unit", "time", "text"),
-    [
-        (None, 12.5, "12.5"),
-        (1e-3, 12.5, "12.5 ms"),
-        (1e-6, 12500, "12.5 ms"),
-        (1.0, 90, "90 s"),
-        (1e-6, 0.5, "500 ns"),
-        (1.0, 0, "0 s"),
-    ],
-)
-def test_times_have_the_unit_that_fits(unit: float | None, time: float, text: str) -> None:
-    assert Scale(unit).text(time) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**40, "3 TiB")])
-def test_bytes_are_in_powers_of_1024(value: float, text: str) -> None:
-    assert bytes_text(value) == text
+def test_numbers_times_and_bytes_as_text() -> None:
+    numbers = {
+        0: "0",
+        162: "162",
+        12870: "12870",
+        1.25: "1.25",
+        2 / 3: "0.6667",
+        2.5e-5: "0.000025",
+        1.5e-12: "1.5e-12",
+    }
+    assert {value: number_text(value) for value in numbers} == numbers
+    times = {(None, 12.5): "12.5", (1e-3, 12.5): "12.5 ms", (1e-6, 12500): "12.5 ms"}
+    times |= {(1.0, 90): "90 s", (1e-6, 0.5): "500 ns", (1.0, 0): "0 s"}
+    assert {(unit, time): Scale(unit).text(time) for unit, time in times} == times
+    amounts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 3 * 2**40: "3 TiB"}
+    assert {value: bytes_text(value) for value in amounts} == amounts
 
 
 def test_figures_of_a_step() -> None:
@@ -137,10 +119,10 @@ def test_figures_of_a_step() -> None:
     }
 
 
-@pytest.mark.parametrize("name", EMPTY)
-def test_empty_timelines_have_figures(name: str) -> None:
-    shown = {figure.name: figure.text for figure in figures(Panel("", EMPTY[name]), Scale())}
-    assert shown.get("step", "0") == "0"
+def test_empty_timelines_have_figures() -> None:
+    for empty in EMPTY.values():
+        shown = {figure.name: figure.text for figure in figures(Panel("", empty), Scale())}
+        assert shown.get("step", "0") == "0"
 
 
 def test_marks_of_the_axis_are_round() -> None:

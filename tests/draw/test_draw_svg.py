@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
-from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
-from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
+from drawn_timelines import EMPTY, SPACE, boxes, tensor_ranks, timeline, two_devices, words
 
 from evenpipe.draw import svg
 from evenpipe.draw.kinds import IDLE, LOOKS, luminance
 from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, plan_order, time_order
 from evenpipe.simulate import simulate
-
-DOCS = Path(__file__).parent.parent.parent / "docs"
-SPACE = "{http://www.w3.org/2000/svg}"
-
-
-def boxes(text: str, colour: str) -> list[tuple[float, ...]]:
-    """x, y, width and height of the rectangles of a colour, without samples of the legend."""
-    found = [
-        tuple(float(node.get(name, "0")) for name in ("x", "y", "width", "height"))
-        for node in ET.fromstring(text).iter(f"{SPACE}rect")
-        if node.get("fill") == colour
-    ]
-    return [box for box in found if box[2:] != (13.0, 13.0)]
-
-
-def words(text: str) -> list[str]:
-    return [node.text or "" for node in ET.fromstring(text).iter(f"{SPACE}text")]
 
 
 def test_a_pass_is_a_box_with_its_microbatch() -> None:
@@ -70,21 +52,12 @@ def test_the_axis_has_a_unit() -> None:
     assert not any(word.startswith("time, in") for word in words(svg(steps, unit_seconds=1.0)))
 
 
-SPEEDUPS = {
-    # the end of the second step, beside 10 of the first one: what stands to its right
-    "shorter": (5.5, ["1.8x", "as fast"]),
-    "alike": (9.9, []),
-    "longer": (20, []),
-    "no room": (9, []),
-}
-
-
-@pytest.mark.parametrize("name", SPEEDUPS)
-def test_a_shorter_step_says_how_many_times_as_fast_it_is(name: str) -> None:
-    end, expected = SPEEDUPS[name]
-    both = {"slow": timeline("0F0 0 2, 0B0 2 10"), "fast": timeline(f"0F0 0 2, 0B0 2 {end}")}
-    assert [word for word in words(svg(both, speedup=True)) if "x" in word or word == "as fast"] == expected
-    assert "as fast" not in words(svg(both))
+def test_a_shorter_step_says_how_many_times_as_fast_it_is() -> None:
+    # The end of the second step, beside 10 of the first one: what stands to its right.
+    for end, expected in ((5.5, ["1.8x", "as fast"]), (9.9, []), (20, []), (9, [])):  # alike, longer, no room
+        both = {"slow": timeline("0F0 0 2, 0B0 2 10"), "fast": timeline(f"0F0 0 2, 0B0 2 {end}")}
+        assert [word for word in words(svg(both, speedup=True)) if "x" in word or word == "as fast"] == expected
+        assert "as fast" not in words(svg(both))
 
 
 def test_readers_who_prefer_it_see_a_dark_picture() -> None:
@@ -96,16 +69,6 @@ def test_readers_who_prefer_it_see_a_dark_picture() -> None:
     assert luminance(found["#ffffff"]) < luminance(found[IDLE]) < luminance(found[LOOKS[Kind.W].colour])
     for colour, raised in re.findall(r'text\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules):
         assert luminance(colour) < 0.2 < luminance(raised)
-
-
-def test_names_are_escaped() -> None:
-    text = svg({'<script>"&': timeline("0F0 0 1")}, title="a < b & c")
-    assert "<script>" not in text
-    assert {'<script>"&', "a < b & c"} <= set(words(text))
-
-
-def test_the_same_timeline_gives_the_same_text() -> None:
-    assert svg(two_devices(), memory=True) == svg(two_devices(), memory=True)
 
 
 def test_memory_is_an_area_per_device_with_its_peak() -> None:
@@ -129,6 +92,7 @@ def test_kinds_without_duration_leave_no_trace() -> None:
     assert not any("output layer" in line for line in words(text))
 
 
+@pytest.mark.slow
 def test_size_is_bounded_by_pixels_not_by_passes() -> None:
     sizes = [
         len(svg(time_order(plan_order("1f1b", 2, microbatches, "vocab-2"), EQUAL_COSTS), width=600))
@@ -148,15 +112,11 @@ def test_nothing_lies_outside_the_picture() -> None:
         assert 0 <= y <= y + down <= height
 
 
-@pytest.mark.parametrize("name", [*EMPTY, "no length", "hundreds of devices"])
-@pytest.mark.parametrize("memory", [False, True])
-def test_odd_sizes_are_drawn(name: str, memory: bool) -> None:
-    odd = {
-        **EMPTY,
-        "no length": timeline("S0 3 3"),
-        "hundreds of devices": timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400))),
-    }
-    assert ET.fromstring(svg(odd[name], memory=memory)).tag == f"{SPACE}svg"
+def test_odd_sizes_are_drawn() -> None:
+    many = timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400)))
+    for odd in (*EMPTY.values(), timeline("S0 3 3"), many):
+        for memory in (False, True):
+            assert ET.fromstring(svg(odd, memory=memory)).tag == f"{SPACE}svg"
 
 
 def test_copies_have_a_lane_of_their_own() -> None:
@@ -170,11 +130,3 @@ def test_copies_have_a_lane_of_their_own() -> None:
     copies = sum(item is not None and item.kind in (Kind.O, Kind.L) for row in moved.rows for item in row)
     boxes_of_copies = [box for kind in (Kind.O, Kind.L) for box in boxes(drawn, LOOKS[kind].colour)]
     assert len(boxes_of_copies) == copies
-
-
-@pytest.mark.parametrize("name", ["step", "measured", "memory", "offload"])
-def test_pictures_of_the_documentation_have_a_dark_side_and_words_of_today(name: str) -> None:
-    picture = (DOCS / f"{name}.svg").read_text()
-    assert "prefers-color-scheme: dark" in picture
-    assert "makespan" not in picture
-    assert "skew" not in picture

@@ -26,17 +26,17 @@ def events(timelines: Any, **options: Any) -> list[dict[str, Any]]:
     return json.loads(trace(timelines, **options))["traceEvents"]
 
 
+def vocabulary() -> Timeline:
+    return time_order(plan_order("1f1b", 3, 4, "vocab-2"), EQUAL_COSTS)
+
+
 def of_phase(found: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     return [event for event in found if event["ph"] == phase]
 
 
 @pytest.mark.parametrize(
     "timelines",
-    [
-        two_devices(),
-        {"a": two_devices(), "b": time_order(plan_order("1f1b", 3, 4, "vocab-2"), EQUAL_COSTS)},
-        *EMPTY.values(),
-    ],
+    [two_devices(), {"a": two_devices(), "b": vocabulary()}, *EMPTY.values()],
 )
 def test_every_event_has_the_fields_of_its_phase(timelines: Any) -> None:
     found = events(timelines)
@@ -72,22 +72,17 @@ def test_slices_of_a_thread_do_not_overlap() -> None:
 
 
 def test_a_device_is_a_process_with_its_threads() -> None:
-    found = events({"run": two_devices()})
+    found = events({"run": two_devices(), "next": two_devices()})
     names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert names == {1: "run: device 0", 2: "run: device 1"}
+    assert names == {1: "run: device 0", 2: "run: device 1", 3: "next: device 0", 4: "next: device 1"}
     threads = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
-    assert threads == ["compute", "waits", "communication"] * 2
+    assert threads == ["compute", "waits", "communication"] * 4
 
 
-def test_several_timelines_are_processes_below_each_other() -> None:
-    found = events({"a": two_devices(), "b": two_devices()})
-    assert [event["pid"] for event in found if event["name"] == "process_name"] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("unit", "microseconds"), [(None, 1e3), (1.0, 1e6), (1e-6, 1.0)])
-def test_times_are_microseconds_from_the_first_event(unit: float | None, microseconds: float) -> None:
-    (slice_,) = of_phase(events(timeline("0F0 5 7"), unit_seconds=unit), "X")
-    assert (slice_["ts"], slice_["dur"]) == (0.0, 2 * microseconds)
+def test_times_are_microseconds_from_the_first_event() -> None:
+    for unit, microseconds in ((None, 1e3), (1.0, 1e6), (1e-6, 1.0)):
+        (slice_,) = of_phase(events(timeline("0F0 5 7"), unit_seconds=unit), "X")
+        assert (slice_["ts"], slice_["dur"]) == (0.0, 2 * microseconds)
 
 
 def test_slices_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> None:

@@ -7,6 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from drawn_timelines import words
 
 from evenpipe.cli.main import main
 from evenpipe.draw import Bars, bars_svg, page, svg, terminal, trace
@@ -30,29 +31,19 @@ def timeline() -> Timeline:
 
 
 @pytest.mark.parametrize("name", FOREIGN, ids=ascii)
-def test_a_page_has_one_script_and_no_markup_of_others(name, timeline):
+def test_a_name_is_text_in_every_picture(name: str, timeline: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page({name: timeline, "other": timeline}, title=name)
     plain = page({"name": timeline, "other": timeline}, title="name")
-    assert [tag.lower() for tag in re.findall(r"</?\w+|<!--", text)] == [
-        tag.lower() for tag in re.findall(r"</?\w+|<!--", plain)
-    ]
+    tags, plain_tags = ([tag.lower() for tag in re.findall(r"</?\w+|<!--", found)] for found in (text, plain))
+    assert tags == plain_tags
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
     data = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
-    assert data is not None
-    assert "<" not in data[1]
-    shown = json.loads(data[1])["panels"][0]["name"]
-    assert shown == name or not name.isprintable()
-
-
-@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
-def test_an_svg_is_sound_xml(name, timeline):
+    assert data is not None and "<" not in data[1]
+    assert json.loads(data[1])["panels"][0]["name"] == name or not name.isprintable()
     for text in (svg({name: timeline}, title=name), bars_svg([Bars(name, ({name: 1.0},))], title=name)):
-        tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
-        assert tags <= {"svg", "title", "desc", "style", "rect", "path", "text", "g"}
-
-
-@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
-def test_the_terminal_and_perfetto(name, timeline, monkeypatch):
+        names = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
+        assert names <= {"svg", "title", "desc", "style", "rect", "path", "text", "g"}
+        assert name in " ".join(words(text)) or not name.isprintable()
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", terminal({name: timeline}))
     json.loads(trace({name: timeline}))

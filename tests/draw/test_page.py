@@ -1,6 +1,6 @@
 """The page in a real browser: headless Chromium points, zooms, clicks, types and searches.
 
-Where there is no Chromium these tests are skipped; `.ci/run` installs Debian's.
+Where there is no Chromium these tests are skipped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from evenpipe.draw import draw
 from evenpipe.schedule import EQUAL_COSTS, Costs, Timeline, plan_order, time_order
 from evenpipe.simulate import simulate
 
-PROGRAM = find_browser()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium in the path; on Debian: apt-get install chromium")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert PROGRAM is not None
-    with Browser(PROGRAM, tmp_path_factory.mktemp("profile")) as browser:
+    if (program := find_browser()) is None:
+        pytest.skip("no chromium in the path; on Debian: apt-get install chromium")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
 
@@ -66,6 +66,14 @@ class Shown:
         """Press the button with this id."""
         self.browser.evaluate(f"document.getElementById('{name}').click()")
         self.browser.frame()
+
+    def search(self, text: str) -> str:
+        """Search for a text; returns what the page reports."""
+        self.browser.evaluate("document.getElementById('query').select()")
+        self.browser.evaluate("document.execCommand('delete')")
+        self.browser.type(text)
+        self.browser.key("Enter")
+        return self.text("found")
 
     def text(self, name: str) -> str:
         return self.browser.evaluate(f"document.getElementById('{name}').innerText")
@@ -270,14 +278,8 @@ def test_search_finds_passes_microbatches_and_devices(shown: Shown) -> None:
         ("device 2", "device 2", "S1"),
         ("nonsense", "expected a pass such as 2F3", "S1"),
     ):
-        shown.browser.evaluate("document.getElementById('query').select()")
-        shown.browser.evaluate("document.execCommand('delete')")
-        shown.browser.type(typed)
-        shown.browser.key("Enter")
-        assert (shown.text("found"), shown.kept) == (report, kept), typed
-    shown.browser.evaluate("document.getElementById('query').select()")
-    shown.browser.type("S1")
-    shown.browser.key("Enter")
+        assert (shown.search(typed), shown.kept) == (report, kept), typed
+    shown.search("S1")
     for number, where in ((2, "device 1, first"), (3, "device 2, first"), (4, "device 0, second")):
         shown.browser.key("Enter")
         assert shown.text("found") == f"{number} of 6: {where}"
@@ -291,11 +293,7 @@ def test_slices_of_a_sequence_are_found_and_shaded(shown: Shown) -> None:
     shown.browser.evaluate("document.getElementById('stage').focus()")
     shown.browser.key("/")
     for typed, report in (("2F0.1", "1 of 1: device 2"), ("2b1.2", "1 of 1: device 2"), ("2F0.3", "no 2F0.3")):
-        shown.browser.evaluate("document.getElementById('query').select()")
-        shown.browser.evaluate("document.execCommand('delete')")
-        shown.browser.type(typed)
-        shown.browser.key("Enter")
-        assert shown.text("found") == report
+        assert shown.search(typed) == report
     shown.browser.key("Escape")
     assert "slice 1" in shown.point("0F0.1")
 
@@ -412,18 +410,14 @@ def test_passes_that_run_as_one_show_both(shown: Shown) -> None:
     assert (upper, lower) == ([0x3E, 0x70, 0xD4], [0x54, 0xAD, 0x8B])
 
 
-@pytest.mark.parametrize("name", [*EMPTY, "one pass of no length", "hundreds of devices"])
-def test_odd_sizes_open_without_trouble(shown: Shown, name: str) -> None:
-    odd = {
-        **EMPTY,
-        "one pass of no length": timeline("S0 3 3"),
-        "hundreds of devices": timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400))),
-    }
-    shown.open(odd[name])
-    for key in ("+", "c", ".", "0"):
-        shown.browser.key(key)
-    shown.browser.click(500, 300)
-    assert shown.browser.evaluate("document.getElementById('trouble').hidden")
+def test_odd_sizes_open_without_trouble(shown: Shown) -> None:
+    many = timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400)))
+    for odd in (*EMPTY.values(), timeline("S0 3 3"), many):
+        shown.open(odd)
+        for key in ("+", "c", ".", "0"):
+            shown.browser.key(key)
+        shown.browser.click(500, 300)
+        assert shown.browser.evaluate("document.getElementById('trouble').hidden")
 
 
 def test_dark_pages_have_a_dark_ground_and_light_pages_a_light_one(shown: Shown) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
+import planned_problems
 import pytest
+from planned_problems import MODELS
 
 from evenpipe.cli.main import COMMANDS, _module
-from evenpipe.costs.hardware import find_hardware
 from evenpipe.errors import InputError
-from evenpipe.model import describe
 from evenpipe.plan.explanation import Explanation, explain
-from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.plan.problem import Problem
 
-MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA_3_8B = MODELS / "llama-3.1-8b.json"
 GEMMA_2_2B = MODELS / "gemma-2-2b.json"
 
 
-def problem(config: Path, gpus: int, kernels: str = "fused", **options: int) -> Problem:
-    hardware = find_hardware("H100-80G")
-    sizes = {"sequence": 4096, "sequences_per_step": 8 * gpus, **options}
-    return problem_of(describe(config), hardware, gpus=gpus, kernels=kernels, **sizes)
+def problem(config: Path, gpus: int, **options: Any) -> Problem:
+    return planned_problems.problem(
+        config, hardware="H100-80G", gpus=gpus, **{"sequences_per_step": 8 * gpus, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     assert found.best.seconds <= balanced.seconds < found.usual.seconds
 
 
+@pytest.mark.slow
 def test_a_deep_pipeline_is_compared_without_schedules_that_have_more_stages_than_layers() -> None:
     found = explain(problem(GEMMA_2_2B, 16), "gemma", pp=16)  # 26 layers
     assert {one.configuration.schedule_name for one in found.all} == {"1f1b", "zb-h1"}
@@ -91,6 +92,7 @@ def test_the_gains_of_the_schedule_and_of_shards_are_told_apart(llama_on_eight: 
     assert f"{schedule:.2f} times as fast as 1f1b + vocab-2, which is the gain of the schedule" in text
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
     found = explain(problem(GEMMA_2_2B, 8), "gemma", pp=8)
     assert found.head_layers > 5
@@ -100,6 +102,7 @@ def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
     assert found.usual.seconds / found.best.seconds > 1.8
 
 
+@pytest.mark.slow
 def test_the_layout_is_one_that_fits_and_divides() -> None:
     found = explain(problem(LLAMA_3_8B, 16, sequences_per_step=64), "llama")
     parallelism = found.usual.configuration.recipe.parallelism
@@ -108,20 +111,15 @@ def test_the_layout_is_one_that_fits_and_divides() -> None:
     assert all(one.fits for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_it_is_said_by_how_much() -> None:
-    small = problem_of(
-        describe(LLAMA_3_8B),
-        find_hardware("H100-80G"),
-        gpus=4,
-        sequence=4096,
-        sequences_per_step=16,
-        memory_bytes=12 * 2**30,
-    )
+    small = problem(LLAMA_3_8B, 4, sequences_per_step=16, memory=12, kernels="transformers")
     text = explain(small, "llama").text()
     assert "does not fit, even with full recomputation" in text
     assert "GiB too much" in text
 
 
+@pytest.mark.slow
 def test_the_picture_has_both_ways_on_one_axis_in_seconds() -> None:
     found = explain(problem(LLAMA_3_8B, 4), "llama", pp=4)
     timelines = found.timelines()
@@ -145,20 +143,18 @@ def test_the_commands_to_go_on_with_are_commands() -> None:
         assert getattr(given, "model", "folder/with model") == "folder/with model"
 
 
-@pytest.mark.parametrize(
-    ("gpus", "options", "message"),
-    [
+def test_what_cannot_be_is_one_sentence() -> None:
+    for gpus, options, message in (
         (1, {}, "gpus is 1, expected at least 2"),
         (7, {"pp": 3}, "gpus is 7"),
         (8, {"tp": 3}, "tp"),
         (67, {}, "gpus is 67, but no pipeline of at least 4 devices divides"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(gpus: int, options: dict[str, int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        explain(problem(LLAMA_3_8B, gpus), "llama", **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            explain(problem(LLAMA_3_8B, gpus), "llama", **options)
 
 
+@pytest.mark.slow
 def test_layers_that_other_frameworks_do_not_cut_in_a_known_way_are_refused() -> None:
     asked = problem(MODELS / "gpt-oss-120b.json", 64, kernels="megatron")
     with pytest.raises(InputError, match="model_type: 'gpt_oss' has layers that are not known in closed form"):

@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import planned_problems
 import pytest
 import torch
-from exhaustive import check_against_all
 from families import tiny_config
-from transformers import LlamaConfig, MixtralConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
@@ -30,43 +29,15 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.planned_config import model_tables, planned_tables
 
-GIB = 2**30
-
 
 @cache
 def problem(*, memory: float = 24.0, gpus: int = 16, kernels: str = "transformers", skew: float = 1.0) -> Problem:
-    model = MixtralConfig(
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        num_local_experts=16,
-        num_experts_per_tok=2,
-        vocab_size=128256,
-        sliding_window=None,
-    )
-    return problem_of(
-        describe(model),
-        KNOWN["H100-80G"],
-        gpus=gpus,
-        sequence=4096,
-        sequences_per_step=64,
-        memory_bytes=int(memory * GIB),
-        kernels=kernels,
-        skew=skew,
-    )
+    sizes = {"memory": memory, "gpus": gpus, "kernels": kernels, "skew": skew}
+    return planned_problems.problem("mixtral", hardware="H100-80G", **sizes)
 
 
-SMALL = Space(
-    tp=(1,),
-    cp=(1,),
-    pp=(2, 4),
-    zero=(1,),
-    microbatch_sizes=(1,),
-    schedules=("1f1b", "zb-h1"),
-    vocabularies=("first-last", "vocab-2"),
-)
+ALONE = {"pp": (2, 4), "tp": (1,), "cp": (1,), "zero": (1,), "microbatch_sizes": (1,)}
+SMALL = Space(**ALONE, schedules=("1f1b", "zb-h1"), vocabularies=("first-last", "vocab-2"))
 
 
 def test_replicas_share_experts_in_all_even_numbers() -> None:
@@ -83,13 +54,8 @@ def test_what_cannot_share_experts_is_one_sentence() -> None:
     with pytest.raises(InputError, match="expected at most 16, the number of experts"):
         layouts(problem(gpus=64), Space(ep=(32,)))
     assert {one.parallelism.ep for one in layouts(problem(kernels="megatron"), SMALL)} == {1}
-    dense = problem_of(describe(LlamaConfig()), KNOWN["H100-80G"], gpus=8, sequence=2048, sequences_per_step=64)
     with pytest.raises(InputError, match="LlamaForCausalLM has no experts"):
-        layouts(dense, Space(ep=(2,)))
-
-
-def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
-    check_against_all(problem(), SMALL)
+        layouts(planned_problems.problem(), Space(ep=(2,)))
 
 
 def test_members_have_their_share_of_the_experts() -> None:
@@ -101,6 +67,7 @@ def test_members_have_their_share_of_the_experts() -> None:
         assert sum(device.experts for device in held) == pytest.approx(whole / layout.parallelism.ep)
 
 
+@pytest.mark.slow
 def test_a_skew_takes_time_and_memory() -> None:
     even, skewed = problem(memory=80), problem(memory=80, skew=2.0)
     layout = next(one for one in layouts(even, SMALL) if one.parallelism.ep == 4)
@@ -126,6 +93,7 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     assert read.pipeline.arrange == "H100-80G", "the order that the plan was timed with"
 
 
+@pytest.mark.slow
 def test_a_search_traces_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers have no closed form with ep > 1: one alone is traced for bounds, with each policy; the first, a middle and
     the last stage for B, and for I and W with and without recomputation, whatever is sharded."""
@@ -160,8 +128,7 @@ def test_bounds_of_larger_microbatches_are_not_asked_for_if_smaller_ones_do_not_
 def test_floors_hold_for_eager_attention() -> None:
     """gpt-oss keeps the probabilities of attention."""
     description = describe(tiny_config("gpt_oss"))
-    sizes = {"gpus": 2, "sequence": 64, "sequences_per_step": 4}
-    given = problem_of(description, KNOWN["H100-80G"], **sizes)
+    given = problem_of(description, KNOWN["H100-80G"], gpus=2, sequence=64, sequences_per_step=4)
     setting = given.setting(Recipe.of(pp=2, sequence_length=64))
     tracer = StageTracer(description, microbatch_size=1, sequence=64, compute_dtype=torch.bfloat16)
     for layer, work in enumerate(given.works[:2]):
@@ -171,16 +138,11 @@ def test_floors_hold_for_eager_attention() -> None:
         assert none > saved_floor(work, replace(setting, attention="flash"))[0]
 
 
+@pytest.mark.slow
 def test_layouts_that_cannot_be_estimated_are_left_out_once_and_for_all() -> None:
     """Other frameworks cut layers over tensor and context ranks in ways that are known of some models only."""
-    given = problem_of(
-        describe(tiny_config("gpt_oss")),
-        KNOWN["A100-80G"],
-        gpus=4,
-        sequence=512,
-        sequences_per_step=8,
-        kernels="megatron",
-    )
+    sizes = {"gpus": 4, "sequence": 512, "sequences_per_step": 8, "kernels": "megatron"}
+    given = planned_problems.problem(tiny_config("gpt_oss"), **sizes)
     found = search_configurations(given, Space(schedules=("1f1b",)), workers=1)
     sizes = [one.configuration.recipe.parallelism for one in (*found.plans, *found.failed)]
     assert sizes and all(one.tp == one.cp == 1 for one in sizes)

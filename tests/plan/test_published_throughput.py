@@ -42,6 +42,7 @@ def predicted() -> list[Result]:
     return results(lambda row: row.group in FITTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", FITTED)
 def test_rows_that_were_not_fitted_to_are_off_by_at_most_six_percent(group: str, predicted: list[Result]) -> None:
     ones = groups(predicted)[group]
@@ -68,6 +69,7 @@ def test_steps_on_a100_without_a_fit_to_them() -> None:
 PROFILE = Path(__file__).resolve().parents[1] / "simulate" / "data" / "published_profile_2k.json"
 
 
+@pytest.mark.slow
 def test_interlaced_beside_vocab_1_in_one_node() -> None:
     """All devices wait for the collectives of interlaced passes, and nothing runs beside layers. With hops as fast as
     those of the published runs it is faster inside a node, as there (1.6 % on average over the vocabularies, predicted
@@ -81,21 +83,11 @@ def test_interlaced_beside_vocab_1_in_one_node() -> None:
     gains = []
     for vocabulary in (32_000, 64_000, 128_000, 256_000):
         model = GPT2Config(
-            n_embd=profile["hidden_size"],
-            n_layer=profile["layers"],
-            n_head=24,
-            n_positions=tokens,
-            vocab_size=vocabulary,
-            tie_word_embeddings=False,
-        )
-        problem = problem_of(
-            describe(model),
-            hardware,
-            gpus=devices,
-            sequence=tokens,
-            sequences_per_step=microbatches,
-            kernels="megatron",
-        )
+            n_embd=profile["hidden_size"], n_layer=profile["layers"], n_head=24, vocab_size=vocabulary,
+            n_positions=tokens, tie_word_embeddings=False,
+        )  # fmt: skip
+        sizes = {"gpus": devices, "sequence": tokens, "sequences_per_step": microbatches, "kernels": "megatron"}
+        problem = problem_of(describe(model), hardware, **sizes)
         seconds = {}
         for mode in ("vocab-1", "interlaced"):
             split = even_split(profile["layers"], devices)

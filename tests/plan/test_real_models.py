@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from planned_problems import MODELS
 
 from evenpipe.cli.main import main
 
-MODELS = sorted((Path(__file__).resolve().parents[2] / "examples" / "models").glob("*.json"))
 PIPELINE = ["--pp", "8", "--sequence", "4096", "--json"]
 COMMANDS = {
     "estimate": ["--hardware", "H100-80G", "--model"],
@@ -21,9 +21,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_command_answers(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, *PIPELINE, *COMMANDS[command], str(path)])
     out, err = capsys.readouterr()

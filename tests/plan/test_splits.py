@@ -8,10 +8,10 @@ from functools import cache
 from itertools import combinations_with_replacement
 
 import pytest
-from transformers import LlamaConfig
+from planned_problems import description_of
 
 from evenpipe.costs.hardware import KNOWN
-from evenpipe.model import describe
+from evenpipe.memory.sizes import GIB
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.evaluation import Evaluation, evaluate
@@ -19,25 +19,27 @@ from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.splits import Split, split_that_fits, splits
 from evenpipe.recipe.recipe import Recipe
 
-GIB = 2**30
 DEVICES, LAYERS = 4, 10
 FULL, ENOUGH = 11, 80
 """GiB with which 1F1B recomputes in every even split, and those with which nothing does."""
-SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
 @cache
-def problem(memory: int, vocabulary: int = 128256) -> Problem:
-    config = LlamaConfig(**SIZES, num_hidden_layers=LAYERS, vocab_size=vocabulary, tie_word_embeddings=False)
+def problem(memory: int, vocabulary: int = 128256, kernels: str = "fused") -> Problem:
     return problem_of(
-        describe(config),
+        description_of("small", num_hidden_layers=LAYERS, vocab_size=vocabulary),
         KNOWN["A100-80G"],
         gpus=DEVICES,
         sequence=4096,
         sequences_per_step=64,
         memory_bytes=memory * GIB,
-        kernels="fused",
+        kernels=kernels,
     )
+
+
+def every_split() -> list[Split]:
+    cuts = combinations_with_replacement(range(LAYERS + 1), DEVICES - 1)
+    return [tuple(stop - start for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True)) for cut in cuts]
 
 
 def recipe(given: Problem, schedule: str, mode: str) -> Recipe:
@@ -56,15 +58,14 @@ def evaluated(given: Problem, schedule: str, mode: str, split: Split) -> Evaluat
     return evaluate(given, Configuration.of(given, one, open=("checkpointing",)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [FULL, ENOUGH])
 def test_the_best_of_all_splits_is_hardly_faster(memory: int) -> None:
     """Beside the passes, a step has the optimizer's, which the split changes a little."""
     given = problem(memory)
-    cuts = combinations_with_replacement(range(LAYERS + 1), DEVICES - 1)
-    every = [tuple(stop - start for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True)) for cut in cuts]
-    best = min(evaluated(given, "1f1b", "redistribute", split).seconds for split in every if max(split) <= 5)
-    own = min(
-        evaluated(given, "1f1b", "redistribute", one).seconds for one in candidates(given, "1f1b", "redistribute")
+    best, own = (
+        min(evaluated(given, "1f1b", "redistribute", split).seconds for split in among if max(split) <= 5)
+        for among in (every_split(), candidates(given, "1f1b", "redistribute"))
     )
     assert best <= own <= 1.005 * best
 
@@ -107,9 +108,10 @@ def test_devices_of_several_stages(schedule: str) -> None:
 
 
 # schedule, recomputation of all layers, GiB of a GPU, the split that a run takes because that by time does not fit
-RUNS: list[tuple[str, str, int, Split | None]] = [
+SLOW = pytest.mark.slow
+RUNS = [
     ("1f1b", "none", 20, None),
-    ("1f1b", "none", 14, (2, 4, 4, 0)),
+    pytest.param("1f1b", "none", 14, (2, 4, 4, 0), marks=SLOW),
     ("1f1b", "none", 9, None),
     ("1f1b", "selective", 10, (1, 4, 4, 1)),
     ("zb-h1", "none", 14, (2, 4, 4, 0)),
@@ -118,24 +120,24 @@ RUNS: list[tuple[str, str, int, Split | None]] = [
 
 
 @pytest.mark.parametrize(("schedule", "policy", "memory", "expected"), RUNS)
+@pytest.mark.sampled(1)
 def test_a_run_that_does_not_fit_takes_another_split(
     schedule: str, policy: str, memory: int, expected: Split | None
 ) -> None:
     """The fastest of all that fit, with the recomputation of the run."""
-    given = replace(problem(memory), kernels_name="transformers", known={})
+    given = problem(memory, kernels="transformers")
     run = replace(recipe(given, schedule, "redistribute"), checkpointing=policy)
     assert split_that_fits(given, run) == expected
     if expected is not None:
-        cuts = combinations_with_replacement(range(LAYERS + 1), DEVICES - 1)
-        every = [tuple(stop - start for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True)) for cut in cuts]
         usual = Configuration.of(given, run)
-        found = {split: evaluate(given, usual.decided(layers_per_stage=split)) for split in every if max(split) <= 4}
+        every = [split for split in every_split() if max(split) <= 4]
+        found = {split: evaluate(given, usual.decided(layers_per_stage=split)) for split in every}
         best = min(one.seconds for one in found.values() if one.fits)
         assert found[expected].fits and found[expected].seconds == best
 
 
 def test_only_a_choice_of_splits_is_made() -> None:
-    given = replace(problem(14), kernels_name="transformers", known={})
+    given = problem(14, kernels="transformers")
     run = recipe(given, "1f1b", "redistribute")
     for other in (
         replace(run, vocabulary="vocab-2"),

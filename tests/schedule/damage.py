@@ -1,8 +1,14 @@
-"""Damage to the rows of a schedule, at places that `rng` chooses. Some of it does no harm."""
+"""Damage to the rows of a schedule, at places that `rng` chooses. Some of it does no harm.
+
+`count_cases` tells what came of many damaged schedules.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -185,3 +191,30 @@ TO_PROGRAMS = [
     change_root,
     change_communicator,
 ]
+
+
+def count_cases(description: str | None, judged: Callable[[int], tuple[str, str, str]]) -> None:
+    """The command line of `agreement` and `rules_agreement`: exits with 1 if any case shows that the code is wrong.
+
+    Args:
+        judged: gives for the number of a case its name, its outcome, and what is wrong with the code, or "".
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
+    arguments = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.cases):
+        name, outcome, complaint = judged(seed)
+        if complaint:
+            wrong += 1
+            print(f"case {seed}, {name}: {complaint}", flush=True)
+        counts[name, outcome] += 1
+        counts["all", outcome] += 1
+    outcomes = sorted({outcome for _, outcome in counts})
+    print(f"{'':46}" + "".join(f"{outcome:>10}" for outcome in outcomes))
+    for name in sorted({name for name, _ in counts}):
+        print(f"{name:46}" + "".join(f"{counts[name, outcome]:10}" for outcome in outcomes))
+    print(f"{wrong} wrong")
+    sys.exit(wrong > 0)

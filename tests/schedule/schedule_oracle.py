@@ -96,21 +96,6 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
     return result
 
 
-def ancestors(order: Order) -> dict[Placed, set[Placed]]:
-    """For each pass everything that it needs, and what that needs, and so on."""
-    direct = needs(order)
-    done: dict[Placed, set[Placed]] = {}
-
-    def of(placed: Placed) -> set[Placed]:
-        if placed not in done:
-            done[placed] = set(direct[placed]).union(*map(of, direct[placed]))
-        return done[placed]
-
-    for placed in direct:
-        of(placed)
-    return done
-
-
 def end_times(order: Order, duration: Callable[[Pass, int], float]) -> dict[Placed, float]:
     """When each pass ends if transfers take no time, by going round all devices until nothing changes."""
     direct, ends = needs(order), {}
@@ -276,49 +261,70 @@ def waits(program: Program, device: int, item: Pass) -> set[Carried]:
     return found
 
 
-def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: bool = False) -> bool:
-    """Whether all devices reach the end of their rows, by going round them until nothing changes.
+def completes(
+    program: Program,
+    queue: Callable[[Transfer], str],
+    *,
+    blocking: bool = False,
+    members: int = 1,
+    exchanges: str | None = None,
+) -> bool:
+    """Whether the processes of all replicas reach the ends of their rows, by going round them until nothing changes.
 
-    `queue` names the queue of a device that a transfer is in. With `blocking` a device moreover waits for each
-    transfer before it goes on.
+    Replica and device make a process; those of one device may exchange within F, B, I and R, and wait for it.
+
+    Args:
+        queue: names the queue of a process that a transfer is in.
+        blocking: a process moreover waits for each transfer before it goes on.
+        members: number of replicas.
+        exchanges: the queue that exchanges are in. None: there are none.
     """
     rows = [[item for item in row if item is not None] for row in program.rows]
-    position = [0] * program.devices
-    queues: list[dict[str, list[Carried]]] = [{} for _ in rows]
+    processes = [(member, device) for member in range(members) for device in range(program.devices)]
+    position = dict.fromkeys(processes, 0)
+    queues: dict[tuple[int, int], dict[str, list[object]]] = {process: {} for process in processes}
+    taking_part: dict[object, tuple[list[tuple[int, int]], str]] = {}
+    complete: set[object] = set()
+    issued: set[object] = set()
 
-    def same(item: Transfer) -> Carried:
-        return same_transfer(item, program.placement)
+    def issue(process: tuple[int, int], what: object, line: str, others: list[tuple[int, int]]) -> None:
+        if (process, what) not in issued:
+            issued.add((process, what))
+            taking_part[what] = others, line
+            queues[process].setdefault(line, []).append(what)
 
-    members = {
-        same(item): item.members for device, row in enumerate(rows) for item in row if isinstance(item, Transfer)
-    }
-    names = {same(item): queue(item) for device, row in enumerate(rows) for item in row if isinstance(item, Transfer)}
-    complete: set[Carried] = set()
-    issued: set[tuple[int, int]] = set()
+    def passes_by(process: tuple[int, int]) -> bool:
+        member, device = process
+        item = rows[device][position[process]]
+        if isinstance(item, Transfer):
+            transfer = member, same_transfer(item, program.placement)
+            issue(process, transfer, queue(item), [(member, other) for other in item.members])
+            return not blocking or transfer in complete
+        if not {(member, awaited) for awaited in waits(program, device, item)} <= complete:
+            return False
+        if exchanges is None or not any(part.kind in (Kind.F, Kind.B, Kind.I, Kind.R) for part in parts_of(item)):
+            return True
+        exchange = device, str(item)
+        issue(process, exchange, exchanges, [(other, device) for other in range(members)])
+        return exchange in complete
+
     moving = True
     while moving:
         moving = False
-        for device, row in enumerate(rows):
-            while position[device] < len(row):
-                item = row[position[device]]
-                if isinstance(item, Pass):
-                    if not waits(program, device, item) <= complete:
-                        break
-                elif (device, position[device]) not in issued:
-                    issued.add((device, position[device]))
-                    queues[device].setdefault(queue(item), []).append(same(item))
-                if blocking and isinstance(item, Transfer) and same(item) not in complete:
-                    break
-                position[device] += 1
+        for process in processes:
+            while position[process] < len(rows[process[1]]) and passes_by(process):
+                position[process] += 1
                 moving = True
-        for transfer, devices in members.items():
-            lines = [queues[device].get(names[transfer], []) for device in devices]
-            if transfer not in complete and all(line[:1] == [transfer] for line in lines):
-                for line in lines:
-                    line.pop(0)
-                complete.add(transfer)
-                moving = True
-    return position == [len(row) for row in rows] and complete == set(members)
+        for what, (others, line) in taking_part.items():
+            if what not in complete:
+                lines = [queues[other].get(line, []) for other in others if other in queues]
+                if len(lines) == len(others) and all(ahead[:1] == [what] for ahead in lines):
+                    for ahead in lines:
+                        ahead.pop(0)
+                    complete.add(what)
+                    moving = True
+    at_ends = all(position[process] == len(rows[process[1]]) for process in processes)
+    return at_ends and complete == taking_part.keys()
 
 
 def random_order(

@@ -1,13 +1,17 @@
-"""The checker finds a fault if and only if the real walkers fail, all in one process; `agreement` says how."""
+"""The checker finds a fault if and only if the real walkers fail, and if and only if the rules say so.
+
+`agreement` and `rules_agreement` say how, and do as many more cases as one likes from the command line.
+"""
 
 from __future__ import annotations
 
+import agreement
 import pytest
-from agreement import case_of, judge
+import rules_agreement
 from exchange import StandstillError
 from walked import walk
 
-from evenpipe.schedule import Program, check_program
+from evenpipe.schedule import Pass, Program, Transfer, check_program
 
 VOCABULARY = """
 E0,ROWS0,0F0,0SEND_F0,X0,S0,STATISTICS0,C0,DX0,T0,0RECV_B0,0B0,ROW_GRADIENTS0,G0
@@ -36,17 +40,17 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "old", "new", "sound"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])
-def test_by_hand(*, text: str, old: str, new: str, sound: bool) -> None:
-    whole = Program.from_csv(text.strip())
-    assert check_program(whole).ok and old in text
-    damaged = Program.from_csv(text.strip().replace(old, new), placement=whole.placement, microbatches=1, slices=1)
-    assert check_program(damaged).ok == sound
-    if sound:
-        walk(damaged, seed=0)
-    else:
-        with pytest.raises((AssertionError, KeyError, RuntimeError)):
+def test_by_hand() -> None:
+    for name, text, old, new, sound in TABLE:
+        whole = Program.from_csv(text.strip())
+        assert check_program(whole).ok and old in text, name
+        damaged = Program.from_csv(text.strip().replace(old, new), placement=whole.placement, microbatches=1, slices=1)
+        assert check_program(damaged).ok == sound, name
+        if sound:
             walk(damaged, seed=0)
+        else:
+            with pytest.raises((AssertionError, KeyError, RuntimeError)):
+                walk(damaged, seed=0)
 
 
 def test_a_pass_of_training_in_an_evaluation() -> None:
@@ -67,10 +71,23 @@ def test_a_standstill_is_one_at_once() -> None:
         walk(Program.from_csv("\n".join(rows)), seed=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, 600, 100))
-def test_at_random(first: int) -> None:
-    """`python tests/schedule/agreement.py --cases 50000` does as many more."""
-    for seed in range(first, first + 100):
-        case = case_of(seed)
-        verdict = judge(case)
-        assert verdict.agree or verdict.stricter(case), f"case {seed}, {case.name}: {verdict}"
+def test_walkers_fail_if_and_only_if_a_fault_is_found(first: int) -> None:
+    verdicts = {seed: agreement.judged(seed) for seed in range(first, first + 100)}
+    assert not {seed: verdict for seed, verdict in verdicts.items() if verdict[2]}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("first", range(0, 2000, 50))
+def test_the_rules_are_broken_if_and_only_if_a_fault_is_found(first: int) -> None:
+    verdicts = {seed: rules_agreement.judged(seed) for seed in range(first, first + 50)}
+    assert not {seed: verdict for seed, verdict in verdicts.items() if verdict[2]}
+    assert {outcome for _, outcome, _ in verdicts.values()} == {"sound", "faulty"}
+
+
+def test_every_field_of_passes_and_transfers_is_damaged() -> None:
+    """So that a field that is added is not forgotten in `damage`."""
+    fields = set(Transfer.__dataclass_fields__)
+    assert fields == {"kind", "stage", "microbatch", "slice", "members", "root", "communicator", "peer"}
+    assert set(Pass.__dataclass_fields__) == {"kind", "stage", "microbatch", "slice", "parts"}

@@ -1,15 +1,38 @@
-"""What is said of a file."""
+"""What is said of a file, whatever stands in it: in a time linear in its size, readably, and without a crash."""
 
 from __future__ import annotations
 
+import gc
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, generate, plan_program
-from evenpipe.schedule.check_file import check_file
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    Costs,
+    Order,
+    Placement,
+    Program,
+    add_communication,
+    add_vocabulary,
+    check_order,
+    check_program,
+    forward_only,
+    generate,
+    interlace,
+    plan_program,
+    time_order,
+)
+from evenpipe.schedule.check_file import SHOWN, check_file
+from evenpipe.schedule.collection import collecting_rarely
+from evenpipe.schedule.dependencies import Dependencies
 from evenpipe.schedule.files import read_order, write_schedule
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.trace_file import trace_from_dict
 
 SAID = [
     ("0F0,0B0", "sound: an order of 1 device and 1 microbatch\ndevice of stage 0: 0\n"),
@@ -21,13 +44,13 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "said"), SAID)
-def test_what_is_said(text: str, said: str, tmp_path: Path) -> None:
+def test_what_is_said(tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
-    path.write_text(text)
-    report = check_file(path)
-    assert report.text().startswith(said)
-    assert report.sound == said.startswith("sound") == report.to_dict()["sound"]
+    for text, said in SAID:
+        path.write_text(text)
+        report = check_file(path)
+        assert report.text().startswith(said)
+        assert report.sound == said.startswith("sound") == report.to_dict()["sound"]
 
 
 def test_a_file_and_back(tmp_path: Path) -> None:
@@ -47,3 +70,147 @@ def test_bytes_by_costs(tmp_path: Path) -> None:
 def test_no_name() -> None:
     with pytest.raises(InputError, match="the name of a file is empty"):
         check_file("")
+
+
+# --- any file ---------------------------------------------------------------------------------------------------------
+
+PASSES = [
+    *("", "0F0", "1F0", "0B0", "1B0", "0F1", "1F1", "0B1", "1B1", "0I0", "0W0", "1I1", "2F0", "0R0", "1O0", "1D0"),
+    *("1L0", "E0", "S0", "C0", "T0", "G0", "S1", "0F0.1", "0UNSHARD"),
+    *("(0F1;0B0)OVERLAP_F_B", "(1F1;1I0)OVERLAP_F_B"),
+]
+TRANSFERS = ["0SEND_F0", "1RECV_F0", "1SEND_B0", "0RECV_B0", "1SEND_F0", "X0", "STATISTICS0", "DX0", "ROWS1"]
+
+
+def rows(words: list[str]) -> st.SearchStrategy[str]:
+    row = st.lists(st.sampled_from(words), min_size=1, max_size=12).map(",".join)
+    return st.lists(row, min_size=1, max_size=3).map("\n".join)
+
+
+@settings(max_examples=300)
+@given(rows(PASSES), st.sampled_from([None, Placement.linear(2), Placement.looped(2, 2)]))
+def test_orders(text: str, placement: Placement | None) -> None:
+    try:
+        order = Order.from_csv(text, placement=placement)
+    except InputError:
+        return
+    assert Order.from_csv(order.to_csv(), placement=placement) == order
+    sound = check_order(order).ok
+    for use in (
+        lambda: time_order(order, EQUAL_COSTS),
+        lambda: add_communication(order),
+        lambda: add_vocabulary(order, 1),
+        lambda: interlace(order),
+        lambda: forward_only(order),
+    ):
+        try:
+            use()
+        except InputError:
+            assert not sound or order.barriers or order.forward_only or "UNSHARD" in text
+
+
+@settings(max_examples=300)
+@given(rows([*PASSES, *TRANSFERS]))
+def test_programs(text: str) -> None:
+    try:
+        program = Program.from_csv(text)
+    except InputError:
+        return
+    assert Program.from_csv(program.to_csv()) == program
+    report = check_program(program)
+    assert len(report.in_flight) == program.devices
+    assert all(0 <= fault.device < program.devices for fault in report.faults)
+
+
+# --- large files ------------------------------------------------------------------------------------------------------
+
+PARTS, LINES, STAGES = 4_000, 20_000, 1_000_000
+
+
+def joint(first: str, second: str) -> str:
+    """One device that runs `PARTS` passes as one."""
+    parts = ";".join(f"0{first}{i};0{second}{i}" for i in range(PARTS // 2))
+    return f"({parts})OVERLAP_F_B\n"
+
+
+def test_each_part_of_a_joint_pass_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    rule = Dependencies.rule
+
+    def counted(self, *what):
+        nonlocal asked
+        asked += 1
+        return rule(self, *what)
+
+    monkeypatch.setattr(Dependencies, "rule", counted)
+    order = Order.from_csv(joint("F", "B"))
+    graph = Graph.of(order)
+    assert asked <= 4 * PARTS
+    assert (graph.places[0].joint, graph.places[0].odd) == ([0], [0])
+    assert check_order(order).ok
+    assert time_order(order, EQUAL_COSTS).span == 3 * PARTS / 2
+
+
+def test_a_fault_in_a_long_joint_pass_shows_its_beginning() -> None:
+    report = check_order(Order.from_csv(joint("B", "F")))
+    assert report.faults[0].what == (
+        "0B0 comes before the part of (0B0;0F0;0B1;0F1;...3996 more)OVERLAP_F_B that it needs"
+    )
+    assert len(report.faults) == PARTS // 2 + 1
+    assert max(len(str(fault)) for fault in report.faults) < 500
+
+
+@pytest.mark.slow
+def test_many_lines_are_checked() -> None:
+    report = check_order(Order.from_csv("".join(f"{i}F0,{i}B0\n" for i in range(LINES))))
+    assert report.ok
+    assert len(report.in_flight) == LINES
+
+
+def test_thousands_of_faults_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "faults.csv"
+    devices = LINES // 4
+    path.write_text("".join(f"{i}F0\n" for i in range(devices - 1)) + f"{devices - 1}F0,{devices - 1}B0\n")
+    report = check_file(path)
+    lines = report.text().splitlines()
+    assert lines[0] == f"{devices - 1} faults"
+    assert lines[-1] == f"and {devices - 1 - SHOWN} more; --json lists all"
+    assert len(lines) == SHOWN + 2
+    assert len(report.to_dict()["faults"]) == devices - 1
+
+
+@pytest.mark.slow
+def test_stages_of_devices_are_found_at_once() -> None:
+    placement = Placement(2, (0,) * STAGES + (1,))
+    assert len(placement.stages_of(0)) == STAGES
+    assert placement.stages_of(1) == (STAGES,)
+    with pytest.raises(InputError, match="device 1 holds no stage"):
+        Placement(10**9, (0,))
+
+
+def test_a_trace_with_more_stages_than_passes_is_refused() -> None:
+    values = {
+        "format": "evenpipe trace",
+        "version": 1,
+        "about": {},
+        "placement": [0] * STAGES,
+        "microbatches": 1,
+        "barriers": 0,
+        "forward_only": False,
+        "devices": [{"row": "0F0,0B0"}],
+    }
+    with pytest.raises(InputError, match="placement has 1000000 stages, but the rows have only 2 passes"):
+        trace_from_dict(json.loads(json.dumps(values)))
+
+
+@pytest.mark.parametrize(("before", "inside"), [(700, 50_000), (100_000, 100_000), (0, 0)])
+def test_garbage_is_collected_rarely_for_a_while_but_never_more_often_than_before(before: int, inside: int) -> None:
+    kept = gc.get_threshold()
+    gc.set_threshold(before, 10, 10)
+    try:
+        with pytest.raises(ValueError, match="ends"), collecting_rarely():
+            assert gc.get_threshold() == (inside, 10, 10)
+            raise ValueError("ends")
+        assert gc.get_threshold() == (before, 10, 10)
+    finally:
+        gc.set_threshold(*kept)

@@ -22,9 +22,8 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("words", SHORT)
-def test_a_repr_is_a_line(words: str) -> None:
-    assert repr(SHORT[words]) == words
+def test_a_repr_is_a_line() -> None:
+    assert {words: repr(shown) for words, shown in SHORT.items()} == {words: words for words in SHORT}
 
 
 @pytest.mark.parametrize("shown", [ORDER, PROGRAM, TIMELINE], ids=lambda shown: type(shown).__name__)
@@ -46,7 +45,4 @@ def test_what_cannot_complete_says_so_in_place_of_a_picture() -> None:
 def test_what_is_too_large_or_empty_has_words_only() -> None:
     assert Timeline(((), ()))._repr_html_() == "<pre>&lt;Timeline: 2 devices, no events&gt;</pre>"
     order = generate("gpipe", 1, MOST_EVENTS // 2 + 1)
-    assert (
-        order._repr_html_()
-        == f"<pre>&lt;Order: 1 device, 1 stage, 10001 microbatches, {MOST_EVENTS + 2} passes&gt;</pre>"
-    )
+    assert order._repr_html_() == f"<pre>{repr(order).replace('<', '&lt;').replace('>', '&gt;')}</pre>"

@@ -1,10 +1,13 @@
-"""Passes that gather parameters and sum gradients over replicas: where they are placed, what the checker accepts."""
+"""Passes added to an order: those that gather parameters and sum gradients over replicas, and recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import pytest
+from text_tables import cases, order_of
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -16,74 +19,58 @@ from evenpipe.schedule import (
     Pass,
     Placement,
     Program,
+    add_communication,
+    add_recompute,
     add_sharding,
     check_order,
     check_program,
     evaluation_program,
+    parts_of,
+    plan_order,
     plan_program,
     without_sharding,
 )
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
 from evenpipe.schedule.sharding import Part, Users, part_of, parts_of_device
 
-ONE = "0F0 0F1 0B0 0B1"
-TWO = "0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1"
-
-
-def order_of(text: str, barriers: int = 0, **given: object) -> Order:
-    return Order.from_csv("\n".join(",".join(row.split()) for row in text.split("|")), barriers=barriers, **given)
-
 
 def text_of(order: Order | Program) -> str:
     return "|".join(" ".join(map(str, row)) for row in order.rows)
 
 
-# order, options, what becomes of it
-PLACED = [
-    (ONE, {"gathers": False}, "0F0 0F1 0B0 0B1 0REDUCE_GRAD"),
-    (ONE, {"gathers": True}, "0UNSHARD 0F0 0F1 0B0 0B1 0REDUCE_GRAD 0RESHARD"),
-    (ONE, {"gathers": True, "reshard": True}, "0UNSHARD 0F0 0F1 0B0 0B1 0REDUCE_GRAD 0RESHARD"),
-    (
-        TWO,
-        {"gathers": True},
-        "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD",
-    ),
-    (
-        TWO,
-        {"gathers": True, "prefetch": 0},
-        "0UNSHARD 0F0 1UNSHARD 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD",
-    ),
-    (
-        TWO,
-        {"gathers": True, "prefetch": 0, "reshard": True},
-        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0F1 0RESHARD 1UNSHARD 1F1 1B1 1REDUCE_GRAD 1RESHARD "
-        "0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD",
-    ),
-    (
-        TWO,
-        {"gathers": True, "reshard": True},
-        "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD",
-    ),
-    (
-        "0F0 1F0 1B0 0B0",
-        {"gathers": True, "tied": True},  # the one matrix is used by both, and summed when both have added to it
-        "0UNSHARD UNSHARD_S 1UNSHARD 0F0 1F0 1B0 1REDUCE_GRAD 1RESHARD "
-        "0B0 0REDUCE_GRAD 0RESHARD REDUCE_GRAD_S RESHARD_S",
-    ),
-    (
-        "0F0 0B0|1F0 1B0",
-        {"gathers": False, "tied": True},  # each has its own copy of the matrix
-        "0F0 0B0 0REDUCE_GRAD|1F0 1B0 1REDUCE_GRAD",
-    ),
-    ("0F0 0REDUCE_GRAD 0B0", {"gathers": True}, "0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD"),  # what is there stays
-]
+PLACED = """
+0F0 0F1 0B0 0B1 ; {"gathers": false}
+    0F0 0F1 0B0 0B1 0REDUCE_GRAD
+0F0 0F1 0B0 0B1 ; {"gathers": true}
+    0UNSHARD 0F0 0F1 0B0 0B1 0REDUCE_GRAD 0RESHARD
+0F0 0F1 0B0 0B1 ; {"gathers": true, "reshard": true}
+    0UNSHARD 0F0 0F1 0B0 0B1 0REDUCE_GRAD 0RESHARD
+0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 ; {"gathers": true}
+    0UNSHARD 1UNSHARD 0F0 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD
+0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 ; {"gathers": true, "prefetch": 0}
+    0UNSHARD 0F0 1UNSHARD 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD
+0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 ; {"gathers": true, "prefetch": 0, "reshard": true}
+    0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0F1 0RESHARD
+    1UNSHARD 1F1 1B1 1REDUCE_GRAD 1RESHARD 0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD
+0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 ; {"gathers": true, "reshard": true}
+    0UNSHARD 1UNSHARD 0F0 1F0 1B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD
+# The one matrix is used by both, and summed when both have added to it.
+0F0 1F0 1B0 0B0 ; {"gathers": true, "tied": true}
+    0UNSHARD UNSHARD_S 1UNSHARD 0F0 1F0 1B0 1REDUCE_GRAD 1RESHARD 0B0 0REDUCE_GRAD 0RESHARD REDUCE_GRAD_S RESHARD_S
+# Each has its own copy of the matrix.
+0F0 0B0|1F0 1B0 ; {"gathers": false, "tied": true}
+    0F0 0B0 0REDUCE_GRAD|1F0 1B0 1REDUCE_GRAD
+# What is there stays.
+0F0 0REDUCE_GRAD 0B0 ; {"gathers": true}
+    0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD
+"""
+"""Orders and options, and what becomes of them."""
 VOCABULARY = "E0 0F0 S0 C0 T0 0B0 G0|E0 1F0 S0 C0 1B0 T0 G0"
 
 
-@pytest.mark.parametrize(("order", "options", "expected"), PLACED)
-def test_where_they_are_placed(order: str, options: dict[str, object], expected: str) -> None:
-    found = add_sharding(order_of(order), **{"tied": False, **options})
-    assert text_of(found).split() == expected.split()
+def test_where_they_are_placed() -> None:
+    for order, options, expected in cases(PLACED):
+        assert text_of(add_sharding(order_of(order), **{"tied": False, **options})) == " ".join(expected)
 
 
 def test_parts_of_the_vocabulary() -> None:
@@ -115,29 +102,23 @@ def parts_there(placement: Placement, barriers: int, row: tuple[Item | None, ...
     assert not gathered
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_sound_with_them_and_has_no_more_than_it_may(schedule: str) -> None:
-    for mode in MODES:
-        for tied in (False, True):
-            try:
-                order, program = plan_program(schedule, 2, 4, mode)
-            except InputError:  # not made for this size
-                continue
-            for one in (program, evaluation_program(order)):
-                for prefetch in (None, 0, 1, 2):
-                    for reshard in (False, True):
-                        found = add_sharding(one, gathers=True, tied=tied, reshard=reshard, prefetch=prefetch)
-                        check_program(found).raise_if_faulty()
-                        assert without_sharding(found) == without_sharding(one) == one
-                        for device, row in enumerate(found.rows):
-                            counts = [len(there) for there in parts_there(one.placement, one.barriers, row)]
-                            parts = parts_of_device(one.placement, one.barriers, device, tied=tied)
-                            most = (1 if prefetch is None else prefetch) + 1 if reshard else len(parts)
-                            joint = any(item.kind is Kind.OVERLAP_F_B for item in row if item)
-                            shared = Kind.S in parts and not one.barriers
-                            assert max(counts) <= max(most, 2 * joint, 2 * shared + joint)
-                            sums = [part_of(item) for item in row if item and item.kind in REDUCING_KINDS]
-                            assert sorted(sums, key=str) == sorted([] if one.forward_only else parts, key=str)
+def test_every_schedule_is_sound_with_them_and_has_no_more_than_it_may(sample: Callable[..., list[Any]]) -> None:
+    options = product((False, True), (None, 0, 1, 2), (False, True))
+    for schedule, mode, (tied, prefetch, reshard) in sample(product(SCHEDULES, MODES, options), 40):
+        order, program = plan_program(schedule, 2, 4, mode)
+        for one in (program, evaluation_program(order)):
+            found = add_sharding(one, gathers=True, tied=tied, reshard=reshard, prefetch=prefetch)
+            check_program(found).raise_if_faulty()
+            assert without_sharding(found) == without_sharding(one) == one
+            for device, row in enumerate(found.rows):
+                counts = [len(there) for there in parts_there(one.placement, one.barriers, row)]
+                parts = parts_of_device(one.placement, one.barriers, device, tied=tied)
+                most = (1 if prefetch is None else prefetch) + 1 if reshard else len(parts)
+                joint = any(item.kind is Kind.OVERLAP_F_B for item in row if item)
+                shared = Kind.S in parts and not one.barriers
+                assert max(counts) <= max(most, 2 * joint, 2 * shared + joint)
+                sums = [part_of(item) for item in row if item and item.kind in REDUCING_KINDS]
+                assert sorted(sums, key=str) == sorted([] if one.forward_only else parts, key=str)
 
 
 # rows, barriers, faults
@@ -156,14 +137,12 @@ FAULTY = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "barriers", "faults"), FAULTY)
-def test_faults(rows: str, barriers: int, faults: list[str]) -> None:
-    placement = Placement.linear(rows.count("|") + 1)
-    order = order_of(rows, barriers, placement=placement)
-    found = [fault.what for fault in check_order(order).faults]
-    assert len(found) >= len(faults)
-    assert all(any(what.startswith(start) for what in found) for start in faults), found
-    assert check_order(without_sharding(order)).ok
+def test_faults() -> None:
+    for rows, barriers, expected in FAULTY:
+        order = order_of(rows, barriers=barriers, placement=Placement.linear(rows.count("|") + 1))
+        found = [fault.what for fault in check_order(order).faults]
+        assert all(any(what.startswith(start) for what in found) for start in expected), found
+        assert check_order(without_sharding(order)).ok
 
 
 def test_a_row_that_evaluates_sums_nothing() -> None:
@@ -182,3 +161,44 @@ def test_every_kind_has_a_part() -> None:
         item = Pass(kind, stage)
         assert Pass.parse(str(item)) == item
         assert part_of(item) in {3, Kind.E, Kind.S}
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+RECOMPUTED = [
+    # order, stages, with R
+    ("0F0,0F1,0B0,0B1", None, "0F0,0F1,0R0,0B0,0R1,0B1"),
+    ("0F0,0I0,0W0", None, "0F0,0R0,0I0,0W0"),
+    ("0F0,1F0,1B0,0B0", (1,), "0F0,1F0,1R0,1B0,0B0"),
+    ("0F0,1F0,1B0,0B0", (), "0F0,1F0,1B0,0B0"),
+    ("0F0,0R0,0F1,0B0,0B1", None, "0F0,0R0,0F1,0B0,0R1,0B1"),
+    ("0F0,,(0F1;0B0)OVERLAP_F_B,0B1", None, "0F0,,0R0,(0F1;0B0)OVERLAP_F_B,0R1,0B1"),
+    ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", None, "0F0,(0F1;0B1)OVERLAP_F_B,0R0,0B0"),
+]
+
+
+def test_recomputation_stands_right_before_each_backward_of_its_stages() -> None:
+    for before, stages, after in RECOMPUTED:
+        assert add_recompute(Order.from_csv(before), stages).to_csv().strip() == after
+    for stage in (-1, 2):
+        with pytest.raises(InputError, match=f"recompute: stage {stage}, expected 0 to 1"):
+            add_recompute(Order.from_csv("0F0,1F0,1B0,0B0"), [stage])
+
+
+def test_every_schedule_stays_sound_with_recomputation(sample: Callable[..., list[Any]]) -> None:
+    """Whether it is added before the vocabulary passes or after them."""
+    for name, mode, (devices, microbatches) in sample(product(SCHEDULES, MODES, ((1, 3), (2, 3), (3, 5))), 12):
+        plain = plan_order(name, devices, microbatches, mode)
+        for stages in (None, [0], range(1, plain.placement.stages)):
+            order = add_recompute(plain, stages)
+            assert check_order(order).ok
+            program = add_communication(order)
+            assert check_program(program).ok
+            assert add_recompute(order, stages) == order
+            kinds = [part.kind for row in order.rows for item in row if item for part in parts_of(item)]
+            chosen = plain.placement.stages if stages is None else len(stages)
+            assert kinds.count(Kind.R) == chosen * microbatches
+            assert not any(item.kind is Kind.R for row in evaluation_program(order).order.rows for item in row)
+            base = add_recompute(plan_order(name, devices, microbatches, "first-last"), stages)
+            again, _ = plan_program(base, devices, microbatches, mode)
+            assert sum(item.kind is Kind.R for row in again.rows for item in row if item) == chosen * microbatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
@@ -18,16 +19,9 @@ from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.slice_costs import each_slice, of_slices
 from evenpipe.simulate import simulate
 
+TIMES = {"F": (1, 2), "I": 1, "W": 1, "S": 0.5, "C": 0, "T": 0.25, "E": 0.125, "G": 0.125, "p2p": 0.25}
 UNEVEN = Costs(
-    F=(1, 2),
-    I=1,
-    W=1,
-    S=0.5,
-    C=0,
-    T=0.25,
-    E=0.125,
-    G=0.125,
-    p2p=0.25,
+    **TIMES,
     bytes=8,
     slices={"layers": [1.25, 0.75], "W": [1.5, 0.5], "F": [[1.5, 1.0], [0.5, 1.0]], "tokens": [1.5, 0.5]},
 )
@@ -48,16 +42,9 @@ def sliced(attention: float, slices: int, by: str, vocabulary: float = 0.0) -> C
     steps = [j / slices for j in range(slices + 1)]
     ends = [(-c + sqrt(c**2 + 4 * d * step)) / (2 * d) if d else step for step in steps]
     head = vocabulary / (1 - vocabulary) * 3  # beside layers that take F + I + W = 3
+    times = {"F": 1, "B": 2, "I": 1, "W": 1, "S": head * 2 / 3, "T": head / 3, "C": 0, "E": 0, "G": 0}
     return Costs(
-        F=1,
-        B=2,
-        I=1,
-        W=1,
-        S=head * 2 / 3,
-        T=head / 3,
-        C=0,
-        E=0,
-        G=0,
+        **times,
         slices={
             "layers": [slices * (a * (end - start) + b * (end**2 - start**2)) for start, end in pairwise(ends)],
             "tokens": [slices * (end - start) for start, end in pairwise(ends)],
@@ -84,6 +71,7 @@ def stretch(order: Order, costs: Costs) -> float:
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.sampled(2)
 def test_slices_of_equal_time_are_better_than_of_equal_length(name: str, slices: int) -> None:
     def found(attention: float, by: str) -> float:
         costs = sliced(attention, slices, by)
@@ -159,6 +147,7 @@ def test_bytes_follow_tokens() -> None:
 
 @pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "v-half", "interleaved"])
+@pytest.mark.sampled(3)
 def test_random_factors_agree_in_both_models_and_meet_bounds(name: str, mode: str) -> None:
     rng = random.Random(f"{name} {mode}")
     slices = rng.randint(2, 4)
@@ -188,28 +177,25 @@ def test_files(tmp_path: Path) -> None:
     assert Costs.from_dict(UNEVEN.to_dict()) == UNEVEN
 
 
-@pytest.mark.parametrize(
-    ("slices", "message"),
-    [
+def test_refused() -> None:
+    for slices, message in (
         ({"layer": [1, 2]}, "costs: slices: unknown key 'layer', did you mean layers? Accepted: layers, tokens, F,"),
         ({"tokens": 2}, "costs: slices.tokens must be a list of one factor per slice, not 2"),
         ({"tokens": []}, "costs: slices.tokens must be a list of one factor per slice, not []"),
         ({"tokens": [1, [1, 2]]}, "costs: slices.tokens[1] must be a finite number of at least 0, not [1, 2]"),
         ({"layers": [1, -1]}, "costs: slices.layers[1] must be a finite number of at least 0, not -1"),
-        ({"layers": [1, 1], "tokens": [1]}, "as many factors in each list, one per slice, not 2 in layers, 1 in token"),
-    ],
-)
-def test_refused(slices: object, message: str) -> None:
-    with pytest.raises(InputError) as refused:
-        Costs.from_dict({"F": 1, "B": 2, "slices": slices})
-    assert message in str(refused.value)
-
-
-def test_refused_for_another_order() -> None:
+        ({"layers": [1, 1], "tokens": [1]}, "as many factors in each list, one per slice, not 2 in layers, 1 in tok"),
+    ):
+        with pytest.raises(InputError, match=re.escape(message)):
+            Costs.from_dict({"F": 1, "B": 2, "slices": slices})
     order = plan_order("1f1b", 2, 2, "first-last", slices=3)
-    with pytest.raises(InputError, match="slices has factors for 2 slices, but sequences have 3 slices"):
-        time_order(order, UNEVEN)
-    with pytest.raises(InputError, match="factors for 2 slices, but sequences have 1 slice"):
-        PassTimes(UNEVEN, Placement.linear(2))
-    with pytest.raises(InputError, match=r"slices.F has 2 factors for 3 stages"):
-        Costs(F=(1, 1, 1), B=2, slices={"F": [[1, 1], 1]}).by_slice(2)
+    for call, message in (
+        (lambda: time_order(order, UNEVEN), "slices has factors for 2 slices, but sequences have 3 slices"),
+        (lambda: PassTimes(UNEVEN, Placement.linear(2)), "factors for 2 slices, but sequences have 1 slice"),
+        (
+            lambda: Costs(F=(1, 1, 1), B=2, slices={"F": [[1, 1], 1]}).by_slice(2),
+            "slices.F has 2 factors for 3 stages",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()

@@ -1,14 +1,27 @@
-"""What the vocabulary transform costs on every schedule, with equal stages."""
+"""What the vocabulary transform costs on every schedule, with equal stages and with stages that differ."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from schedule_oracle import by_virtual_times
 
-from evenpipe.schedule import EQUAL_COSTS, Kind, Order, add_vocabulary, check_order, generate, interlace, time_order
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    Costs,
+    Kind,
+    Order,
+    Placement,
+    add_vocabulary,
+    check_order,
+    generate,
+    interlace,
+    time_order,
+)
+from evenpipe.schedule.transforms.vocabulary import peak_limits
 
 RAW = {"squeeze": False}
 FOUR = {"stages_per_device": 4}
@@ -50,6 +63,7 @@ def measured(order: Order) -> tuple[float, int]:
 
 @pytest.mark.parametrize("microbatches", [32, 64])
 @pytest.mark.parametrize(("name", "options", "goldens"), [(name, options, rest) for name, options, *rest in GOLDENS])
+@pytest.mark.sampled(6)
 def test_bubble_and_peak(
     name: str, options: dict[str, Any], goldens: list[tuple[float, int | None]], microbatches: int
 ) -> None:
@@ -74,30 +88,6 @@ def test_spans_grow_to_the_makespan(name: str) -> None:
     assert base.makespan == pytest.approx(32 * 3 * (2 if name == "zbv" else 1) + 7)
     assert lowered.makespan == lowered.span == pytest.approx(base.makespan + vocabulary_work)
     assert base.span == pytest.approx(base.makespan - (0 if name == "zb-h1" else 7))
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "microbatches", "one", "two"),
-    [  # how much shorter than sorted rows, in percent
-        ("v-half", 4, 4, 20.3, 23.1),
-        ("v-half", 8, 4, 17.2, 17.9),
-        ("v-half", 8, 8, 12.3, 17.8),
-        ("v-min", 4, 2, 22.4, 22.1),
-        ("v-min", 4, 4, 13.5, 34.0),
-        ("v-min", 8, 4, 14.8, 25.9),
-        ("zbv", 4, 4, 12.0, 13.3),
-        ("zbv", 8, 4, 9.8, 8.0),
-    ],
-)
-def test_lists_pay_most_with_few_microbatches(
-    name: str, devices: int, microbatches: int, one: float, two: float
-) -> None:
-    options = {} if name == "zbv" else RAW
-    order = generate(name, devices, microbatches, **options)
-    for barriers, percent in ((1, one), (2, two)):
-        by_time = time_order(by_virtual_times(order, barriers, EQUAL_COSTS), EQUAL_COSTS)
-        better = time_order(add_vocabulary(order, barriers), EQUAL_COSTS)
-        assert 100 * (1 - better.span / by_time.span) == pytest.approx(percent, abs=0.06)
 
 
 # Bubbles as in GOLDENS, m = 32, when X and the rows take 0.1 and the statistics and dX 0.3: of the order made for that,
@@ -162,3 +152,82 @@ def test_few_wait_between_the_halves(name: str) -> None:
         assert most[Kind.S] <= 3
         assert most[Kind.E] <= 8 or device > 0
     assert check_order(order).ok
+
+
+# --- stages that differ -----------------------------------------------------------------------------------------------
+#
+# Growth is the share of each further microbatch that is bubble: how much the bubble (longest span - work of the busiest
+# device) grows from 8 p to 24 p microbatches, over how much the span grows. The rows of the schedules here know nothing
+# of the times, so many a base order grows already: with p = 8, mean of five seeds, interleaved with 4 stages per device
+# by 2.0 %, v-min by 2.5 %, gpipe by 3.3 %, looped-bfs by 8.9 %. With vocabulary passes none grows by half a percent
+# more, and most less: those four by 0.1, 0.0, 1.7 and 7.4 %.
+
+GROWING: list[tuple[str, dict[str, Any]]] = [
+    *[(name, {}) for name in ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-auto", "zbv")],
+    *[(name, {}) for name in ("v-half", "v-min", "gis", "gis-h", "dualpipe-v")],
+    *[("interleaved", FOUR), ("v-half", RAW), ("gis", {**FOUR, "group_size": 4})],
+]
+
+
+def per_stage(seed: int, placement: Placement) -> Costs:
+    """F, I and W of every stage from 0.5 to 1.5, the vocabulary passes alike on all devices."""
+    rng = random.Random(seed)
+    times = [[rng.uniform(0.5, 1.5) for _ in range(placement.stages)] for _ in range(3)]
+    return Costs(F=times[0], I=times[1], W=times[2], S=0.4, T=0.4, E=0.02, G=0.02)
+
+
+def bubble_and_span(order: Order, costs: Costs) -> tuple[float, float]:
+    timeline = time_order(order, costs)
+    return timeline.span - max(timeline.busy), timeline.span
+
+
+def growth(short: tuple[float, float], long: tuple[float, float]) -> float:
+    return 100 * (long[0] - short[0]) / (long[1] - short[1])
+
+
+@pytest.mark.parametrize(("devices", "seed"), [(3, 0), (4, 1), (5, 2), (8, 3)])
+@pytest.mark.parametrize(("name", "options"), GROWING, ids=lambda value: str(value))
+@pytest.mark.sampled(3)
+def test_growth(name: str, options: dict[str, Any], devices: int, seed: int) -> None:
+    if options.get("group_size", 0) > devices:
+        options = options | {"group_size": devices}
+    barriers = 1 + seed % 2
+    base, lowered = [], []
+    for microbatches in (8 * devices, 24 * devices):
+        order = generate(name, devices, microbatches, **options)
+        costs = per_stage(seed, order.placement)
+        result = add_vocabulary(order, barriers, costs)
+        report = check_order(result)
+        assert report.ok
+        assert all(held <= most for held, most in zip(report.in_flight, peak_limits(order, barriers), strict=True))
+        base.append(bubble_and_span(order, costs))
+        lowered.append(bubble_and_span(result, costs))
+    assert growth(*lowered) <= growth(*base) + 0.5
+
+
+# Bubble in percent of the span, mean of seeds 0 to 4, p = 8, m = 64, one barrier: of the base order, of rows sorted by
+# virtual time, and of what the transform gives.
+BUBBLES = [
+    ("1f1b", {}, 6.3, 5.3, 5.1),
+    ("interleaved", FOUR, 4.7, 7.2, 2.8),
+    ("zb-h1", {}, 1.7, 2.3, 1.4),
+    ("zb-h2", {}, 0.2, 1.6, 1.1),  # the span of the base order grows to its makespan, as for zbv
+    ("zbv", {}, 0.3, 2.2, 0.7),
+    ("v-half", RAW, 4.3, 5.0, 2.2),
+    ("v-min", {}, 7.0, 6.9, 3.5),
+    ("gis", {**FOUR, "group_size": 4}, 5.8, 10.9, 2.3),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "base", "by_time", "result"), BUBBLES)
+@pytest.mark.sampled(1)
+def test_bubbles_of_stages_that_differ(
+    name: str, options: dict[str, Any], base: float, by_time: float, result: float
+) -> None:
+    shares = []
+    for seed in range(5):
+        order = generate(name, 8, 64, **options)
+        costs = per_stage(seed, order.placement)
+        orders = (order, by_virtual_times(order, 1, costs), add_vocabulary(order, 1, costs))
+        shares.append([100 * bubble / span for bubble, span in (bubble_and_span(item, costs) for item in orders)])
+    assert [sum(column) / 5 for column in zip(*shares, strict=True)] == pytest.approx([base, by_time, result], abs=0.06)

@@ -1,8 +1,12 @@
-"""Vocabulary passes in any order."""
+"""Vocabulary passes in any order: spread, interlaced, for evaluation, and the list scheduling that spreads them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +16,8 @@ from schedule_oracle import by_virtual_times, random_costs, random_order, words
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
     EQUAL_COSTS,
+    MODES,
+    SCHEDULES,
     Costs,
     Kind,
     Order,
@@ -24,145 +30,133 @@ from evenpipe.schedule import (
     forward_only,
     generate,
     interlace,
+    plan_order,
     time_order,
+    without_offload,
 )
 from evenpipe.schedule.passes import VOCABULARY_KINDS
-from evenpipe.schedule.transforms.vocabulary import peak_limits
+from evenpipe.schedule.transforms.list_scheduling import Length, list_schedule
+from evenpipe.schedule.transforms.vocabulary import LISTS, peak_limits
+
+Sample = Callable[..., list[Any]]
 
 
-def test_one_barrier_on_two_devices() -> None:
-    order = add_vocabulary(generate("1f1b", 2, 3), 1)
-    assert words(order, 0) == "E0 E1 0F0 0F1 S0 E2 C0 S1 T0 0F2 C1 0B0 S2 T1 C2 0B1 G0 T2 0B2 G1 G2"
-    assert words(order, 1) == "E0 E1 1F0 S0 E2 C0 1F1 1B0 S1 T0 C1 1F2 1B1 S2 T1 C2 G0 1B2 T2 G1 G2"
+def within(order: Order, limits: list[int]) -> bool:
+    return all(held <= limit for held, limit in zip(check_order(order).in_flight, limits, strict=True))
 
 
-def test_two_barriers_on_two_devices() -> None:
-    order = add_vocabulary(generate("1f1b", 2, 3), 2)
-    assert Kind.C not in {item.kind for item in order.passes(0)}
-    assert words(order, 1) == "E0 E1 E2 1F0 S0 1F1 T0 S1 1F2 1B0 T1 S2 1B1 T2 G0 1B2 G1 G2"
+# --- small orders in full ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("devices", range(1, 13))
-@pytest.mark.sampled(8)
-def test_in_flight_of_1f1b_is_exact(devices: int, barriers: int) -> None:
-    """min(m, p - r), and one more for each barrier (arXiv 2411.05288, section 5.2)."""
-    for microbatches in range(1, 31):
-        base = generate("1f1b", devices, microbatches)
-        report = check_order(base)
-        assert report.in_flight == tuple(min(microbatches, devices - r) for r in range(devices))
-        report = check_order(add_vocabulary(base, barriers))
-        assert report.ok
-        assert report.in_flight == tuple(min(microbatches, devices - r + barriers) for r in range(devices))
+def test_vocabulary_passes_on_two_devices() -> None:
+    one, two = (add_vocabulary(generate("1f1b", 2, 3), barriers) for barriers in (1, 2))
+    assert words(one, 0) == "E0 E1 0F0 0F1 S0 E2 C0 S1 T0 0F2 C1 0B0 S2 T1 C2 0B1 G0 T2 0B2 G1 G2"
+    assert words(one, 1) == "E0 E1 1F0 S0 E2 C0 1F1 1B0 S1 T0 C1 1F2 1B1 S2 T1 C2 G0 1B2 T2 G1 G2"
+    assert Kind.C not in {item.kind for item in two.passes(0)}
+    assert words(two, 1) == "E0 E1 E2 1F0 S0 1F1 T0 S1 1F2 1B0 T1 S2 1B1 T2 G0 1B2 G1 G2"
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(0.1, 0.2), (1 / 3, 2 / 3), (18.522e-3, 27.423e-3), (1, 1)])
-def test_in_flight_is_exact_whatever_the_unit_of_time(forward: float, backward: float) -> None:
-    for barriers in (1, 2):
-        order = add_vocabulary(generate("1f1b", 8, 40), barriers, Costs(F=forward, B=backward))
-        assert check_order(order).in_flight == tuple(8 - r + barriers for r in range(8))
+def test_interlaced_passes_alternate_along_the_pipeline() -> None:
+    order = interlace(generate("1f1b", 3, 4))
+    assert words(order, 2) == "E0 E1 2F0 E2 S0 T0 2B0 2F1 E3 S1 T1 2B1 2F2 S2 T2 2B2 2F3 S3 T3 2B3 G0 G1 G2 G3"
+    assert words(order, 1) == "E0 E1 1F0 E2 S0 T0 1F1 E3 S1 T1 1F2 1B0 S2 T2 1F3 1B1 S3 T3 1B2 G0 1B3 G1 G2 G3"
+    assert words(order, 0) == "E0 0F0 E1 0F1 E2 S0 T0 0F2 E3 S1 T1 0F3 S2 T2 0B0 S3 T3 0B1 G0 0B2 G1 0B3 G2 G3"
+    # Stage 0 on device 2: what alternates is the pipeline, not the numbers of devices.
+    costs = Costs(F=[1, 2, 1], B=[2, 1, 3], S=1, T=1, E=0, G=0)
+    turned = interlace(random_order(0, Placement(3, (2, 0, 1)), 6), costs)
+    assert words(turned, 1).startswith("E0 E1 2F0 E2 S0 T0 2B0 2F1")
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
-def test_gpipe_holds_what_it_held(barriers: int) -> None:
-    assert check_order(add_vocabulary(generate("gpipe", 4, 6), barriers)).in_flight == (6, 6, 6, 6)
+def test_orders_for_evaluation() -> None:
+    order = forward_only(generate("1f1b", 3, 4))
+    assert [words(order, device) for device in range(3)] == [f"{s}F0 {s}F1 {s}F2 {s}F3" for s in range(3)]
+    assert (order.barriers, order.forward_only) == (0, True)
+    for mode in ("vocab-1", "vocab-2", "interlaced"):
+        order = forward_only(plan_order("1f1b", 2, 4, mode))
+        assert (order.barriers, order.forward_only) == (1, True)
+        assert words(order, 0) == "E0 E1 0F0 E2 0F1 E3 0F2 S0 0F3 S1 C0 S2 C1 S3 C2 C3"
+        assert words(order, 1) == "E0 E1 E2 1F0 E3 1F1 S0 1F2 S1 C0 1F3 S2 C1 S3 C2 C3"
+        assert forward_only(order) is order
+    joint = forward_only(Order.from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,0B0,1B1,0B1"))
+    assert words(joint, 0) == "0F0 1F0 0F1 1F1"
+    # Coarse times, which are tried as well, have none for forwards that are much shorter than backwards.
+    costs = Costs(F=0.01, B=6, I=3, W=3, S=1, C=0.1, T=1, E=0.1, G=0.1)
+    assert check_order(forward_only(plan_order("zb-h1", 2, 4, "vocab-2", costs), costs)).ok
 
 
-def interleaved(devices: int, microbatches: int, stages_per_device: int) -> Order:
-    """Interleaved 1F1B as Megatron runs it (arXiv 2104.04473); microbatches a multiple of devices."""
-    rows, ring = [], devices * stages_per_device
-    for device in range(devices):
+# --- any order --------------------------------------------------------------------------------------------------------
 
-        def item(kind: Kind, k: int, device: int = device) -> Pass:
-            turn = k % ring // devices
-            stage = (turn if kind is Kind.F else stages_per_device - 1 - turn) * devices + device
-            return Pass(kind, stage, k // ring * devices + k % devices)
-
-        total = microbatches * stages_per_device
-        ahead = min(total, 2 * (devices - 1 - device) + (stages_per_device - 1) * devices)
-        row = [item(Kind.F, k) for k in range(ahead)]
-        for k in range(total - ahead):
-            row += [item(Kind.F, k + ahead), item(Kind.B, k)]
-        rows.append((*row, *(item(Kind.B, k) for k in range(total - ahead, total))))
-    return Order(Placement.looped(devices, stages_per_device), microbatches, tuple(rows))
+SIZES = {
+    "devices": st.integers(1, 6),
+    "microbatches": st.integers(1, 10),
+    "seed": st.integers(0, 10**6),
+    "barriers": st.sampled_from([1, 2]),
+    "equal": st.booleans(),
+}
 
 
-def split_backwards(devices: int, microbatches: int) -> Order:
-    """ZB-H1: every device runs its weight gradients p - 1 turns behind (arXiv 2401.10241)."""
-    rows = []
-    for device in range(devices):
-        lags = {Kind.F: 0, Kind.I: devices - 1 - device, Kind.W: devices - 1}
-        turns = range(microbatches + devices - 1)
-        row = [Pass(kind, device, turn - lag) for turn in turns for kind, lag in lags.items()]
-        rows.append(tuple(item for item in row if 0 <= item.microbatch < microbatches))
-    return Order(Placement.linear(devices), microbatches, tuple(rows))
+def check_lowered(order: Order, barriers: int, costs: Costs) -> None:
+    """Sound, within the peak, no longer than sorted rows that keep to it; and so evaluated, and interlaced."""
+    lowered, by_time = add_vocabulary(order, barriers, costs), by_virtual_times(order, barriers, costs)
+    limits = peak_limits(order, barriers)
+    assert check_order(by_time).ok
+    if within(by_time, limits):
+        assert time_order(lowered, costs).span <= time_order(by_time, costs).span * (1 + 1e-6)
+    assert within(lowered, limits)
+    together = interlace(order, costs)
+    for result in (lowered, forward_only(lowered, costs), together, forward_only(together)):
+        report = check_program(add_communication(result, costs))
+        assert report.ok, report.faults[0]
+    for device in range(order.devices):
+        row = list(together.passes(device))
+        at = [position for position, item in enumerate(row) if item.kind is Kind.S]
+        assert [row[position + 1].kind for position in at] == [Kind.T] * order.microbatches
+        assert all(row[position + 1].microbatch == row[position].microbatch for position in at)
 
 
-@pytest.mark.parametrize(
-    ("order", "peaks"),
-    [
-        (interleaved(8, 32, 2), (23, 25, 27)),
-        (interleaved(4, 16, 3), (15, 18, 21)),
-        (split_backwards(8, 32), (8, 9, 10)),
-    ],
-)
-def test_any_number_of_stages_and_split_backwards(order: Order, peaks: tuple[int, int, int]) -> None:
-    """Peaks of the sorted order grow by one stage activation for each barrier and stage of a device."""
-    for barriers, peak in enumerate(peaks):
-        lowered = add_vocabulary(order, barriers) if barriers else order
-        assert check_program(add_communication(lowered)).ok
-        assert check_program(add_communication(forward_only(lowered))).ok
-        assert max(check_order(lowered).in_flight) <= peak
-        by_time = by_virtual_times(order, barriers, EQUAL_COSTS) if barriers else order
-        assert max(check_order(by_time).in_flight) == peak
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=12)
+@given(**SIZES, planned=st.booleans())
+@pytest.mark.sampled(3)
+def test_every_schedule(
+    name: str, *, devices: int, microbatches: int, seed: int, barriers: int, equal: bool, planned: bool
+) -> None:
+    try:
+        stages = generate(name, devices, microbatches).placement.stages
+        placement = Placement(devices, tuple(i % devices for i in range(stages)))
+        costs = EQUAL_COSTS if equal else random_costs(seed, placement)
+        order = without_offload(generate(name, devices, microbatches, costs=costs if planned else None))
+    except InputError as refusal:
+        assert "must" in str(refusal) or "need" in str(refusal), refusal
+        return
+    check_lowered(order, barriers, costs)
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    devices=st.integers(1, 5),
-    per_device=st.integers(1, 3),
-    v_shape=st.booleans(),
-    microbatches=st.integers(1, 6),
-    seed=st.integers(0, 10**6),
-    barriers=st.sampled_from([1, 2]),
-    split=st.booleans(),
-    equal=st.booleans(),
-    eager=st.floats(0, 1),
-)
-def test_any_sound_order_stays_sound(
+@pytest.mark.parametrize("repetition", range(4))
+@settings(max_examples=30)
+@given(**SIZES, per_device=st.integers(0, 3), split=st.booleans(), eager=st.floats(0, 1))
+@pytest.mark.sampled(1)
+def test_any_sound_order(
+    repetition: int,
     *,
     devices: int,
-    per_device: int,
-    v_shape: bool,
     microbatches: int,
     seed: int,
     barriers: int,
-    split: bool,
     equal: bool,
+    per_device: int,
+    split: bool,
     eager: float,
 ) -> None:
-    placement = Placement.v_shape(devices) if v_shape else Placement.looped(devices, per_device)
+    placement = Placement.looped(devices, per_device) if per_device else Placement.v_shape(devices)
     order = random_order(seed, placement, microbatches, split=split, eager=eager)
     costs = EQUAL_COSTS if equal else random_costs(seed, placement)
-    lowered = add_vocabulary(order, barriers, costs)
-    for result in (lowered, forward_only(lowered)):
-        report = check_program(add_communication(result, costs))
-        assert report.ok, report.faults[0]
-    limits = peak_limits(order, barriers)
-    assert all(held <= limit for held, limit in zip(check_order(lowered).in_flight, limits, strict=True))
+    check_lowered(order, barriers, costs)
     by_time = by_virtual_times(order, barriers, costs)
-    assert check_order(by_time).ok
-    sorted_span, span = time_order(by_time, costs).span, time_order(lowered, costs).span
-    fits = all(held <= limit for held, limit in zip(check_order(by_time).in_flight, limits, strict=True))
-    assert not fits or span <= sorted_span * (1 + 1e-6)
     for device in range(devices):  # In the sorted order, what did not move keeps its order, and so does what did.
         for moved in (True, False):
             before, after = (
-                [
-                    item
-                    for item in here.passes(device)
-                    if item.kind not in VOCABULARY_KINDS and (item.kind != "F") == moved
-                ]
+                [i for i in here.passes(device) if i.kind not in VOCABULARY_KINDS and (i.kind != "F") == moved]
                 for here in (order, by_time)
             )
             assert before == after
@@ -189,21 +183,134 @@ def test_passes_run_as_one_are_taken_apart(text: str, costs: Costs) -> None:
         assert not any(item.parts for device in range(order.devices) for item in order.passes(device))
 
 
-@pytest.mark.parametrize(
-    ("text", "barriers", "message"),
-    [
-        ("0F0,0B0", 0, "barriers must be 1 .* or 2 .*, not 0"),
-        ("0F0,0B0", 3, "barriers must be 1 .* or 2 .*, not 3"),
-        ("E0,0F0,S0,C0,T0,0B0,G0", 1, "the order has vocabulary passes already, with 1 barrier"),
-        ("0F0", 2, "barriers must be 1, as for every evaluation, not 2"),
-        ("0UNSHARD,0F0,0B0,0REDUCE_GRAD", 1, "cannot be added between UNSHARD"),
-    ],
-)
-def test_what_cannot_be_lowered(text: str, barriers: int, message: str) -> None:
+def test_backwards_split_for_some_microbatches_only() -> None:
+    order = Order.from_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1W0,1B1")
+    for barriers in (1, 2):
+        lowered = add_vocabulary(order, barriers)
+        listed = list_schedule(lowered, order, peak_limits(order, barriers), EQUAL_COSTS)
+        assert listed is not None and check_order(listed).ok and check_order(lowered).ok
+
+
+TAKEN = "the order has vocabulary passes already, with"
+WITHOUT_TIME = "F and B of at least one stage must be above 0"
+WHOLE, TWO = Order.from_csv("0F0,0B0"), generate("1f1b", 2, 2)
+GATHERING = Order.from_csv("0UNSHARD,0F0,0B0,0REDUCE_GRAD")
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: add_vocabulary(WHOLE, 0), "barriers must be 1 .* or 2 .*, not 0"),
+    (lambda: add_vocabulary(WHOLE, 3), "barriers must be 1 .* or 2 .*, not 3"),
+    (lambda: add_vocabulary(Order.from_csv("E0,0F0,S0,C0,T0,0B0,G0"), 1), f"{TAKEN} 1 barrier"),
+    (lambda: add_vocabulary(Order.from_csv("0F0"), 2), "barriers must be 1, as for every evaluation, not 2"),
+    (lambda: add_vocabulary(GATHERING, 1), "cannot be added between UNSHARD"),
+    (lambda: add_vocabulary(TWO, 1, Costs(F=0, B=0)), WITHOUT_TIME),
+    (lambda: interlace(Order.from_csv("E0,0F0,S0,T0,0B0,G0")), f"{TAKEN} 2 barriers"),
+    (lambda: interlace(Order.from_csv("0F0")), "an order that only evaluates cannot be interlaced"),
+    (lambda: interlace(GATHERING), "cannot be added between UNSHARD"),
+    (lambda: interlace(TWO, Costs(F=1)), "B is missing"),
+    (lambda: interlace(random_order(0, Placement.looped(2, 2), 2), Costs(F=0, B=0)), WITHOUT_TIME),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_lowered(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        add_vocabulary(Order.from_csv(text), barriers)
+        call()
 
 
-def test_an_order_that_takes_no_time_has_no_interval() -> None:
-    with pytest.raises(InputError, match="F and B of at least one stage must be above 0"):
-        add_vocabulary(generate("1f1b", 2, 2), 1, Costs(F=0, B=0))
+# --- memory and time of usual orders ----------------------------------------------------------------------------------
+
+
+def test_in_flight_of_1f1b_is_exact(sample: Sample) -> None:
+    """min(m, p - r), and one more for each barrier (arXiv 2411.05288, section 5.2); of interlaced passes half as much
+    again: a device with d devices behind it holds d + ceil(d / 2) + 1."""
+    for devices, microbatches in sample(product(range(1, 13), range(1, 31)), 40):
+        base = generate("1f1b", devices, microbatches)
+        for barriers in (1, 2):
+            held = check_order(add_vocabulary(base, barriers)).in_flight
+            assert held == tuple(min(microbatches, devices - r + barriers) for r in range(devices))
+        held = check_order(interlace(base)).in_flight
+        assert held == tuple(min(microbatches, d + ceil(d / 2) + 1) for d in reversed(range(devices)))
+        assert check_order(interlace(generate("gpipe", devices, microbatches))).in_flight == held
+    assert check_order(add_vocabulary(generate("gpipe", 4, 6), 2)).in_flight == (6, 6, 6, 6)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(0.1, 0.2), (1 / 3, 2 / 3), (18.522e-3, 27.423e-3), (1, 1)])
+def test_in_flight_is_exact_whatever_the_unit_of_time(forward: float, backward: float) -> None:
+    for barriers in (1, 2):
+        order = add_vocabulary(generate("1f1b", 8, 40), barriers, Costs(F=forward, B=backward))
+        assert check_order(order).in_flight == tuple(8 - r + barriers for r in range(8))
+
+
+def test_no_device_waits_in_the_middle_of_interlaced_1f1b() -> None:
+    """Bubble (p - 1)(F + B), as if the vocabulary passes were part of every device's own work."""
+    for devices, microbatches in product(range(1, 9), (1, 2, 9, 32)):
+        timeline = time_order(interlace(generate("1f1b", devices, microbatches)), EQUAL_COSTS)
+        assert timeline.span - max(timeline.busy) == pytest.approx(3 * (devices - 1))
+
+
+def test_evaluation_without_waiting(sample: Sample) -> None:
+    """A further microbatch takes what every device needs for it: F of its stages, and S."""
+    for name, barriers in sample(product(SCHEDULES, (0, 1)), 8):
+        spans = []
+        for microbatches in (16, 32):
+            order = generate(name, 4, microbatches)
+            evaluation = forward_only(add_vocabulary(order, 1) if barriers else order)
+            assert check_order(evaluation).ok
+            spans.append(time_order(evaluation, EQUAL_COSTS).span)
+        assert spans[1] - spans[0] == pytest.approx(16 * (order.placement.stages // 4 + 0.4 * barriers)), name
+
+
+def test_no_device_waits_for_collectives_of_an_evaluation(sample: Sample) -> None:
+    """A further microbatch takes F + S + C + E, though X and the statistics are under way for a while."""
+    slow = {"broadcast": 0.1, "statistics": 0.9}
+    for mode, name, output in sample(product(MODES[2:], ["gpipe", "1f1b"], [0.2, 1.0, 3.0]), 4):
+        costs = Costs(F=1, B=2, S=output, C=0.1, T=1, E=0.1, G=0, collectives=slow)
+        spans = [time_order(forward_only(plan_order(name, 4, m, mode)), costs).span for m in (40, 80)]
+        assert (spans[1] - spans[0]) / 40 == pytest.approx(1.2 + output)
+
+
+# --- list scheduling --------------------------------------------------------------------------------------------------
+
+
+def test_a_device_runs_what_is_ready() -> None:
+    """Device 1 wishes for 1F1 while the slow stage 0 still works on it, and runs 1B0 first."""
+    wishes = Order.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")
+    listed = list_schedule(wishes, wishes, [2, 2], Costs(F=[3, 1], B=[1, 1]))
+    assert listed is not None
+    assert words(listed, 1) == "1F0 1B0 1F1 1B1"
+    assert words(listed, 0) == "0F0 0F1 0B0 0B1"
+    # 0F0 ends at 3, 1B0 at 5, 0F1 at 6, 0B0 at 7, 1B1 at 8, 0B1 at 9
+    assert Length.of(listed, Costs(F=[3, 1], B=[1, 1])) == Length(span=9, makespan=9)
+
+
+@pytest.mark.parametrize(("limit", "row"), [(1, "0F0 0B0 0F1 0B1"), (2, "0F0 0F1 0B0 0B1")])
+def test_a_forward_runs_early_only_within_the_limit(limit: int, row: str) -> None:
+    plan = Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1")
+    listed = list_schedule(plan, plan, [limit, 1], EQUAL_COSTS)
+    assert listed is not None
+    assert words(listed, 0) == row
+
+
+def test_what_is_not_listed() -> None:
+    for text in (
+        "0F0,0R0,0B0",  # recomputation
+        "0F0,0O0,0D0,0L0,0B0",  # offload
+        "0F0,0F1,0I0,0W0,0I1",  # 0W1 is missing
+        "(0F0;0B0)OVERLAP_F_B",  # not taken apart
+    ):
+        order = Order.from_csv(text)
+        assert list_schedule(order, order, [9], EQUAL_COSTS) is None
+    moved = Order.from_csv("0F0,0O0,0F1,0D0,0L0,0B0,0B1")
+    assert add_vocabulary(moved, 1) == by_virtual_times(moved, 1, EQUAL_COSTS), "it is sorted"
+
+
+def test_rows_of_the_embedding_do_not_pile_up() -> None:
+    """E needs nothing, but waits until the first stage has come as near as the wishes had it."""
+    order = generate("1f1b", 4, 40)
+    costs = Costs(F=[4, 1, 1, 1], B=[4, 1, 1, 1], S=0.1, T=0.1, E=0.1, G=0.1)  # device 3 has nothing but time
+    wishes = by_virtual_times(order, 1, costs, LISTS[1][0])
+    listed = list_schedule(wishes, order, peak_limits(order, 1), costs)
+    assert listed is not None
+    ends = {(event.device, event.item): event.start for row in time_order(listed, costs).events for event in row}
+    for device in range(4):
+        for i in range(8, 40):
+            assert ends[device, Pass(Kind.E, None, i)] >= ends[0, Pass(Kind.F, 0, i - 6)] or device == 0

@@ -6,28 +6,12 @@ reached: 0.7 % for all 20 rows, and 0.8 % when the one fitted constant has seen 
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
-import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/published_profile.py"
-REACHED, REACHED_HELD_OUT = 0.7, 0.8
+import published_profile as script
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published_profile", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published_profile"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_published_iteration(script: ModuleType) -> None:
+def test_every_published_iteration() -> None:
     profile = json.loads(script.DATA.read_text(encoding="utf-8"))
     rows = script.predict(profile, script.hop_of(profile))
     assert len(rows) == 20
@@ -35,6 +19,6 @@ def test_every_published_iteration(script: ModuleType) -> None:
     assert 0 < step < 0.015 * min(row.measured for row in rows)
     for row in rows:
         label = (row.method, row.vocabulary)
-        assert abs(script.error(row.simulated + step, row.measured)) < REACHED, label
+        assert abs(script.error(row.simulated + step, row.measured)) < 0.7, label
         held_out = script.held_out_step(rows, row.method)
-        assert abs(script.error(row.simulated + held_out, row.measured)) < REACHED_HELD_OUT, label
+        assert abs(script.error(row.simulated + held_out, row.measured)) < 0.8, label

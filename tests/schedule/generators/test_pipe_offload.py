@@ -48,7 +48,7 @@ def peaks(devices: int, stages_per_device: int, moved: range, microbatches: int 
 
 
 @pytest.mark.parametrize(("size", "wanted"), TABLE.items())
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_table(size: tuple[int, int], wanted: tuple[list[int], list[int]]) -> None:
     theirs, ours = wanted
     found = peaks(*size, range(size[1] + 1))
@@ -58,7 +58,7 @@ def test_the_table(size: tuple[int, int], wanted: tuple[list[int], list[int]]) -
 
 @pytest.mark.parametrize("devices", [3, 4, 6, 7, 10])
 @pytest.mark.parametrize("stages_per_device", [2, 3, 5, 6])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_the_band(devices: int, stages_per_device: int) -> None:
     if devices % 2:  # the formula is that of even numbers: half a device more
         devices_of_formula = devices + 1
@@ -76,7 +76,7 @@ def test_the_band(devices: int, stages_per_device: int) -> None:
     ("devices", "stages_per_device", "microbatches"),
     [(2, 2, 8), (3, 2, 12), (4, 4, 16), (5, 3, 20), (8, 4, 16), (8, 4, 64), (8, 8, 32), (13, 2, 40), (16, 4, 48)],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_everything_on_the_host_leaves_three_chunks_whatever_the_size(
     devices: int, stages_per_device: int, microbatches: int
 ) -> None:
@@ -89,6 +89,7 @@ def test_everything_on_the_host_leaves_three_chunks_whatever_the_size(
 
 
 @pytest.mark.parametrize(("devices", "stages_per_device"), [(8, 4), (16, 4), (5, 3)])
+@pytest.mark.sampled(1)
 def test_copies_as_long_as_compute_leave_little_more(devices: int, stages_per_device: int) -> None:
     costs = Costs(F=1, I=1, W=1, O=1.5, L=1.5, bytes=1)
     order = generate("po-f", devices, 4 * devices, stages_per_device=stages_per_device, costs=costs)

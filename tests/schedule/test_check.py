@@ -1,0 +1,473 @@
+"""What is wrong with an order or a program, what exceeds the memory of a device, and what is no schedule at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from schedule_oracle import completes, edited
+from text_tables import cases, order_of
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    SCHEDULES,
+    Costs,
+    Kind,
+    Limits,
+    Order,
+    Pass,
+    Placement,
+    Program,
+    Report,
+    Transfer,
+    TransferKind,
+    check_order,
+    check_program,
+    forward_only,
+    generate,
+    plan_order,
+    plan_program,
+)
+
+
+def told(report: Report, starts: list[str]) -> bool:
+    """Whether the faults of a report are those whose sentences start like that, in this order."""
+    faults = [str(fault) for fault in report.faults]
+    same = len(faults) == len(starts) and all(map(str.startswith, faults, starts))
+    assert same, (faults, starts)
+    return report.ok == (not starts)
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+LINEAR = Placement.linear(2)
+ORDERS = """
+0F0,0B0|1F0,1B0
+0F0,,0B0|,1F0,1B0
+E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
+0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0REDUCE_GRAD|1F0,1B0,1REDUCE_GRAD
+0F0,0R0,0B0|1F0,1O0,1D0,1L0,1B0
+0F0,0O0,0D0,0L0,0R0,0B0|1F0,1O0,1D0,1L0,1R0,1I0,1W0
+0F0,0I0,0W0|1F0,1I0,1W0
+0F0,0B0|1F0
+    device 1: 1B0 is missing, so its activations are never released
+0B0|1F0,1B0
+    device 0: 0F0 is missing
+0F0,0I0|1F0,1I0,1W0
+    device 0: 0W0 is missing, so its activations are never released
+0F0,0W0|1F0,1B0
+    device 0: 0I0 is missing
+0F0,0B0,0W0|1F0,1B0
+    device 0, position 2: 0B0 has run whole
+0F0,0O0,0B0|1F0,1B0
+    device 0: 0D0 is missing, so the copied memory is never freed
+    device 0: 0L0 is missing, so its activations are never copied back
+0F0,0L0,0B0|1F0,1B0
+    device 0: 0O0 is missing, so its activations are not on the host
+    device 0: 0D0 is missing
+0F0,0O0,0L0,0D0,0B0|1F0,1B0
+    device 0, position 2: 0L0 comes before 0D0 at position 3
+    device 0, position 2: the order cannot complete
+0F0,0D0,0O0,0L0,0B0|1F0,1B0
+    device 0, position 1: 0D0 comes before 0O0 at position 2
+    device 0, position 1: the order cannot complete
+0F0,0O0,0D0,0B0,0L0|1F0,1B0
+    device 0, position 3: 0B0 comes before 0L0 at position 4
+    device 0, position 3: the order cannot complete: device 0 stops at position 3, 0B0, awaiting 0L0 of device 0
+0F0,0F0,0B0|1F0,1B0
+    device 0, position 1: 0F0 is already at position 0
+0F0,0B0|1F0,0B0,1B0 ; {"placement": 2}
+    device 1, position 1: 0B0 belongs to device 0
+0F0,0B0|1F0,1B0,2B0 ; {"placement": 2}
+    device 1, position 2: 2B0 names a stage that does not exist; stages are 0 to 1
+0F0,0B0|1F0,1B0,1F7 ; {"microbatches": 1}
+    device 1, position 2: 1F7 names a microbatch that does not exist
+0F0,0B0|1F0,1F0.1,1B0 ; {"slices": 1}
+    device 1, position 1: 1F0.1 is for a slice of a sequence
+0F0,S0,0B0|1F0,1B0 ; {"barriers": 0}
+    device 0, position 1: S0 is not allowed in an order with 0 barriers
+E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,T0,1B0,G0 ; {"barriers": 2}
+    device 0, position 3: C0 is not allowed in an order with 2 barriers
+0F0,0B0|1F0 ; {"forward_only": true}
+    device 0, position 1: 0B0 is not allowed in an order that only evaluates
+0B0,0F0|1F0,1B0
+    device 0, position 0: 0B0 comes before 0F0 at position 1
+    device 0, position 0: the order cannot complete
+0F0,0B0|1B0,1F0
+    device 1, position 0: 1B0 comes before 1F0
+    device 0, position 1: the order cannot complete
+0F0,0R0,0B0|1F0,1B0,1R0
+    device 1, position 1: 1B0 comes before 1R0 at position 2
+    device 0, position 2: the order cannot complete
+0R0,0F0,0B0|1F0,1B0
+    device 0, position 0: 0R0 comes before 0F0 at position 1
+    device 0, position 0: the order cannot complete
+0F0,0O0,0D0,0R0,0L0,0B0|1F0,1B0
+    device 0, position 3: 0R0 comes before 0L0 at position 4, which it needs
+    device 0, position 3: the order cannot complete: device 0 stops at position 3, 0R0, awaiting 0L0 of device 0
+0F0,0B0,0F1,0B1|1F0,1F1,1B0,1B1
+    device 0, position 1: the order cannot complete: device 0 stops at position 1
+E0,0F0,S0,T0,C0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
+    device 0, position 3: T0 comes before C0 at position 4
+    device 0, position 3: the order cannot complete
+(0F0;0B0)OVERLAP_F_B
+0F0,(0F1;0F1)OVERLAP_F_B,0B0,0B1
+    device 0, position 1: 0F1 is already at position 1
+0F0,(0W0;0I0)OVERLAP_F_B
+    device 0, position 1: 0W0 comes before the part of (0W0;0I0)OVERLAP_F_B that it needs
+    device 0, position 1: the order cannot
+0F0,0B0,0F1|1F0,1F0,1B1
+    device 0: 0B1 is missing
+    device 1, position 1: 1F0 is already at position 0
+    device 1: 1B0 is missing
+    device 1: 1F1 is missing
+0F0,0B0,0F1,0B1|1F0,1F1,1B0
+    device 1: 1B1 is missing
+    device 0, position 1: the order cannot complete: device 0 stops at position 1, 0B0, awaiting 1B0 of device 1;
+0F0,0B0,0F1,0B1|1F0,1B0,1B1
+    device 1: 1F1 is missing
+"""
+"""Rows, what is given besides, and below them the faults, or how they begin."""
+
+
+def test_faults_of_orders() -> None:
+    for rows, given, faults in cases(ORDERS):
+        if "placement" in given:
+            given["placement"] = Placement.linear(given["placement"])
+        assert told(check_order(order_of(rows, **given)), faults)
+
+
+def test_a_fault_shows_the_rows_around_it() -> None:
+    order = generate("1f1b", 4, 8)
+    rows = [list(row) for row in order.rows]
+    rows[1][4], rows[1][7] = rows[1][7], rows[1][4]  # 1F3 and 1B2
+    (fault,) = check_order(Order(order.placement, 8, tuple(map(tuple, rows)))).faults
+    assert str(fault).splitlines() == [
+        "device 0, position 6: the order cannot complete: "
+        "device 0 stops at position 6, 0B1, awaiting 1B1 of device 1; "
+        "device 1 stops at position 4, 1B2, awaiting 2B2 of device 2; "
+        "device 2 stops at position 5, 2F3, awaiting 1F3 of device 1; "
+        "device 3 stops at position 6, 3F3, awaiting 2F3 of device 2",
+        "  device 0: ... 0F2 0F3 0B0 0F4 [0B1] 0F5 0B2 0F6 0B3 ...",
+        "  device 1: 1F0 1F1 1F2 1B0 [1B2] 1B1 1F4 1F3 1F5 ...",
+        "  device 2: ... 2F1 2B0 2F2 2B1 [2F3] 2B2 2F4 2B3 2F5 ...",
+        "  device 3: ... 3F1 3B1 3F2 3B2 [3F3] 3B3 3F4 3B4 3F5 ...",
+    ]
+
+
+def test_raise_if_faulty() -> None:
+    check_order(plan_order("1f1b", 3, 3)).raise_if_faulty()
+    broken = Order.from_csv("0F0,0F1,0B0\n1F0,1F1,1B0")
+    with pytest.raises(InputError) as error:
+        check_order(broken).raise_if_faulty()
+    assert str(error.value).splitlines() == [
+        "the schedule has 2 faults",
+        "device 0: 0B1 is missing, so its activations are never released",
+        "device 1: 1B1 is missing, so its activations are never released",
+    ]
+
+
+def test_an_error_shows_so_many_faults_and_a_report_all() -> None:
+    order = generate("1f1b", 2, 40)
+    report = check_order(Order(order.placement, 40, (order.rows[0], order.rows[1][:1])))
+    assert len(report.faults) == 79
+    with pytest.raises(InputError, match="79 faults") as error:
+        report.raise_if_faulty()
+    assert str(error.value).endswith("and 59 more")
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+# What every example starts from: 1F1B on two devices, two microbatches.
+FIRST = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1"
+SECOND = "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
+WHOLE = f"{FIRST}\n{SECOND}\n"
+
+PROGRAMS = """
+0F0, -> 0F0,,
+0F0, -> 0UNSHARD,0F0,
+0SEND_F1, ->
+    device 0: 0SEND_F1 is missing
+1RECV_F1, ->
+    device 1: 1RECV_F1 is missing
+0SEND_F1 -> 0SEND_F1,0SEND_F1
+    device 0, position 4: 0SEND_F1 is already at position 3
+1SEND_B1 -> 1SEND_B1,1SEND_F0
+    device 1, position 8: no pass needs 1SEND_F0, or device 1 is not a member of it
+1SEND_B1 -> 1SEND_B1,0SEND_F1
+    device 1, position 8: no pass needs 0SEND_F1, or device 1 is not a member of it
+0F0, -> X0,0F0,
+    device 0, position 0: no pass needs X0, or device 0 is not a member of it
+0F0, -> 0SEND_F5,0F0,
+    device 0, position 0: 0SEND_F5 names a microbatch that does not exist; microbatches are 0 to 1
+0F0, -> 0SEND_F0.1,0F0,
+    device 0, position 0: 0SEND_F0.1 is for a slice of a sequence
+0F0,0SEND_F0 -> 0SEND_F0,0F0
+    device 0, position 0: 0SEND_F0 is issued before 0F0 at position 1, whose data it carries
+1RECV_F0,1F0 -> 1F0,1RECV_F0
+    device 1, position 1: 1RECV_F0 is issued after 1F0 at position 0, which waits for it
+0F0,0SEND_F0,0F1,0SEND_F1 -> 0F0,0F1,0SEND_F1,0SEND_F0
+    device 1, position 0: 1RECV_F0 comes before 1RECV_F1 on communicator F:0>1, but not on device 0
+1B1, ->
+    device 1: 1B1 is missing
+1F0,1RECV_F1,1B0 -> 1B0,1RECV_F1,1F0
+    device 1, position 1: 1B0 comes before 1F0 at position 3
+    device 0, position 5: the order cannot complete: device 0 stops at position 5, 0B0, awaiting 1B0 of device 1
+"""
+"""Replaced text and replacement, and below them the faults."""
+
+
+def test_faults_of_programs() -> None:
+    assert check_program(Program.from_csv(WHOLE)).ok
+    for replaced, _, faults in cases(PROGRAMS):
+        old, _, new = replaced.partition(" ->")
+        assert old in WHOLE
+        assert told(check_program(Program.from_csv(WHOLE.replace(old, new.strip(), 1), microbatches=2)), faults)
+
+
+def test_a_transfer_says_who_takes_part() -> None:
+    _, program = plan_program("1f1b", 3, 1, "vocab-2")
+    for change, message in (
+        ({"members": (0, 1)}, "X0 has members (0, 1), not (0, 1, 2)"),
+        ({"root": 0}, "X0 has root 0, not 2"),
+        ({"communicator": "DX"}, "X0 has communicator 'DX', not 'X'"),
+    ):
+        row = [replace(item, **change) if str(item) == "X0" else item for item in program.rows[1]]
+        (fault,) = check_program(edited(program, 1, row)).faults
+        assert (fault.device, fault.what) == (1, message)
+
+
+def test_a_program_that_only_separate_queues_complete() -> None:
+    """Each communicator is in order on both devices, but between communicators the devices disagree."""
+    _, program = plan_program("1f1b", 2, 2, "first-last")
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+    ]
+    damaged = Program.from_csv("\n".join(rows))
+    assert check_program(program).ok
+    (fault,) = check_program(damaged).faults
+    assert fault.what.startswith("with one queue per device the program cannot complete: device 0 stops at position 5")
+    assert "0B0, awaiting 0RECV_B0 (queued after 1RECV_F1 on device 1)" in fault.what
+    assert completes(damaged, lambda transfer: transfer.communicator)
+    assert not completes(damaged, lambda transfer: "")
+
+
+def test_what_is_missing_hides_no_standstill() -> None:
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0B1",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1SEND_B1",
+    ]
+    faults = check_program(Program.from_csv("\n".join(rows))).faults
+    assert [fault.what[:33] for fault in faults] == [
+        "1B1 is missing, so its activation",
+        "0RECV_B1 is missing",
+        "with one queue per device the pro",
+    ]
+
+
+def test_a_program_that_no_queues_complete() -> None:
+    """Device 0 offers 1F1's input only behind the backward that 1F1 comes before on device 1."""
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+    ]
+    faults = check_program(Program.from_csv("\n".join(rows))).faults
+    for fault, model in zip(faults, ("one queue per communicator", "one queue per device"), strict=True):
+        assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position 4, 0B0")
+        assert "awaiting 0RECV_B0 (not issued by device 1)" in fault.what
+        assert "device 1 stops at position 3, 1F1, awaiting 1RECV_F1 (not issued by device 0)" in fault.what
+
+
+def test_what_a_device_sends_is_sent_before_the_device_uses_it_up() -> None:
+    """Its own share too, for which it waits for nobody. Who only gives may do it later."""
+    uses = [(2, "X0", "S0"), (0, "ROW_GRADIENTS0", "G0"), (1, "X0", "S0"), (1, "DX0", "")]
+    for mode, (device, transfer, user) in product(["vocab-1", "vocab-2", "interlaced"], uses):
+        _, program = plan_program("1f1b", 3, 1, mode)
+        row = list(program.rows[device])
+        (late,) = (item for item in row if str(item) == transfer)
+        row.append(row.pop(row.index(late)))
+        late_faults = [
+            fault
+            for fault in check_program(edited(program, device, row)).faults
+            if fault.device == device and "is issued after" in fault.what
+        ]
+        place = [str(item) for item in row].index(user) if user else 0
+        why = "which waits for it" if device == 1 else "which consumes its data"
+        expected = [f"{transfer} is issued after {user} at position {place}, {why}"] if user else []
+        assert [fault.what for fault in late_faults] == expected
+        assert all(f"[{transfer}]" in fault.rows for fault in late_faults)
+
+
+def test_the_message_of_a_standstill_shows_rows_with_transfers() -> None:
+    damaged = Program.from_csv(f"{FIRST}\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
+    assert check_program(damaged).ok
+    damaged = Program.from_csv(f"{FIRST.replace('0SEND_F1,0RECV_B0', '0RECV_B0,0SEND_F1')}\n{SECOND}")
+    (fault,) = check_program(damaged).faults
+    assert fault.rows.splitlines()[0] == "  device 0: ... 0SEND_F0 0F1 0RECV_B0 0SEND_F1 [0B0] 0RECV_B1 0B1"
+
+
+def test_a_program_that_is_not_sound_is_refused_with_all_its_faults() -> None:
+    program = Program.from_csv(f"{FIRST.replace('0SEND_F0,', '')}\n{SECOND.replace(',1SEND_B1', '')}")
+    with pytest.raises(InputError) as error:
+        check_program(program).raise_if_faulty()
+    assert str(error.value) == (
+        "the schedule has 2 faults\ndevice 0: 0SEND_F0 is missing\ndevice 1: 1SEND_B1 is missing"
+    )
+
+
+def test_hops_of_one_pair_in_another_order_than_its_partner_are_found() -> None:
+    """Devices 1 and 2 of three, neither of which is the communicator's first member."""
+    _, program = plan_program("gpipe", 3, 2, "first-last", EQUAL_COSTS, sharing="per-kind")
+    row = list(program.rows[2])
+    first, second = (row.index(item) for item in row if isinstance(item, Transfer) and item.kind == "RECV_F")
+    assert (row[first].microbatch, row[second].microbatch) == (0, 1)
+    row[first], row[second] = row[second], row[first]
+    damaged = Program(program.placement, 2, (*program.rows[:2], tuple(row)), sharing="per-kind")
+    report = check_program(damaged)
+    assert not report.ok
+    assert any("on communicator F" in fault.what for fault in report.faults)
+
+
+def test_a_communicator_of_another_name_is_a_fault() -> None:
+    _, program = plan_program("1f1b", 2, 1, "first-last")
+    renamed = program.shared("per-kind")
+    wrong = Program(program.placement, 1, renamed.rows)
+    assert any("communicator" in fault.what for fault in check_program(wrong).faults)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+GPIPE = "0F0,0F1,0F2,0B0,0B1,0B2|1F0,1F1,1F2,1B0,1B1,1B2"
+LIMITS = """
+GPIPE ; {"activations": 3}
+GPIPE ; {"activations": [3, 2]}
+    device 1, position 2: 1F2 makes it 3 stage activations, more than the limit of 2
+GPIPE ; {"activations": 2.5}
+    device 0, position 2: 0F2 makes it 3 stage activations, more than the limit of 2.5
+    device 1, position 2: 1F2 makes it 3 stage activations, more than the limit of 2.5
+0F0,,0I0,0F1,0W0,0I1,0W1 ; {"activations": 1}
+    device 0, position 3: 0F1 makes it 2 stage activations
+0F0,(0F1;0B0)OVERLAP_F_B,0B1 ; {"activations": 1}
+    device 0, position 1: (0F1;0B0)OVERLAP_F_B makes it 2
+GPIPE ; {"bytes": 30, "costs": [10, 5]}
+GPIPE ; {"bytes": 29, "costs": [10, 5]}
+    device 0, position 2: 0F2 makes it 30 bytes
+GPIPE ; {"bytes": [30, 14], "costs": [10, 5]}
+    device 1, position 2: 1F2 makes it 15 bytes
+0F0,0O0,0D0,0F1,0B1,0L0,0B0 ; {"bytes": 10, "costs": 10}
+0F0,0O0,0F1,0B1,0D0,0L0,0B0 ; {"bytes": 10, "costs": 10}
+    device 0, position 2: 0F1 makes it 20 bytes
+0F0,0O0,0D0,0F1,0L0,0B1,0B0 ; {"bytes": 10, "costs": 10}
+    device 0, position 4: 0L0 makes it 20 bytes
+GPIPE ; {"activations": 1, "bytes": 1, "costs": 1}
+    device 0, position 1: 0F1 makes it 2 stage activations
+    device 1, position 1: 1F1 makes it 2 stage activations
+    device 0, position 1: 0F1 makes it 2 bytes
+    device 1, position 1: 1F1 makes it 2 bytes
+"""
+"""Rows and limits, with the bytes of each stage, and below them the faults."""
+
+
+def test_limits() -> None:
+    for rows, limits, faults in cases(LIMITS):
+        costs = Costs(F=1, B=2, bytes=limits.pop("costs")) if "costs" in limits else None
+        assert told(check_order(order_of(rows.replace("GPIPE", GPIPE)), Limits(**limits, costs=costs)), faults)
+
+
+def test_the_peak_is_the_least_limit() -> None:
+    for name in SCHEDULES:
+        order = generate(name, 3, 5)
+        peaks = check_order(order).in_flight
+        assert check_order(order, Limits(activations=peaks)).ok
+        for device, peak in enumerate(peaks):
+            if peak > 1:
+                less = [limit - (there == device) for there, limit in enumerate(peaks)]
+                (fault,) = check_order(order, Limits(activations=less)).faults
+                assert fault.device == device
+                assert f"makes it {peak} stage activations, more than the limit of {peak - 1}" in fault.what
+
+
+def test_positions_in_a_program_count_transfers() -> None:
+    _, program = plan_program("gpipe", 2, 2, "first-last")
+    (fault,) = check_program(program, Limits(activations=[2, 1])).faults
+    assert str(program.rows[1][fault.position]) == "1F1"
+    assert f"[{program.rows[1][fault.position]}]" in fault.rows
+
+
+def test_limits_stand_beside_other_faults() -> None:
+    faults = check_order(Order.from_csv("0F0,0F1,0B0\n1F0,1F1,1B1,1B0"), Limits(activations=1)).faults
+    assert [fault.what.split(",")[0] for fault in faults] == [
+        "0B1 is missing",
+        "0F1 makes it 2 stage activations",
+        "1F1 makes it 2 stage activations",
+    ]
+
+
+def test_evaluation_stores_nothing() -> None:
+    assert check_order(forward_only(generate("gpipe", 2, 4)), Limits(activations=1)).ok
+
+
+# --- what is no schedule ----------------------------------------------------------------------------------------------
+
+ONE = Placement.linear(1)
+HUGE = 10**9
+
+
+SOUND = Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0)
+FAR_OFF = [
+    # passes of one device, microbatches, faults
+    (SOUND, HUGE, ["0F1 to 0F999999999 are missing", "0B1 to 0B999999999 are"]),
+    ((*SOUND, Pass(Kind.F, HUGE, 0)), 1, [f"{HUGE}F0 names a stage that"]),
+    ((*SOUND, Pass(Kind.F, 0, HUGE)), 1, [f"0F{HUGE} names a microbatch that does not exist"]),
+    ((*SOUND, Pass(Kind.F, 0, -1)), 1, ["0F-1 names a microbatch that does not exist"]),
+    ((*SOUND, Pass(Kind.F, 0)), 1, ["0F is not a pass: F has a stage and a micro"]),
+    ((*SOUND, Pass(Kind.S, 0, 0)), 1, ["0S0 is not allowed in an order with 0"]),
+    ((*SOUND, Pass(Kind.UNSHARD)), 1, ["UNSHARD is not a pass: UNSHARD has a stage"]),
+    ((), 1, ["0F0 is missing", "0B0 is missing"]),
+]
+
+
+def test_what_is_far_off_is_named_and_takes_no_room() -> None:
+    for row, microbatches, expected in FAR_OFF:
+        found = [fault.what for fault in check_order(Order(ONE, microbatches, (row,))).faults]
+        assert len(found) == len(expected), found
+        assert all(what.startswith(start) for what, start in zip(found, expected, strict=True)), found
+
+
+def test_transfers_that_are_far_off() -> None:
+    order = Order.from_csv("0F0,0B0\n1F0,1B0", microbatches=HUGE)
+    found = [fault.what for fault in check_program(Program(order.placement, HUGE, order.rows)).faults]
+    assert "0SEND_F0 to 0SEND_F999999999 are missing" in found
+
+
+BYTES = Costs(F=1, B=2, bytes=1)
+NONE: list[tuple[Callable[[], object], str]] = [
+    (lambda: Limits(activations=0), "must be a finite number above 0, in stage activations, not 0"),
+    (lambda: Limits(activations=[1, 2, 3]), "has 3 numbers for 2 devices"),
+    (lambda: Limits(bytes=-1, costs=BYTES), "must be a finite number above 0, in bytes, not -1"),
+    (lambda: Limits(bytes=5), "a limit in bytes needs costs with the field bytes or memory"),
+    (lambda: Limits(bytes=5, costs=Costs(F=1, B=2)), "a limit in bytes needs costs"),
+    (lambda: Limits(bytes=5, costs=Costs(F=1, B=2, bytes=[1, 2, 3])), "bytes has 3 numbers for 2 stages"),
+    (lambda: Order(ONE, 1.5, ((),)), "microbatches must be a whole number, not 1.5"),
+    (lambda: Order(LINEAR, 1, ((),)), "the order has 1 row for 2 devices"),
+    (lambda: Order(ONE, 1, (("0F0",),)), "device 0, position 0: expected a pass, not '0F0'"),
+    (lambda: Order(ONE, 1, ((Pass(Kind.F, 0, 0), 7),)), "device 0, position 1: expected a pass, not 7"),
+    (lambda: Order(ONE, 1, ((Transfer(TransferKind.X, None, 0),),)), "position 0: expected a pass, not Transfer"),
+    (lambda: Program(ONE, 1, (("X0",),)), "device 0, position 0: expected a pass or transfer, not 'X0'"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), NONE)
+def test_what_is_no_schedule_and_no_limit(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        match build():
+            case Limits() as limits:
+                check_order(order_of(GPIPE), limits)
+            case Program() as program:
+                check_program(program)
+            case Order() as order:
+                check_order(order)
