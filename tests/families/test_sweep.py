@@ -129,6 +129,6 @@ def run_in_bf16(configuration: Configuration) -> None:
 @pytest.mark.parametrize(
     "chosen", [FEW, pytest.param(EQUAL, marks=pytest.mark.slow)], ids=["few", "all that are equal"]
 )
-def test_families_run_in_bf16(chosen: list[Configuration]) -> None:
-    for configuration in chosen:
+def test_families_run_in_bf16(chosen: list[Configuration], sample) -> None:
+    for configuration in sample(chosen, 3):
         run_in_bf16(configuration)

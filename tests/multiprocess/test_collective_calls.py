@@ -112,7 +112,7 @@ def mix_all_pairs(layout: dict[str, Any], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_every_mix_of_two_methods_is_named_on_all_processes(layout: str, tmp_path: Path) -> None:
     options = LAYOUTS[layout]
     processes = options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1) * options.get("cp", 1)
@@ -182,7 +182,7 @@ def disagree(makes_calls: Callable[..., Calls], arguments: tuple[Any, ...]) -> s
 
 
 @pytest.mark.parametrize(("makes_calls", "arguments", "says"), DISAGREEMENTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_other_disagreements_are_named_too(makes_calls, arguments, says: list[str] | str) -> None:
     processes = 2 if isinstance(says, str) else len(says)
     expected = says if isinstance(says, str) else sentence(says)
@@ -220,7 +220,7 @@ def wait_for_others_in_vain(method: str, others: str, folder: Path) -> str:
         ("end", "has ended while others still needed it; process 0 was awaiting the call of {0} from process 1"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_limit_of_a_wait_holds_if_others_call_nothing(method: str, others: str, says: str, tmp_path: Path) -> None:
     outcomes = run_outcomes(wait_for_others_in_vain, 2, method, others, tmp_path)
     assert says.format(method) in outcomes[0].value, describe(outcomes)

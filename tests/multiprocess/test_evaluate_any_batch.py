@@ -72,7 +72,7 @@ def any_size(options: dict[str, Any], modes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("options", "modes"), LAYOUTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_batch_of_any_size_is_evaluated(options: dict[str, Any], modes: tuple[str, ...]) -> None:
     run_processes(any_size, 2 * options.get("replicas", 1), options, modes)
 

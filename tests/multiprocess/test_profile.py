@@ -107,13 +107,14 @@ SHARED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", SHARED, ids=["context", "replicas", "sharded"])
-@pytest.mark.sampled(1)
 def test_devices_that_share_parameters_have_every_kind_of_pass(shared: list[str]) -> None:
     """Passes are measured in other orders than that of the run, which sum gradients at other places."""
     profiled("1f1b", "vocab-2", "pipeline.processes=4", *shared)
 
 
+@pytest.mark.slow
 def test_a_device_of_two_tensor_ranks_has_the_costs_of_one_device() -> None:
     """The first process returns them, and the file arranges the orders of all ranks. Every rank sends its share."""
     ranks = ["pipeline.processes=4", "pipeline.tensor_parallel=2"]

@@ -130,7 +130,7 @@ def fault_of(case: Case) -> str:
 
 
 def test_gradients_are_those_of_one_process(sample) -> None:
-    check_cases(faults_of, sample(cases(), 6))
+    check_cases(faults_of, sample(cases(), 3))
 
 
 # --- order, bytes, counts ---------------------------------------------------------------------------------------------
@@ -172,6 +172,7 @@ def test_ranks_issue_the_same_in_one_order_and_receive_as_much_as_without(schedu
     assert [bytes_received for _, bytes_received in ring] == [bytes_received for _, bytes_received in plain]
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_repeats_no_sum_of_a_ring() -> None:
     """It gathers each block's input once more, but keeps the sums: they are results of products. Without rings,
     test_tensor_traffic.py counts them."""
@@ -214,6 +215,7 @@ def order_in_w(overlap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.sampled(1)
 def test_w_gathers_an_input_behind_the_products_before_it(overlap: str) -> None:
     (log, other) = run_processes(order_in_w, 2, overlap)
     assert log == other

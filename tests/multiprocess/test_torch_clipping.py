@@ -55,6 +55,7 @@ def clipping(options: dict[str, object]) -> list[bool]:
         (1, {}, True),
     ],
 )
+@pytest.mark.sampled(2)
 def test_torch_may_clip_only_where_a_process_holds_the_whole_model(processes, options, allowed) -> None:
     assert run_processes(clipping, processes, options) == [[allowed] * len(CLIPPING)] * processes
 
@@ -72,6 +73,7 @@ def optimizer(kind: str, vocabulary: str) -> str:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sampled(1)
 def test_an_optimizer_of_whole_matrices_is_refused_where_rows_are_spread(kind: str) -> None:
     for error in run_processes(optimizer, 2, kind, "vocab-2"):
         assert error.startswith(f"torch.optim.{kind} would take the rows of model.embed_tokens.weight on this process")

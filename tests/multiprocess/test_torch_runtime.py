@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "devices", "microbatches", "options"), CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_gradients_in_torch_are_those_of_one_process(schedule, devices, microbatches, options, tmp_path):
     order = without_offload(generate(schedule, devices, microbatches, **options))  # torch has no copies to the host
     run_processes(step_in_torch, devices, order, tmp_path)
