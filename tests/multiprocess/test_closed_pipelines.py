@@ -68,5 +68,5 @@ def numbers() -> dict[int, torch.Tensor]:
 
 
 def test_closed_pipelines_leave_no_tensors(sample) -> None:
-    layouts = sample(LAYOUTS, 3)
+    layouts = sample(LAYOUTS, 2)
     assert run_processes(left_by_each, 4, layouts) == [{name: [] for name in layouts}] * 4

@@ -110,7 +110,7 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("awaited", [*OF_TENSOR_RANKS, *OF_CONTEXT_RANKS], ids=str)
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_rank_that_fails_is_named_with_its_place_and_what_was_awaited(how: str, awaited: Awaited, rank: int) -> None:
     victim, mate = 2 * awaited.device + rank, 2 * awaited.device + 1 - rank
     place = f"process {victim} \\(device {awaited.device}, {awaited.axis} rank {rank}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -50,7 +51,7 @@ class Log:
     """Of tensor ranks, by pass (its kind) and operation."""
 
 
-def logs_of_steps(ranks: int, ways: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], Log]:
+def logs_of_steps(ranks: int, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Log]:
     return {way: log_of_step(ranks, *way) for way in ways}
 
 
@@ -76,19 +77,13 @@ def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
     return Log({name: count for name, count in received.items() if name in names}, dict(collectives))
 
 
-@cache
-def shared() -> list[dict[tuple[str, str], Log]]:
-    """The logs of two devices with two tensor ranks each, by process."""
-    return run_processes(logs_of_steps, 4, 2, WAYS)
-
-
 def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
     """Hops, X, dX and rows of the embedding are shared by the tensor ranks; statistics are not, but merged before."""
-    alone = run_processes(logs_of_steps, 2, 1, WAYS[:1])
+    alone, shared = run_processes(logs_of_steps, 2, 1, WAYS[:1]), run_processes(logs_of_steps, 4, 2, WAYS[:1])
     for device in range(2):
         expected = alone[device][WAYS[0]].bytes
         for name, count in expected.items():
-            parts = [logs[WAYS[0]].bytes[name] for logs in shared()[2 * device : 2 * device + 2]]
+            parts = [logs[WAYS[0]].bytes[name] for logs in shared[2 * device : 2 * device + 2]]
             if name == "STATISTICS":
                 assert parts == [count, count]
             elif name.startswith("ROW"):
@@ -97,30 +92,36 @@ def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
                 assert parts == [count / 2, count / 2], name
 
 
-@pytest.mark.parametrize(("schedule", "checkpointing"), WAYS)
-def test_collectives_of_every_pass(schedule: str, checkpointing: str) -> None:
+def test_collectives_of_every_pass(sample) -> None:
     """A layer has two blocks. Each gathers before and sums behind in F, and the other way round in B or I; its input is
     gathered again for the weight gradients, in B or W.
 
     With checkpointing a layer repeats its forward in B or I, and keeps the gathered input from there to W: "full"
     without the last sum, "selective" without any, since it has kept them. E, S and C add theirs.
     """
-    every = [logs[schedule, checkpointing].collectives for logs in shared()]
-    assert every[0] == every[1] and every[2] == every[3]
+    ways = sample(WAYS, 2)
+    by_process = run_processes(logs_of_steps, 4, 2, ways)
+    for way in ways:
+        every = [logs[way].collectives for logs in by_process]
+        assert every[0] == every[1] and every[2] == every[3]
+        for device in range(2):
+            assert every[2 * device] == collectives_of(device, *way), way
+
+
+def collectives_of(device: int, schedule: str, checkpointing: str) -> dict[str, int]:
     blocks = 2 * LAYERS // 2 * MICROBATCHES  # of a device
     repeats, splits = checkpointing != "none", schedule == "zb-h1"
     backward = "I" if splits else "B"
-    for device, log in enumerate((every[0], every[2])):
-        vocabulary = {"S gather": MICROBATCHES, "S table": MICROBATCHES, "C scatter": MICROBATCHES}
-        embedding = {"F sum": MICROBATCHES, f"{backward} sum": MICROBATCHES}
-        layers = {
-            "F gather": blocks,
-            "F scatter": blocks,
-            f"{backward} gather": blocks * (2 if repeats or not splits else 1),
-            f"{backward} scatter": blocks + (blocks // 2 if checkpointing == "full" else 0),
-        }
-        weights = {"W gather": blocks} if splits and not repeats else {}
-        assert log == layers | weights | vocabulary | (embedding if device == 0 else {})
+    vocabulary = {"S gather": MICROBATCHES, "S table": MICROBATCHES, "C scatter": MICROBATCHES}
+    embedding = {"F sum": MICROBATCHES, f"{backward} sum": MICROBATCHES}
+    layers = {
+        "F gather": blocks,
+        "F scatter": blocks,
+        f"{backward} gather": blocks * (2 if repeats or not splits else 1),
+        f"{backward} scatter": blocks + (blocks // 2 if checkpointing == "full" else 0),
+    }
+    weights = {"W gather": blocks} if splits and not repeats else {}
+    return layers | weights | vocabulary | (embedding if device == 0 else {})
 
 
 # --- context ranks ----------------------------------------------------------------------------------------------------
