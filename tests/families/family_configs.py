@@ -16,92 +16,36 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY, LAYERS = 251, 4
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 16,
-    "pad_token_id": 3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # encoders and decoders
-    "decoder_layers": LAYERS,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "ffn_dim": 96,
-    "is_decoder": True,
-    "scale_embedding": True,
-    # attention to a part of the sequence
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "attention_chunk_size": 8,
-    "index_topk": 4,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "rotary_dim": 8,
+COMMON: dict[str, Any] = (
+    {"vocab_size": VOCABULARY, "hidden_size": 64, "max_position_embeddings": 128, "is_decoder": True}
+    | {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2, "scale_embedding": True}
+    | dict.fromkeys(("num_hidden_layers", "decoder_layers"), LAYERS)
+    | dict.fromkeys(("intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim"), 96)
+    # heads; of linear attention and state spaces too
+    | dict.fromkeys(("num_attention_heads", "decoder_attention_heads", "linear_num_value_heads", "linear_num_heads"), 4)
+    | dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "index_n_heads"), 2)
+    | dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16)
+    | {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+    # attention to a part of the sequence, and parts that are computed together
+    | dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "rotary_dim"), 8)
+    | dict.fromkeys(("mamba_chunk_size", "mamba_dt_rank", "time_step_rank", "chunk_size"), 8)
+    | {"index_topk": 4, "index_head_dim": 16}
     # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 40,
-    "expert_ffn_hidden_size": 40,
-    "shared_expert_intermediate_size": 48,
-    "shared_intermediate_size": 48,
-    "first_k_dense_replace": 1,
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+    | dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2)
+    | dict.fromkeys(("n_group", "num_expert_group", "topk_group", "first_k_dense_replace"), 1)
+    | dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 40)
+    | dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 48)
     # latent attention
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "qk_head_dim": 32,
-    "v_head_dim": 16,
-    # linear attention and state spaces
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
-    "mamba_d_ssm": 128,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_dt_rank": 8,
-    "time_step_rank": 8,
-    "chunk_size": 8,
+    | dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 24)
+    | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16}
     # multipliers and caps, away from values that hide them
-    "embedding_multiplier": 2.5,
-    "logits_scaling": 3.0,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.4,
-    "logit_scale": 0.3,
-    "final_logit_softcapping": 3.0,
-    "attn_logit_softcapping": 2.0,
-    "query_pre_attn_scalar": 24,
-}
+    | {"embedding_multiplier": 2.5, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+    | {"logit_scale": 0.3, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
+)
 """Passed to configs that have the field, under this name or their own name for it."""
 
-TOWER = {
-    "num_hidden_layers": 1,
-    "num_blocks": 1,
-    "depth": 1,
-    "num_heads": 4,
+TOWER = {"num_hidden_layers": 1, "num_blocks": 1, "depth": 1, "num_heads": 4} | {
     "image_size": 32,
     "patch_size": 16,
     "out_hidden_size": 64,

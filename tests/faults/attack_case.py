@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import process_groups
 from attacker import SENTENCE, WORDS
-from network_case import ADDRESSES, HERE, START_SECONDS, Cable, alive, environment, until, written_pids
+from network_case import ADDRESSES, HERE, START_SECONDS, Cable, alive, environment, kill_written, until
 
 PROCESSES = 2
 SECONDS = 6.0
@@ -110,11 +111,8 @@ def play(attack: Attack, loss: float) -> Result:
             until(lambda: run.poll() is not None, time.monotonic() + 60)
             _judge(attack, folder, run, loss, result)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            for pid in written_pids(folder).values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            process_groups.kill(run)
+            kill_written(folder)
             if stranger is not None:
                 stranger.kill()
                 stranger.wait()
@@ -159,9 +157,7 @@ def _start_run(cable: Cable, folder: Path, torchrun: bool) -> subprocess.Popen[b
         command += [f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"]
     command += [str(HERE / "network_program.py"), str(folder), "4", "20"]
     with (folder / "launcher").open("wb") as printed:
-        return subprocess.Popen(
-            [*cable.command(0), *command], env=environment(0), stdout=printed, stderr=printed, start_new_session=True
-        )
+        return process_groups.start([*cable.command(0), *command], env=environment(0), stdout=printed, stderr=printed)
 
 
 def _steps(folder: Path) -> int:

@@ -102,20 +102,6 @@ class Case:
         kind = "tensor rank" if self.tensor_parallel > 1 else "context rank"
         return f"device {self.victim // ranks}, {kind} {self.victim % ranks}"
 
-    def __str__(self) -> str:
-        also = "" if self.also_stopped is None else f", process {self.also_stopped} stopped before"
-        fault = f"{self.how} in {self.where} ({self.share:.2f})"
-        ranks = f" ({self.tensor_parallel} per device)" if self.tensor_parallel > 1 else ""
-        if self.context_parallel > 1:
-            ranks = f" ({self.context_parallel} for a sequence, {self.context_exchange})"
-        if self.expert_parallel > 1:
-            ranks = f" ({self.expert_parallel} share experts)"
-        slices = f" of {self.slices} slices" if self.slices > 1 else ""
-        return (
-            f"{self.started_by}, {self.processes} processes{ranks}, {self.schedule}, {self.vocabulary}, "
-            f"{self.microbatches} microbatches{slices}: process {self.victim}, {fault}{also}"
-        )
-
     def dump(self) -> str:
         return json.dumps(asdict(self))
 

@@ -1,7 +1,8 @@
 """What each process of a case runs: a short training with checkpoints, in which one of them fails.
 
 Every part runs at least twice. In the first round the victim counts the places where it could fail (function calls and
-returns, through Python's profiler); in the second it fails at the one that the case asks for.
+returns, through Python's profiler); in the second it fails at the one that the case asks for. Faults of the start have
+functions of their own, in place of two steps of it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from fault_case import LAYERS, Case
 from transformers import LlamaConfig, MixtralConfig
 
@@ -25,9 +28,10 @@ from evenpipe import Pipeline, initialise_worker
 from evenpipe.checkpoints import prepare_folder, save
 from evenpipe.communication.communicator import Handle
 from evenpipe.errors import InputError
+from evenpipe.processes import worker
 from evenpipe.processes.worker import finish_worker
 
-SILENCE_SECONDS = 2.0
+SILENCE_SECONDS = 4.0
 START_SECONDS = 30.0
 """Time for processes to arrive, on a machine that may be busy."""
 HANG_SECONDS = 6.0
@@ -207,8 +211,33 @@ def _show_waits(file: Path) -> None:
     Handle.wait = shown
 
 
-if __name__ == "__main__":  # under torchrun
-    import fault_start  # noqa: F401
+# --- faults of the start ----------------------------------------------------------------------------------------------
 
+
+def _with_fault(function: Callable[..., Any], place: str, before: float, after: float) -> Callable[..., Any]:
+    """`function`, failing before or after it where the case's share is below these."""
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        _fail_if("before", before)
+        result = function(*arguments, **named)
+        _fail_if("after", after)
+        return result
+
+    def _fail_if(when: str, share: float) -> None:
+        if CASE not in os.environ:
+            return
+        case = Case.load(os.environ[CASE])
+        is_here = share - 0.25 <= case.share < share
+        if case.where == "start" and int(os.environ["RANK"]) == case.victim and is_here:
+            fail(case.how, Path(os.environ[FOLDER]), f"{when} {place}")
+
+    return run
+
+
+# Imported into the fork server, or first of all under torchrun.
+worker.meet = _with_fault(worker.meet, "meeting", 0.25, 0.5)
+dist.init_process_group = _with_fault(dist.init_process_group, "making the default group", 0.75, 1.0)
+
+if __name__ == "__main__":  # under torchrun
     train(Case.load(os.environ[CASE]), Path(os.environ[FOLDER]))
     finish_worker()

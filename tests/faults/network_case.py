@@ -15,7 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+
+import process_groups
 
 HERE = Path(__file__).resolve().parent
 
@@ -74,6 +77,7 @@ class Cable:
         return ["ip", "netns", "exec", self.machines[machine]]
 
 
+@cache
 def why_not() -> str | None:
     """Why no namespaces can be made here, or None."""
     try:
@@ -176,27 +180,23 @@ def environment(machine: int) -> dict[str, str]:
 def _launchers(cable: Cable, folder: Path, scenario: Scenario) -> Iterator[list[subprocess.Popen[bytes]]]:
     """torchrun on both machines. At the end all that they started is killed."""
     limits = [str(scenario.silence_seconds), str(scenario.timeout_seconds)]
-    started = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(kill_written, folder)
+        started = []
         for machine in range(2):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={machine}"]
             torchrun += [f"--nproc-per-node={PROCESSES // 2}", f"--master-addr={ADDRESSES[0]}", "--master-port=29511"]
-            with (folder / f"launcher-{machine}").open("wb") as printed:
-                command = [*cable.command(machine), *torchrun, str(HERE / "network_program.py"), str(folder), *limits]
-                started.append(
-                    subprocess.Popen(
-                        command, env=environment(machine), stdout=printed, stderr=printed, start_new_session=True
-                    )
-                )
+            printed = stack.enter_context((folder / f"launcher-{machine}").open("wb"))
+            command = [*cable.command(machine), *torchrun, str(HERE / "network_program.py"), str(folder), *limits]
+            options = {"env": environment(machine), "stdout": printed, "stderr": printed}
+            started.append(stack.enter_context(process_groups.running(command, **options)))
         yield started
-    finally:
-        for launcher in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        for pid in written_pids(folder).values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+
+def kill_written(folder: Path) -> None:
+    for pid in written_pids(folder).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _pids_of_all_that_train(

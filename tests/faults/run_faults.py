@@ -15,7 +15,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "multiprocess")]
 
 from fault_case import FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_EXPERTS, FIRST_WITH_TENSOR_RANKS, draw  # noqa: E402
 from fault_run import Verdict, mark, run  # noqa: E402
@@ -67,16 +68,18 @@ def table(verdicts: list[Verdict]) -> str:
     """By how a process failed: runs, how many ended as they should, and the longest time to the end of all."""
     by_how: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
-        by_how[verdict.case.how].append(verdict)
-        if verdict.case.also_stopped is not None:
-            by_how["(beside one that is stopped)"].append(verdict)
-        by_how[f"(started by {verdict.case.started_by})"].append(verdict)
-        if verdict.case.tensor_parallel > 1:
-            by_how["(with tensor ranks)"].append(verdict)
-        if verdict.case.context_parallel > 1:
-            by_how["(with context ranks)"].append(verdict)
-        if verdict.case.expert_parallel > 1:
-            by_how["(with shared experts)"].append(verdict)
+        case = verdict.case
+        kinds = {
+            case.how: True,
+            "(beside one that is stopped)": case.also_stopped is not None,
+            f"(started by {case.started_by})": True,
+            "(with tensor ranks)": case.tensor_parallel > 1,
+            "(with context ranks)": case.context_parallel > 1,
+            "(with shared experts)": case.expert_parallel > 1,
+        }
+        for kind, holds in kinds.items():
+            if holds:
+                by_how[kind].append(verdict)
     lines = [f"{'how a process failed':<30}{'runs':>6}{'as they should':>16}{'longest until all had ended':>30}"]
     for how in sorted(by_how, key=lambda how: (how.startswith("("), how)):
         group = by_how[how]

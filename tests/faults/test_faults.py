@@ -1,10 +1,12 @@
-"""Seven of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
+"""Seven of the random runs of `make fault-test`, always the same, a cut cable, attacks, and how cases are drawn."""
 
 from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 
 import attack_case
 import network_case
@@ -32,63 +34,62 @@ def marked_processes():
 
 
 @pytest.mark.parametrize(("started_by", "seed"), [(by, seed) for by, seeds in SEEDS.items() for seed in seeds])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_all_others_end_and_say_why(started_by: str, seed: int) -> None:
     case = draw(seed, started_by)
     verdict = run(case)
     assert not verdict.complaints, f"{case}; at {verdict.place}: {verdict.complaints}; {verdict.message}"
 
 
-@pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
-def test_a_machine_that_is_cut_off_is_named_by_all() -> None:
+def cut_cable() -> list[str]:
+    """All name a machine that is cut off."""
     scenario = next(scenario for scenario in network_case.SCENARIOS if scenario.name == "the link fails")
-    assert network_case.play(scenario).complaints == []
+    return network_case.play(scenario).complaints
 
 
-@pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
-@pytest.mark.parametrize("answers", [1, 2])
-def test_another_user_of_the_machine_cannot_get_in(answers: int) -> None:
+def another_user(answers: int) -> list[str]:
+    """He cannot get in."""
     attack = next(
         attack for attack in attack_case.ATTACKS if attack.early and (attack.machine, attack.answers) == (0, answers)
     )
-    assert attack_case.play(attack, run_network.loss_in_one_process()).complaints == []
+    return attack_case.play(attack, run_network.loss_in_one_process()).complaints
+
+
+@pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
+@pytest.mark.parametrize("play", [cut_cable, partial(another_user, 1), partial(another_user, 2)])
+@pytest.mark.slow
+def test_on_networks_of_their_own(play: Callable[[], list[str]]) -> None:
+    assert play() == []
+
+
+SIZES = {
+    # from the first seed on: processes, ranks of a sequence, of tensors, and members that share experts
+    FIRST_WITH_TENSOR_RANKS: {(2, 1, 2, 1), (4, 1, 2, 1)},
+    FIRST_WITH_CONTEXT_RANKS: {(2, 2, 1, 1), (4, 2, 1, 1)},
+    FIRST_WITH_EXPERTS: {(2, 1, 1, 2), (4, 1, 1, 2)},
+}
 
 
 def test_a_case_is_drawn_from_its_seed_alone() -> None:
-    cases = [draw(seed) for seed in range(100)]
-    assert cases[:20] == [draw(seed) for seed in range(20)]
-    assert all(Case.load(case.dump()) == case for case in cases)
-    assert {case.where for case in cases} == set(PLACES)
-    assert {case.how for case in cases} == set(FAULTS)
-    assert any(case.also_stopped is not None for case in cases)
-    assert {case.tensor_parallel for case in cases} == {1}
-
-
-def test_cases_with_tensor_ranks() -> None:
-    cases = [draw(seed) for seed in range(FIRST_WITH_TENSOR_RANKS, FIRST_WITH_TENSOR_RANKS + 100)]
-    assert {(case.processes, case.tensor_parallel) for case in cases} == {(2, 2), (4, 2)}
-    assert {case.where for case in cases} == set(PLACES)
-    assert {case.how for case in cases} == set(FAULTS)
-    assert {case.victim for case in cases} == set(range(4))
-
-
-def test_cases_with_context_ranks() -> None:
-    cases = [draw(seed) for seed in range(FIRST_WITH_CONTEXT_RANKS, FIRST_WITH_CONTEXT_RANKS + 100)]
-    assert {(case.processes, case.tensor_parallel, case.context_parallel) for case in cases} == {(2, 1, 2), (4, 1, 2)}
-    assert {(case.context_exchange, case.slices) for case in cases} == {
-        (a, b) for a in ("keys", "heads") for b in (1, 2)
-    }
-    assert {case.where for case in cases} == set(PLACES)
-    assert {case.how for case in cases} == set(FAULTS)
-    assert {case.place for case in cases} == {f"device {a}, context rank {b}" for a in range(2) for b in range(2)}
-
-
-def test_cases_with_shared_experts() -> None:
-    cases = [draw(seed) for seed in range(FIRST_WITH_EXPERTS, FIRST_WITH_EXPERTS + 100)]
-    assert {(case.processes, case.expert_parallel, case.tensor_parallel) for case in cases} == {(2, 2, 1), (4, 2, 1)}
-    assert {case.where for case in cases} == set(PLACES)
-    assert {case.how for case in cases} == set(FAULTS)
-    assert {case.place for case in cases} == {f"replica {a}, device {b}" for a in range(2) for b in range(2)}
+    whole = [draw(seed) for seed in range(100)]
+    assert whole[:20] == [draw(seed) for seed in range(20)]
+    assert all(Case.load(case.dump()) == case for case in whole)
+    assert any(case.also_stopped is not None for case in whole)
+    assert {(case.tensor_parallel, case.context_parallel, case.expert_parallel) for case in whole} == {(1, 1, 1)}
+    drawn = {first: [draw(seed) for seed in range(first, first + 100)] for first in SIZES}
+    for first, cases in {0: whole, **drawn}.items():
+        assert {case.where for case in cases} == set(PLACES)
+        assert {case.how for case in cases} == set(FAULTS)
+        if first:
+            sizes = [(one.processes, one.context_parallel, one.tensor_parallel, one.expert_parallel) for one in cases]
+            assert set(sizes) == SIZES[first]
+            assert {case.victim for case in cases} == set(range(4))
+    in_pieces = {(case.context_exchange, case.slices) for case in drawn[FIRST_WITH_CONTEXT_RANKS]}
+    assert in_pieces == {("keys", 1), ("keys", 2), ("heads", 1), ("heads", 2)}
+    for first, words in ((FIRST_WITH_CONTEXT_RANKS, "device, context rank"), (FIRST_WITH_EXPERTS, "replica, device")):
+        outer, inner = words.split(", ")
+        places = {f"{outer} {a}, {inner} {b}" for a in range(2) for b in range(2)}
+        assert {case.place for case in drawn[first]} == places
 
 
 def test_what_is_expected_of_a_message() -> None:

@@ -43,14 +43,8 @@ def catching(fails: str, place: int, schedule: str, owned: bool) -> list[str]:
         initialise_worker(timeout_seconds=600)
     torch.manual_seed(0)
     layers = [Failing(fails if index == place else "") for index in range(4)]
-    pipeline = Pipeline.from_modules(
-        nn.Embedding(VOCABULARY, WIDTH),
-        layers,
-        None,
-        nn.Linear(WIDTH, VOCABULARY),
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-    )
+    ends = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    pipeline = Pipeline.from_modules(ends[0], layers, None, ends[1], schedule=schedule, microbatches=MICROBATCHES)
     ids, caught = torch.zeros(MICROBATCHES, 5, dtype=torch.int64), []
     for _ in itertools.count() if owned else range(4):
         try:
@@ -60,15 +54,11 @@ def catching(fails: str, place: int, schedule: str, owned: bool) -> list[str]:
     return caught
 
 
-CASES = [
-    ("forward", 0, "1f1b"),
-    ("forward", 3, "zbv"),
-    ("backward", 2, "1f1b"),
-    ("backward", 0, "zbv"),
-]
-
-
-@pytest.mark.parametrize(("fails", "place", "schedule"), CASES)
+@pytest.mark.parametrize(
+    ("fails", "place", "schedule"),
+    [("forward", 0, "1f1b"), ("forward", 3, "zbv"), ("backward", 2, "1f1b"), ("backward", 0, "zbv")],
+)
+@pytest.mark.sampled(2)
 def test_a_loop_that_catches_errors_ends_on_all_processes(fails: str, place: int, schedule: str) -> None:
     outcomes = run_outcomes(catching, 2, fails, place, schedule, False)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], describe(outcomes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import reference
@@ -17,8 +18,17 @@ from evenpipe.model import describe
 
 FP64 = torch.float64
 MICROBATCHES = 4
-SIZES = (1, 3, 5, 4, 6, 8)
-"""Fewer than the microbatches, not a multiple of them, and multiples; a step of training comes in between."""
+SIZES = {1: ((1,), (3,), (5,), (4,), (6,), (8,)), 2: ((1, 5), (6, 2), (4, 3))}
+"""By the number of replicas, sequences of each: fewer than the microbatches, not a multiple of them, and multiples."""
+
+LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({}, MODES),
+    ({"schedule": "zbv"}, ("first-last", "vocab-2")),
+    ({"schedule": "interleaved"}, ("first-last", "vocab-2")),
+    ({"replicas": 2}, ("first-last", "vocab-2")),
+    ({"replicas": 2, "data_parallel": "shard"}, ("first-last", "vocab-2")),
+]
+"""Options of a pipeline of two devices, and vocabulary modes."""
 
 
 def padded(sequences: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,76 +43,38 @@ def padded(sequences: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def log_probabilities_of(model, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """[sequences, tokens], at t that of the label at t + 1, 0 where none counts."""
     with torch.no_grad():
-        found = torch.log_softmax(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, -1)
+        every = torch.log_softmax(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, -1)
     targets = torch.full_like(labels, reference.IGNORE)
     targets[:, :-1] = labels[:, 1:]
-    return torch.where(targets == reference.IGNORE, 0.0, found.gather(2, targets.clamp(min=0)[..., None]).squeeze(-1))
+    return torch.where(targets == reference.IGNORE, 0.0, every.gather(2, targets.clamp(min=0)[..., None]).squeeze(-1))
 
 
-def any_size(schedule: str, modes: tuple[str, ...]) -> None:
+def any_size(options: dict[str, Any], modes: tuple[str, ...]) -> None:
+    """Each replica evaluates a batch of its own; the loss is the mean over the labels of all of them."""
+    options = {"microbatches": MICROBATCHES, "parameter_dtype": FP64, "self_check": False, **options}
     model = copy.deepcopy(described(97, True, FP64).model)
     for mode in modes:
-        pipeline = Pipeline(
-            described(97, True, FP64),
-            schedule=schedule,
-            vocabulary=mode,
-            microbatches=MICROBATCHES,
-            parameter_dtype=FP64,
-            self_check=False,
-        )
-        for sequences in SIZES:
-            ids, labels, mask = padded(sequences, seed=sequences)
-            given = (ids, labels) if pipeline.device == 0 else (None, None)
-            result = pipeline.evaluate(*given, attention_mask=mask)
-            wanted = log_probabilities_of(model, ids, labels, mask)
-            valid = int((labels[:, 1:] != reference.IGNORE).sum())
+        pipeline = Pipeline(described(97, True, FP64), vocabulary=mode, **options)
+        for sizes in SIZES[pipeline.replicas]:
+            batches = [padded(sequences, seed=10 * sequences + replica) for replica, sequences in enumerate(sizes)]
+            ids, labels, mask = batches[pipeline.replica]
+            result = pipeline.evaluate(*((ids, labels) if pipeline.device == 0 else (None, None)), attention_mask=mask)
+            wanted = [log_probabilities_of(model, *batch) for batch in batches]
+            valid = sum(int((labels[:, 1:] != reference.IGNORE).sum()) for _, labels, _ in batches)
             assert result.tokens == valid
-            assert result.loss == pytest.approx(-float(wanted.sum()) / max(valid, 1), rel=1e-12), (mode, sequences)
-            assert torch.allclose(result.log_probabilities, wanted, rtol=1e-12, atol=1e-12), (mode, sequences)
-            if sequences == SIZES[2]:
+            loss = -sum(float(one.sum()) for one in wanted) / max(valid, 1)
+            assert result.loss == pytest.approx(loss, rel=1e-12), (mode, sizes)
+            own = wanted[pipeline.replica]
+            assert torch.allclose(result.log_probabilities, own, rtol=1e-12, atol=1e-12), (mode, sizes)
+            if sizes == (5,):  # training in between
                 pipeline.step(torch.zeros(MICROBATCHES, 3, dtype=torch.int64))
         pipeline.close()
 
 
-def test_a_batch_of_any_size_is_evaluated_in_every_mode() -> None:
-    run_processes(any_size, 2, "1f1b", MODES)
-
-
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+@pytest.mark.parametrize(("options", "modes"), LAYOUTS)
 @pytest.mark.sampled(1)
-def test_a_batch_of_any_size_is_evaluated_by_other_schedules(schedule: str) -> None:
-    run_processes(any_size, 2, schedule, ("first-last", "vocab-2"))
-
-
-def replicas_of_any_size(kind: str) -> None:
-    """Pipelines side by side with batches of other sizes and lengths: the mean over the labels of all of them."""
-    model = copy.deepcopy(described(97, True, FP64).model)
-    for mode in ("first-last", "vocab-2"):
-        pipeline = Pipeline(
-            described(97, True, FP64),
-            vocabulary=mode,
-            microbatches=MICROBATCHES,
-            parameter_dtype=FP64,
-            replicas=2,
-            data_parallel=kind,
-            self_check=False,
-        )
-        for sizes in ((1, 5), (6, 2), (4, 3)):
-            batches = [padded(sequences, seed=replica) for replica, sequences in enumerate(sizes)]
-            own = batches[pipeline.replica]
-            result = pipeline.evaluate(own[0], own[1], attention_mask=own[2])
-            wanted = [log_probabilities_of(model, *batch) for batch in batches]
-            valid = sum(int((labels[:, 1:] != reference.IGNORE).sum()) for _, labels, _ in batches)
-            assert result.tokens == valid
-            assert result.loss == pytest.approx(-sum(float(one.sum()) for one in wanted) / valid, rel=1e-12)
-            assert torch.allclose(result.log_probabilities, wanted[pipeline.replica], rtol=1e-12, atol=1e-12)
-        pipeline.close()
-
-
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-@pytest.mark.sampled(1)
-def test_replicas_evaluate_batches_of_any_size(kind: str) -> None:
-    run_processes(replicas_of_any_size, 4, kind)
+def test_a_batch_of_any_size_is_evaluated(options: dict[str, Any], modes: tuple[str, ...]) -> None:
+    run_processes(any_size, 2 * options.get("replicas", 1), options, modes)
 
 
 def routers() -> None:

@@ -1,7 +1,6 @@
-"""Bytes of tensors in real runs: balanced where the paper says so, in proportion to the order, and gone after the step.
-
-All figures are of a second step: gradients exist, and memory that is used again has been made.
-"""
+"""What a step leaves behind, how many buffers it receives into, and balance: bytes of tensors in real runs of several
+devices, all of a second step. How many bytes there are after each item is compared with estimates
+(test_estimated_memory.py). And the counter itself."""
 
 from __future__ import annotations
 
@@ -17,15 +16,13 @@ from torch import nn
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
-from evenpipe.runtime.accounting import ByteCounter, tensor_bytes
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.schedule import Kind, Pass, Transfer, TransferKind, parts_of
-from evenpipe.schedule.timeline import peak_activations
 
 
 @dataclass(frozen=True)
 class Case:
     schedule: str
-    mode: str = "vocab-2"
     microbatches: int = 9
     vocabulary: int = 64
     tokens: int = 32
@@ -36,18 +33,11 @@ class Case:
 
 
 @dataclass
-class Found:
+class Counted:
     """What one device counted in one step."""
 
     parameters: int
-    gradients: int
-    started: int
-    """Everything that was there before."""
     peak: int
-    in_flight: int
-    """Stage activations held at most, by the order."""
-    per_stage: int
-    """The most bytes that F leaves for the backward, its input included."""
     survivors: list[str]
     held: dict[int, int]
     """By the order, the most microbatches in flight in each of its stages."""
@@ -55,8 +45,8 @@ class Found:
     """The most receive buffers alive, by stage and direction."""
 
 
-def config(case: Case) -> LlamaConfig:
-    return LlamaConfig(
+def count(case: Case) -> Counted:
+    config = LlamaConfig(
         vocab_size=case.vocabulary,
         hidden_size=32,
         intermediate_size=64,
@@ -66,55 +56,30 @@ def config(case: Case) -> LlamaConfig:
         max_position_embeddings=case.tokens,
         tie_word_embeddings=False,
     )
-
-
-def count(case: Case) -> Found:
-    pipeline = Pipeline(
-        config(case), schedule=case.schedule, vocabulary=case.mode, microbatches=case.microbatches, self_check=False
-    )
-    generator = torch.Generator().manual_seed(0)
+    pipeline = Pipeline(config, schedule=case.schedule, microbatches=case.microbatches, self_check=False)
     largest = case.vocabulary if case.largest_id is None else case.largest_id
-    ids = torch.randint(0, largest, (case.microbatches, case.tokens), generator=generator)
+    size = (case.microbatches, case.tokens)
+    ids = torch.randint(0, largest, size, generator=torch.Generator().manual_seed(0))
     pipeline.step(ids)
     gc.collect()
     gc.disable()  # what has to wait for the collector is left over
     with pipeline.count_bytes() as counted:
-        result = pipeline.step(ids)
-    assert result.loss > 0
-    del result
+        assert pipeline.step(ids).loss > 0
     row = [item for item in pipeline.layout.program.rows[pipeline.device] if isinstance(item, Pass)]
-    items = [one for one in counted.passes() if one.item.kind is Kind.F]
-    found = Found(
-        parameters=counted.started["parameters"],
-        gradients=tensor_bytes(parameter.grad for parameter in pipeline.parameters()),
-        started=sum(counted.started.values()),
-        peak=counted.peak,
-        held=most_held(row),
-        in_flight=int(peak_activations(row)),
-        per_stage=max(one.after - one.before for one in items) + case.tokens * 32 * 4,
-        survivors=[str(made) for made in counted.survivors()],
-        buffers=receive_buffers(counted),
-    )
+    survivors = [str(made) for made in counted.survivors()]
+    found = Counted(counted.started["parameters"], counted.peak, survivors, most_held(row), receive_buffers(counted))
     gc.enable()
     pipeline.close()
     return found
 
 
 def receive_buffers(counted: ByteCounter) -> dict[tuple[int, str], int]:
-    kinds = (TransferKind.RECV_F, TransferKind.RECV_B)
-    flows = {
-        (item.kind, item.stage)
-        for item in (one.item for one in counted.items())
-        if isinstance(item, Transfer) and item.kind in kinds
-    }
-    return {
-        (stage, kind.value): counted.most(
-            lambda made, kind=kind, stage=stage: (
-                isinstance(made.item, Transfer) and (made.item.kind, made.item.stage) == (kind, stage)
-            )
-        ).storages
-        for kind, stage in flows
-    }
+    def flow(item: Any) -> tuple[int, str] | None:
+        kinds = (TransferKind.RECV_F, TransferKind.RECV_B)
+        return (item.stage, item.kind.value) if isinstance(item, Transfer) and item.kind in kinds else None
+
+    flows = {flow(one.item) for one in counted.items()} - {None}
+    return {own: counted.most(lambda made, own=own: flow(made.item) == own).storages for own in flows}
 
 
 def most_held(row: list[Pass]) -> dict[int, int]:
@@ -128,16 +93,14 @@ def most_held(row: list[Pass]) -> dict[int, int]:
     return dict(most)
 
 
-def count_all(cases: list[Case]) -> list[Found]:
+def count_all(cases: list[Case]) -> list[Counted]:
     return [count(case) for case in cases]
 
 
-def over_devices(devices: int, cases: list[Case]) -> list[list[Found]]:
-    """By case, what each device found."""
-    return [list(found) for found in zip(*run_processes(count_all, devices, cases), strict=True)]
+def over_devices(devices: int, cases: list[Case]) -> list[list[Counted]]:
+    """By case, what each device counted."""
+    return [list(counted) for counted in zip(*run_processes(count_all, devices, cases), strict=True)]
 
-
-# --- balance: arXiv 2411.05288, section 6.4 --------------------------------------------------------------------
 
 BALANCED = [
     Case("v-half", vocabulary=4096, tokens=64),
@@ -146,86 +109,40 @@ BALANCED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.sampled(1)
 def test_v_half_with_a_sharded_vocabulary_takes_the_same_memory_on_every_device(devices: int) -> None:
-    for case, found in zip(BALANCED, over_devices(devices, BALANCED), strict=True):
-        peaks, parameters = [one.peak for one in found], [one.parameters for one in found]
+    """As in arXiv 2411.05288, section 6.4."""
+    for case, counted in zip(BALANCED, over_devices(devices, BALANCED), strict=True):
+        peaks, parameters = [one.peak for one in counted], [one.parameters for one in counted]
         assert max(peaks) <= 1.05 * min(peaks), f"{case}: {peaks}"
         assert max(parameters) <= 1.02 * min(parameters), f"{case}: {parameters}"
 
 
-# --- activations follow the order ------------------------------------------------------------------------------
-
 SHAPES = [Case("1f1b", stages=4), *(Case(name) for name in ("v-min", "v-half", "zbv", "interleaved", "zb-h2"))]
 
 
-@pytest.fixture(scope="module")
-def shapes() -> dict[str, list[Found]]:
-    return dict(zip((case.schedule for case in SHAPES), over_devices(4, SHAPES), strict=True))
-
-
-def activations(found: Found) -> int:
-    return found.peak - found.started
-
-
-def test_activations_are_those_in_flight_and_less_than_two_stages_more(shapes) -> None:
-    """More: what a pass makes and drops, buffers, and what stands between S and T. Less: what I lets go of."""
-    for schedule, devices in shapes.items():
-        for device, found in enumerate(devices):
-            stages = activations(found) / found.per_stage
-            text = f"{schedule}, device {device}: {stages:.2f} stage activations, {found.in_flight} in flight"
-            assert 0.85 * found.in_flight <= stages <= found.in_flight + 2, text
-
-
-def test_v_schedules_trade_time_for_memory(shapes) -> None:
-    """p/3 + 2, p/2 + 2 and p + 1 microbatches of two stages: 6, 8 and 10 stage activations."""
-    for device in range(4):
-        least, half, full = (shapes[name][device] for name in ("v-min", "v-half", "zbv"))
-        for less, more in ((least, half), (half, full)):
-            stages = (activations(more) - activations(less)) / more.per_stage
-            assert stages == pytest.approx(2, abs=0.6), f"device {device}"
-
-
-def test_1f1b_holds_less_from_device_to_device(shapes) -> None:
-    held_by_device = list(map(activations, shapes["1f1b"]))
-    assert held_by_device == sorted(held_by_device, reverse=True)
-    assert [found.in_flight for found in shapes["1f1b"]] == [5, 4, 3, 2]
-
-
-def test_no_more_receive_buffers_than_microbatches_in_flight(shapes) -> None:
-    """What F received is its input until the backward; what I received may be an output gradient until W."""
+def test_a_step_leaves_nothing_and_has_no_more_receive_buffers_than_microbatches_in_flight(sample) -> None:
+    """What F received is its input until the backward; what I received may be an output gradient until W. A step of
+    many microbatches needs no more buffers than one of few."""
+    cases = [*sample(SHAPES[1:], 1), SHAPES[0], Case("1f1b", stages=4, microbatches=24)]
+    by_case = dict(zip(cases, over_devices(4, cases), strict=True))
     flows = 0
-    for schedule, devices in shapes.items():
-        held = {stage: most for found in devices for stage, most in found.held.items()}
-        for found in devices:
-            for (stage, kind), most in found.buffers.items():
+    for case, devices in by_case.items():
+        held = {stage: most for counted in devices for stage, most in counted.held.items()}
+        for counted in devices:
+            assert counted.survivors == [], case
+            for (stage, kind), most in counted.buffers.items():
                 flows += 1
-                text = f"{schedule}, {stage}{kind}: {most} buffers"
+                text = f"{case}, {stage}{kind}: {most} buffers, {held} in flight"
                 if kind == "RECV_F":
-                    assert most <= held[stage - 1], f"{text}, {held[stage - 1]} in flight where they come from"
-                    assert most <= held[stage] + 1 or len(found.held) > 1, f"{text}, {held[stage]} in flight"
+                    assert most <= held[stage - 1], text  # where they come from
+                    assert most <= held[stage] + 1 or len(counted.held) > 1, text
                 else:
-                    assert most <= held[stage], f"{text}, {held[stage]} in flight"
-    assert flows > 30
-
-
-def test_more_microbatches_take_no_more_receive_buffers(shapes) -> None:
-    longer = over_devices(4, [Case("1f1b", stages=4, microbatches=24)])[0]
-    assert [found.buffers for found in longer] == [found.buffers for found in shapes["1f1b"]]
-
-
-# --- leftovers -------------------------------------------------------------------------------------------------
-
-
-def test_nothing_that_a_step_made_outlives_it(shapes) -> None:
-    assert [found.survivors for devices in shapes.values() for found in devices] == [[]] * (4 * len(shapes))
-
-
-def test_gradients_take_as_much_as_parameters(shapes) -> None:
-    for devices in shapes.values():
-        for found in devices:
-            assert found.gradients == found.parameters
+                    assert most <= held[stage], text
+    assert flows >= 6 * len(cases)
+    few, many = ([counted.buffers for counted in by_case[case]] for case in cases[-2:])
+    assert few == many
 
 
 # --- the counter -----------------------------------------------------------------------------------------------

@@ -78,16 +78,16 @@ def test_nothing_that_arrives_is_unpickled() -> None:
 
 
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
-    lines = [
+    file = tmp_path / "file.py"
+    for line in (
         "import pickle",
         "from cloudpickle import loads",
         "dist.broadcast_object_list([1])",
         "torch.load(file)",
         "torch.load(file, weights_only=False)",
         "all_gather_object([], 1)",
-    ]
-    for line in lines:
-        (tmp_path / "file.py").write_text(line)
-        assert opens_the_door(tmp_path / "file.py"), line
-    (tmp_path / "file.py").write_text("torch.load(file, weights_only=True)\nimport json")
-    assert opens_the_door(tmp_path / "file.py") == []
+    ):
+        file.write_text(line)
+        assert opens_the_door(file), line
+    file.write_text("torch.load(file, weights_only=True)\nimport json")
+    assert opens_the_door(file) == []

@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "devices", "microbatches", "options"), CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_gradients_in_torch_are_those_of_one_process(schedule, devices, microbatches, options, tmp_path):
     order = without_offload(generate(schedule, devices, microbatches, **options))  # torch has no copies to the host
     run_processes(step_in_torch, devices, order, tmp_path)
@@ -107,6 +107,7 @@ def test_any_sound_order_runs_in_torch(tmp_path):
     run_processes(step_in_torch, 2, Order.from_csv(text), tmp_path)
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_gathered_where_the_lowered_file_says(tmp_path):
     """Eight stages on two devices, so that some are freed and gathered again; torch asserts that they are there."""
     order = generate("gis", 2, 3, stages_per_device=4)

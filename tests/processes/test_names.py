@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.errors import InputError, RunError
 from evenpipe.processes import names
 from evenpipe.processes.signs import Board, Cause, Waiting, cause_of
 from evenpipe.processes.watch import Watch
@@ -22,7 +23,9 @@ def test_without_tensor_ranks_a_process_has_its_number() -> None:
     names.call_by_place({})
     assert names.process(3) == "process 3"
     assert names.process(3, 77) == "process 3 (pid 77)"
+    assert names.processes([3]) == "process 3"
     assert names.processes([0, 3]) == "processes 0, 3"
+    assert names.processes(range(10)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
 def test_with_tensor_ranks_every_message_has_the_place() -> None:
@@ -35,7 +38,13 @@ def test_with_tensor_ranks_every_message_has_the_place() -> None:
         str(Waiting("X0", "S0", "X", (0, 2)))
         == "X0 for S0 from processes 0 (device 0, tensor rank 0), 2 (device 1, tensor rank 0)"
     )
-    assert cause_of(KeyError("x"), 1).text == "process 1 (device 0, tensor rank 1) failed: KeyError: 'x'"
+    for error, kind, text in (
+        (KeyError("x"), "exception", "process 1 (device 0, tensor rank 1) failed: KeyError: 'x'"),
+        (InputError("a: b"), "input", "a: b"),
+        (RunError("no space left"), "exception", "no space left"),
+    ):
+        cause = cause_of(error, 1)
+        assert (cause.kind, cause.origin, cause.text) == (kind, 1, text)
     assert str(Cause("input", 1, "a: b", 1)) == "process 1 (device 0, tensor rank 1) said: a: b"
 
 
@@ -52,12 +61,14 @@ def test_places_are_those_of_open_pipelines() -> None:
     assert names.place_of(0) == PLACES[0]
 
 
-def test_the_launcher_reads_places_from_the_board(tmp_path: Path) -> None:
+def test_the_launcher_reads_waits_and_places_from_the_board(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 4)
     watch = Watch(None, 3, 4, board=board)
-    watch.call_by_place(PLACES)
+    board.show(2, Waiting("2RECV_F0", "2F0", "F:1>2", (1,)))
     board.show(3, Waiting("X" * 1000, "", "X", (0,)))
     again = Board(tmp_path / "board", 4)
+    assert [again.read(rank) for rank in range(4)] == ["", "", "2RECV_F0 for 2F0 from process 1", "X" * Board.WIDTH]
+    watch.call_by_place(PLACES)
     assert [again.place(rank) for rank in range(4)] == ["", "", "", PLACES[3]]
     board.clear(3)
     assert (again.read(3), again.place(3)) == ("", PLACES[3])

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from evenpipe.processes.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings
+from evenpipe.processes.peers import Peers
+from evenpipe.processes.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings, started
+from evenpipe.processes.store import FolderStore
 
 BEAT = Beat(3, "a machine", 77, "123", Waiting("1RECV_F0", "1F0", "F:0>1", (0,)))
 CAUSE = Cause("dead", 1, "process 1 (pid 7) has died")
@@ -36,37 +39,30 @@ NOT_BEATS = {
 
 
 def test_a_beat_comes_back() -> None:
-    assert Beat.load(BEAT.dump(), 4) == BEAT
+    for beat in (BEAT, replace(BEAT, waiting=None, done=True)):
+        assert Beat.load(beat.dump(), 4) == beat
 
 
-@pytest.mark.parametrize("text", NOT_BEATS.values(), ids=NOT_BEATS.keys())
-def test_what_no_process_has_written_is_no_beat(text: str) -> None:
-    assert Beat.load(text, 4) is None
+def test_what_no_process_has_written_is_no_beat() -> None:
+    assert [what for what, text in NOT_BEATS.items() if Beat.load(text, 4) is not None] == []
 
 
 def test_a_cause_comes_back_as_the_words_of_its_writer() -> None:
     assert Cause.load(CAUSE.dump(2), 4) == Cause("dead", 1, CAUSE.text, witness=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+    half = "x" * (TEXT_LENGTH // 2 - 3)
+    for text, shown in (
         ("process 1 (pid 7) has died", "process 1 (pid 7) has died"),
         ("pay at evil.example", "process 2 said: pay at evil.example"),
         ("\x1b]0;title\x07line\x9b", "process 2 said: \\x1b]0;title\\x07line\\x9b"),
-        ("x" * 5000, f"process 2 said: {'x' * (TEXT_LENGTH // 2 - 3)} ... {'x' * (TEXT_LENGTH // 2 - 3)}"),
-    ],
-)
-def test_free_words_are_shown_as_those_of_a_process(text: str, shown: str) -> None:
-    assert str(Cause.load(Cause("input", 2, text).dump(2), 4)) == shown
+        ("x" * 5000, f"process 2 said: {half} ... {half}"),
+    ):
+        assert str(Cause.load(Cause("input", 2, text).dump(2), 4)) == shown
 
 
-@pytest.mark.parametrize(
-    "changed", [{"origin": 4}, {"origin": -2}, {"kind": "fun"}, {"text": None}, {"witness": None}, {"more": 1}]
-)
-def test_a_cause_that_no_process_has_written_says_so(changed: dict[str, object]) -> None:
-    cause = Cause.load(json.dumps(asdict(CAUSE) | {"witness": 2} | changed), 4)
-    assert cause == Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
+def test_a_cause_that_no_process_has_written_says_so() -> None:
+    unknown = Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
+    for changed in {"origin": 4}, {"origin": -2}, {"kind": "fun"}, {"text": None}, {"witness": None}, {"more": 1}:
+        assert Cause.load(json.dumps(asdict(CAUSE) | {"witness": 2} | changed), 4) == unknown, changed
 
 
 def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +70,7 @@ def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch
     sleep = [sys.executable, "-S", "-c", "input()"]
     nested = [sys.executable, "-S", "-c", f"import subprocess, sys; subprocess.run({sleep!r})"]
     run = {"TORCHELASTIC_RUN_ID": "a run"}
-    started = {
+    programs = {
         "worker": (sleep, run | {"RANK": "1"}),
         "of another run": (sleep, {"TORCHELASTIC_RUN_ID": "another", "RANK": "2"}),
         "no worker": (sleep, {}),
@@ -83,7 +79,7 @@ def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch
     }
     processes = {
         name: subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
-        for name, (command, environment) in started.items()
+        for name, (command, environment) in programs.items()
     }
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     read, write = os.pipe()
@@ -100,3 +96,18 @@ def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch
         os.close(read)
         os.close(write)
     assert found == {"1": processes["worker"].pid, "4": processes["a child of a child"].pid}
+
+
+def test_who_met_the_others_and_died_before_its_first_beat_is_known(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    beat = Beat(0, "here", dead.pid, started(dead.pid) or "")
+    Peers(store, beat, 0, 2, key="here")
+    store.write("here/0", beat.dump())
+    mine = Peers(store, Beat(0, "here", 1, ""), 1, 2)
+    assert mine.here() == [0]
+    assert mine.first_death(mine.here()) is None
+    dead.communicate(b"\n")
+    cause = mine.first_death(mine.here())
+    assert cause is not None
+    assert cause.text == f"process 0 (pid {dead.pid}) has died: killed, out of memory or crashed"

@@ -1,4 +1,4 @@
-"""Runs whose processes share experts start from the weights that one process starts from, fresh or of a folder."""
+"""Every layout starts from the weights that one process starts from, fresh or of a folder."""
 
 from __future__ import annotations
 
@@ -15,31 +15,42 @@ from harness import run_processes
 
 from evenpipe import Pipeline
 from evenpipe.model import build_stage, describe, initial_rows, initialize
+from evenpipe.schedule.planning import MODES
 
-LAYOUTS: list[dict[str, Any]] = [
+SHARED_EXPERTS: list[dict[str, Any]] = [
     {"replicas": 2, "expert_parallel": 2},
     {"replicas": 4, "expert_parallel": 4},
     {"replicas": 4, "expert_parallel": 2, "data_parallel": "shard"},
     {"replicas": 2, "expert_parallel": 2, "tensor_parallel": 2},
 ]
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        *({"vocabulary": mode} for mode in MODES),
+        {"replicas": 2, "schedule": "zbv"},
+        {"replicas": 2, "tensor_parallel": 2},
+        {"replicas": 4, "data_parallel": "shard"},
+    ],
+    "mixtral": SHARED_EXPERTS,
+    "gpt_oss": SHARED_EXPERTS,
+}
 """Of four processes."""
 
 
-def differing(family: str, folder: Path) -> list[str]:
+def differing(family: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
     """Return names of layouts and parameters that differ from one process: fresh, and of a folder."""
-    config = tiny_config(family, num_hidden_layers=2)
+    config = tiny_config(family, num_hidden_layers=4 if family == "llama" else 2)
     if dist.get_rank() == 0:
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
     faults = []
     expected = (fresh(config), dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
-    for layout in LAYOUTS:
-        for given, weights in zip((config, str(folder)), expected, strict=True):
-            with closing(Pipeline(given, microbatches=2, seed=5, self_check=False, **layout)) as pipeline:
-                found = pipeline.full_state_dict()
+    for layout in layouts:
+        for model, weights in zip((config, str(folder)), expected, strict=True):
+            with closing(Pipeline(model, microbatches=2, seed=5, self_check=False, **layout)) as pipeline:
+                held = pipeline.full_state_dict()
             if dist.get_rank() == 0:
-                faults += [f"{layout} {name}" for name in weights if not torch.equal(found[name], weights[name])]
+                faults += [f"{layout} {name}" for name in weights if not torch.equal(held[name], weights[name])]
     return faults
 
 
@@ -54,7 +65,7 @@ def fresh(config: transformers.PreTrainedConfig) -> dict[str, torch.Tensor]:
     return dict(stage.named_parameters()) | rows
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.sampled(1)
-def test_every_layout_starts_alike(family: str, tmp_path: Path) -> None:
-    assert not run_processes(differing, 4, family, tmp_path)[0]
+def test_every_layout_starts_alike(family: str, tmp_path: Path, sample) -> None:
+    assert not run_processes(differing, 4, family, sample(LAYOUTS[family], 3), tmp_path)[0]
