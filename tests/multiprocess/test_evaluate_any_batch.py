@@ -10,7 +10,7 @@ import reference
 import torch
 from families import tiny_config, whole_model
 from harness import run_processes
-from test_gradients import MODES, described
+from small_llama import described
 from torch import Tensor
 
 from evenpipe import Pipeline

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import describe, run_outcomes
-from test_gradients import described
+from small_llama import described
 
 from evenpipe import Pipeline, initialise_worker
 from evenpipe.communication.communicator import Communicator

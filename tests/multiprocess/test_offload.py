@@ -19,7 +19,7 @@ import pytest
 import reference
 import torch
 from harness import run_processes
-from test_gradients import llama
+from small_llama import llama
 
 from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError

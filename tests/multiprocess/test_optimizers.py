@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from families import tiny_config, whole_model
 from harness import run_processes
+from small_llama import described
 from test_data_parallel import Odd
-from test_gradients import described
 from torch import Tensor, nn
 from torch.nn import functional
 

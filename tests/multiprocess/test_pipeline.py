@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from families import tiny_config, whole_model
 from harness import run_processes
-from test_gradients import MODES, described, llama
+from small_llama import described, llama
 from torch import nn
 
 from evenpipe import LossOptions, Pipeline

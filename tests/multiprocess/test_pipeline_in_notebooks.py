@@ -6,7 +6,7 @@ import re
 
 import torch
 from harness import run_processes
-from test_gradients import described
+from small_llama import described
 
 from evenpipe import Pipeline
 

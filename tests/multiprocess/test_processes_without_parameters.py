@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 from harness import run_processes
-from test_gradients import described
+from small_llama import described
 from torch import Tensor, nn
 
 import evenpipe

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import run_processes
-from test_gradients import described
+from small_llama import described
 from torch.nn import utils
 
 from evenpipe import Pipeline

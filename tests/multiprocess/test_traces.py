@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import unit_needs
 from harness import GROUP_TIMEOUT, run_processes
-from test_gradients import described
+from small_llama import described
 
 from evenpipe import Pipeline, initialise_worker
 from evenpipe.communication import clock
