@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evenpipe import Pipeline
 from evenpipe.model import describe
+from evenpipe.schedule.planning import MODES
 
 FP64 = torch.float64
 MICROBATCHES = 4

@@ -19,6 +19,7 @@ from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import describe
 from evenpipe.schedule import Order
+from evenpipe.schedule.planning import MODES
 
 FP64 = torch.float64
 IDS = torch.zeros(2, 4, dtype=torch.int64)
