@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from families import EXPERTS, FAMILIES, NAMED, PROMISED_EXPERTS, tiny_config
+from families import EXPERTS, NAMED, PROMISED_EXPERTS, tiny_config
 from stages import Case, closed, counted, described, traced
 
 from evenpipe.errors import InputError
@@ -106,7 +106,7 @@ def largest_difference(case: Case, name: str, peak: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("case", [*MIDDLE, *OTHERS, *TENSOR_RANKS, *PIECES], ids=str)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(8)
 def test_closed_forms_are_what_is_traced(case: Case) -> None:
     """What F leaves, what lies between I and W, and the peak of every pass."""
     ours, other = closed(case), traced(case, parameter_dtype=case.dtype)
@@ -253,8 +253,6 @@ def test_a_traced_run_has_the_fewest_layers_that_stand_for_all() -> None:
         "smollm3": (0, 0, 1, 0),
     }
     assert set(kinds_of_layers(plain_modules())) == {0}
-    for family in FAMILIES:
-        assert len(kinds_of_layers(described(family))) == 4
 
 
 def test_a_device_without_B_traces_none() -> None:
@@ -306,7 +304,7 @@ def test_what_asks_for_values_cannot_be_traced() -> None:
 def test_closed_forms_are_what_autograd_allocates(sample) -> None:
     """Forward and backward of the stage alone on the CPU, whose gradients exist."""
     wrong = []
-    for family, sizes in sample([(family, sizes) for family in CLOSED for sizes in SIZES], 8):
+    for family, sizes in sample([(family, sizes) for family in CLOSED for sizes in SIZES], 6):
         case = Case(family=family, **sizes)
         stage = build_stage(case.description, 1, 3, is_first=False, is_last=False, dtype=case.dtype)
         for parameter in stage.parameters():
