@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, NAMED, tiny_config, tokens_and_labels, whole_model
+from families import NAMED, tiny_config, tokens_and_labels, whole_model
+from llamas import llama
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
@@ -22,7 +24,7 @@ from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, laye
 from evenpipe.costs.collectives import Axes, Axis, Pieces
 from evenpipe.costs.hardware import KNOWN, Wire
 from evenpipe.costs.step import WHOLE, Cut, Parameters, costs_of_cut, step_end_seconds
-from evenpipe.costs.work import layers_of
+from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
@@ -30,7 +32,6 @@ from evenpipe.model.flops import attention_of
 from evenpipe.model.structure import layers_of as layers_of_model
 from evenpipe.schedule import MODES, Placement
 
-PRODUCTS = ("aten.mm", "aten.addmm")
 DATA = Path(__file__).resolve().parents[1] / "simulate/data/published_profile_2k.json"
 
 
@@ -46,42 +47,59 @@ def setting(**changes: object) -> Setting:
     return Setting(**{**options, **changes})
 
 
+@pytest.fixture(scope="module")
+def work() -> LayerWork:
+    """Of a layer of Llama 8B."""
+    return layers_of(llama())[0]
+
+
+def even_cut(mode: str, *, devices: int = 8, layers: int = 32, checkpointing: str = "none") -> Cut:
+    return Cut(
+        placement=Placement.linear(devices),
+        layers_per_stage=(layers // devices,) * devices,
+        checkpointing=(checkpointing,) * layers,
+        vocabulary=mode,
+    )
+
+
 # --- arithmetic ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*NAMED, "gpt2", "phi"])
-def test_products_are_those_that_torch_counts(name: str) -> None:
-    assert name in FAMILIES
-    config = tiny_config(name)
-    description = describe(config)
-    ids, _ = tokens_and_labels()
-    model = whole_model(config, torch.float32)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(ids, use_cache=False)
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(count for operation, count in counts.items() if str(operation) in PRODUCTS)
-    head = 2 * description.vocabulary_size * description.hidden_size
-    assert products == ids.numel() * (sum(work.flops for work in layers_of(description)) + head)
-
-
-@pytest.mark.parametrize("name", [*NAMED, "gpt2", "phi"])
-def test_a_layer_runs_again_without_its_last_product(name: str) -> None:
-    """Unless a norm or weights of experts stand behind it."""
-    config = tiny_config(name)
-    ids, _ = tokens_and_labels()
-    counted = []
-    for choice in ("none", "full"):
-        model = whole_model(config, torch.float32)
-        for layer in layers_of_model(model, describe(config).structure.layers_name):
-            checkpoint_layer(layer, choice, Switch(), torch.device("cpu"))
+def products(model: torch.nn.Module, ids: torch.Tensor, *, backward: bool) -> int:
+    """FLOPs of the matrix products of a forward, or of the backward, as torch counts them."""
+    counter = FlopCounterMode(display=False)
+    if backward:
         loss = model(ids, use_cache=False).logits.sum()
-        with FlopCounterMode(display=False) as counter:
+        with counter:
             loss.backward()
-        counts = counter.get_flop_counts()["Global"]
-        counted.append(sum(count for operation, count in counts.items() if str(operation) in PRODUCTS))
-    works = layers_of(describe(config))
-    again = sum(work.flops - (work.last.flops if work.last else 0) for work in works)
-    assert counted[1] - counted[0] == ids.numel() * again
+    else:
+        with counter, torch.no_grad():
+            model(ids, use_cache=False)
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for operation, count in counts.items() if str(operation) in ("aten.mm", "aten.addmm"))
+
+
+def test_products_are_those_that_torch_counts(sample) -> None:
+    """A layer that runs again does so without its last product, unless a norm or weights of experts stand behind it."""
+    wrong = []
+    for name in sample([*NAMED, "gpt2", "phi"], 4):
+        config = tiny_config(name)
+        description, (ids, _) = describe(config), tokens_and_labels()
+        works = layers_of(description)
+        model = whole_model(config, torch.float32)
+        head = 2 * description.vocabulary_size * description.hidden_size
+        forward = products(model, ids, backward=False)
+        plain = products(model, ids, backward=True)
+        for layer in layers_of_model(model, description.structure.layers_name):
+            checkpoint_layer(layer, "full", Switch(), torch.device("cpu"))
+        again = products(model, ids, backward=True) - plain
+        expected = (
+            ids.numel() * (sum(work.flops for work in works) + head),
+            ids.numel() * sum(work.flops - (work.last.flops if work.last else 0) for work in works),
+        )
+        if (forward, again) != expected:
+            wrong.append((name, forward, again, expected))
+    assert wrong == []
 
 
 def test_attention_counts_what_the_mask_leaves() -> None:
@@ -93,8 +111,7 @@ def test_attention_counts_what_the_mask_leaves() -> None:
     assert windowed.pairs(10) * 10 == pytest.approx(sum(min(token + 1, 4) for token in range(10)))
 
 
-def test_parts_of_a_layer_scale_with_their_axes() -> None:
-    work = layers_of(describe(llama_8b()))[0]
+def test_parts_of_a_layer_scale_with_their_axes(work: LayerWork) -> None:
     one = layer_time(work, setting(sequence=8192))
     two = layer_time(work, setting(sequence=8192, axes=Axes.of(dp=1, tp=2, cp=1, pp=4)))
     half = layer_time(work, setting(sequence=8192, axes=Axes.of(dp=1, tp=1, cp=2, pp=4)))
@@ -116,10 +133,9 @@ def tensor_setting(tp: int, bandwidth: float = 1e11, **changes: object) -> Setti
     return setting(hardware=hardware, axes=Axes.of(dp=1, tp=tp, cp=1, pp=2), **changes)
 
 
-def test_exchange_of_a_layer_is_that_of_the_runtime() -> None:
+def test_exchange_of_a_layer_is_that_of_the_runtime(work: LayerWork) -> None:
     """In units of one gathering of hidden states; what stands beside products counts only as far as it is longer.
     `tests/multiprocess/test_tensor_parallel.py` counts the same collectives."""
-    (work, *_) = layers_of(describe(llama_8b()))
     assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == [
         [(4096, 4096), (4096, 1024), (4096, 1024)],
         [(4096, 14336), (4096, 14336)],
@@ -144,21 +160,18 @@ def test_exchange_of_a_layer_is_that_of_the_runtime() -> None:
     assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
 
 
-@pytest.mark.parametrize(
-    ("name", "gathered"),
-    [
-        ("phi3", [[(64, 128)], [(64, 192)]]),  # lists the last layer of attention first
-        ("gpt2", [[(64, 192)], [(64, 256)]]),
-        ("mixtral", [[(64, 64), (64, 32), (64, 32)]]),  # experts keep their whole input
-    ],
-)
-def test_matrices_whose_input_is_gathered_again(name: str, gathered: list[list[tuple[int, int]]]) -> None:
-    (work, *_) = layers_of(describe(tiny_config(name)))
-    assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == gathered
+def test_matrices_whose_input_is_gathered_again() -> None:
+    expected = {
+        "phi3": [[(64, 128)], [(64, 192)]],  # lists the last layer of attention first
+        "gpt2": [[(64, 192)], [(64, 256)]],
+        "mixtral": [[(64, 64), (64, 32), (64, 32)]],  # experts keep their whole input
+    }
+    for name, gathered in expected.items():
+        (work, *_) = layers_of(describe(tiny_config(name)))
+        assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == gathered
 
 
-def test_without_sequence_parallelism_all_reduces_are_not_hidden() -> None:
-    (work, *_) = layers_of(describe(llama_8b()))
+def test_without_sequence_parallelism_all_reduces_are_not_hidden(work: LayerWork) -> None:
     given = tensor_setting(2, sequence_parallel=False)
     found, once = layer_time(work, given).exchanged, given.exchange_seconds(4096)
     assert found is not None and found.weights == found.again_selective == 0
@@ -166,19 +179,15 @@ def test_without_sequence_parallelism_all_reduces_are_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_exchange_of_the_vocabulary_layers(mode: str) -> None:
+def test_exchange_of_the_vocabulary_layers(work: LayerWork, mode: str) -> None:
     """The first stage sums rows and their gradients, twice the bytes of a gathering; X is gathered, dX scattered."""
-    layers, found = 4, {}
+    found = {}
     for checkpointing in ("none", "full"):
         given = tensor_setting(2)
-        cut = Cut(
-            placement=Placement.linear(2),
-            layers_per_stage=(2, 2),
-            checkpointing=(checkpointing,) * layers,
-            vocabulary=mode,
+        cut = even_cut(mode, devices=2, layers=4, checkpointing=checkpointing)
+        costs = found[checkpointing] = costs_of_cut(
+            cut, [layer_time(work, given)] * 4, given, rows=128256, hidden_size=4096
         )
-        times = [layer_time(work, given) for work in layers_of(describe(llama_8b()))[:layers]]
-        costs = found[checkpointing] = costs_of_cut(cut, times, given, rows=128256, hidden_size=4096)
         for name, exchanged in costs.tensor_exchange.items():
             whole = getattr(costs, name)
             of_stages = zip(exchanged, whole, strict=True) if isinstance(whole, tuple) else [(exchanged, whole)]
@@ -219,8 +228,7 @@ def pieces_setting(bandwidth: float, **pieces: object) -> Setting:
 
 
 @pytest.mark.parametrize(("bandwidth", "exchange"), REFERENCE)
-def test_exchange_of_context_ranks_stands_beside_nothing(bandwidth: float, exchange: str) -> None:
-    (work, *_) = layers_of(describe(llama_8b()))
+def test_exchange_of_context_ranks_stands_beside_nothing(work: LayerWork, bandwidth: float, exchange: str) -> None:
     found = layer_time(work, pieces_setting(bandwidth, exchange=exchange))
     free = layer_time(work, pieces_setting(1e18, exchange=exchange))
     parts = {name: getattr(found, name) - getattr(free, name) for name in ("forward", "inputs", "whole", "weights")}
@@ -241,8 +249,7 @@ def test_exchange_of_context_ranks_stands_beside_nothing(bandwidth: float, excha
     assert attending == pytest.approx(0.154, rel=0.005)
 
 
-def test_gathered_keys_of_slices_are_kept() -> None:
-    (work, *_) = layers_of(describe(llama_8b()))
+def test_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
     ends = (0, 65536, 98304, 131072)
     moving = attending = 0.0
     for span in pairwise(ends):
@@ -254,16 +261,14 @@ def test_gathered_keys_of_slices_are_kept() -> None:
     assert attending == pytest.approx(free.forward, rel=0.01), "all pairs are in one of the slices"
 
 
-def test_attention_that_runs_again_in_its_backward() -> None:
-    (work, *_) = layers_of(describe(llama_8b()))
+def test_attention_that_runs_again_in_its_backward(work: LayerWork) -> None:
     once, again = (layer_time(work, pieces_setting(50e9, attends_again=again)) for again in (False, True))
     assert again.forward == once.forward
     assert again.inputs - once.inputs == pytest.approx(0.154 / 3.5, rel=0.01)
 
 
-def test_other_frameworks_pass_keys_on_by_the_card_of_one_device() -> None:
+def test_other_frameworks_pass_keys_on_by_the_card_of_one_device(work: LayerWork) -> None:
     """Tensor ranks of 2 and context ranks of 8: of eight devices of a node four have the same keys."""
-    (work, *_) = layers_of(describe(llama_8b()))
     times = {}
     for exchange in ("keys", "ring"):
         for bandwidth in (10e9, 1e18):
@@ -276,8 +281,7 @@ def test_other_frameworks_pass_keys_on_by_the_card_of_one_device() -> None:
     assert moved[1] == pytest.approx(7 * 131072 / 8 * 2 * 1024 / 2 * 2 / 10e9, rel=1e-3)
 
 
-def test_windows_shorten_attention_but_not_what_is_gathered() -> None:
-    (work, *_) = layers_of(describe(llama_8b()))
+def test_windows_shorten_attention_but_not_what_is_gathered(work: LayerWork) -> None:
     windowed = replace(work, attention=replace(work.attention, window=4096))
     slow, fast = (pieces_setting(bandwidth) for bandwidth in (50e9, 1e18))
     moved = [layer_time(one, slow).forward - layer_time(one, fast).forward for one in (work, windowed)]
@@ -286,22 +290,15 @@ def test_windows_shorten_attention_but_not_what_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_does_the_same_products(mode: str) -> None:
+def test_every_mode_does_the_same_products(work: LayerWork, mode: str) -> None:
     """Sharded or whole, head and layers take the same time in all, but for what shards do in addition."""
-    description = describe(llama_8b())
     given = setting()
-    layers = [layer_time(work, given) for work in layers_of(description)]
-    cut = Cut(
-        placement=Placement.linear(8),
-        layers_per_stage=(4,) * 8,
-        checkpointing=("none",) * 32,
-        vocabulary=mode,
-    )
-    costs = costs_of_cut(cut, layers, given, rows=128256, hidden_size=4096)
+    layer = layer_time(work, given)
+    costs = costs_of_cut(even_cut(mode), [layer] * 32, given, rows=128256, hidden_size=4096)
     head = head_time(4096, 128256, given)
     stages = sum(map(sum, (costs.F, costs.I, costs.W)))
     shards = 8 * sum(getattr(costs, kind) or 0.0 for kind in "SCT")
-    plain = 32 * (layers[0].forward + layers[0].backward) + head.seconds
+    plain = 32 * (layer.forward + layer.backward) + head.seconds
     assert plain * 0.999 < stages + shards < plain * 1.1
     assert costs.p2p > 0
 
@@ -375,26 +372,25 @@ def test_the_gradient_of_the_embedding_has_all_rows_but_with_our_vocabulary_laye
         assert longer["evenpipe"] < 100
 
 
+@cache
+def gpt_work(vocabulary: int) -> LayerWork:
+    config = GPT2Config(n_layer=32, n_head=24, n_embd=3072, n_positions=2048, vocab_size=vocabulary)
+    return layers_of(describe(config))[0]
+
+
 def first_backward(vocabulary: int, loss: str) -> float:
     """Seconds by which that of the first stage is longer."""
-    config = GPT2Config(n_layer=32, n_head=24, n_embd=3072, n_positions=2048, vocab_size=vocabulary)
     given = setting(loss=loss)
-    layer = layer_time(layers_of(describe(config))[0], given)
-    cut = Cut(
-        placement=Placement.linear(8), layers_per_stage=(4,) * 8, checkpointing=("none",) * 32, vocabulary="first-last"
-    )
-    costs = costs_of_cut(cut, [layer] * 32, given, rows=vocabulary, hidden_size=3072)
+    layer = layer_time(gpt_work(vocabulary), given)
+    costs = costs_of_cut(even_cut("first-last"), [layer] * 32, given, rows=vocabulary, hidden_size=3072)
     assert isinstance(costs.B, tuple)
     return costs.B[0] - costs.B[1]
 
 
 def gpt_times(vocabulary: int) -> dict[str, float]:
     """Microseconds of four layers, of the head, and of S + T of an eighth of it."""
-    config = GPT2Config(n_layer=32, n_head=24, n_embd=3072, n_positions=2048, vocab_size=vocabulary)
-    config.tie_word_embeddings = False
-    work = layers_of(describe(config))[0]
     given = setting()
-    layer = layer_time(work, given)
+    layer = layer_time(gpt_work(vocabulary), given)
     head = head_time(3072, vocabulary, given)
     times = {
         "forward": 4 * layer.forward,
@@ -403,25 +399,10 @@ def gpt_times(vocabulary: int) -> dict[str, float]:
         "head backward": head.inputs + head.weights + head.loss_backward,
     }
     for mode in ("vocab-1", "vocab-2"):
-        cut = Cut(
-            placement=Placement.linear(8), layers_per_stage=(4,) * 8, checkpointing=("none",) * 32, vocabulary=mode
-        )
-        costs = costs_of_cut(cut, [layer] * 32, given, rows=vocabulary, hidden_size=3072)
+        costs = costs_of_cut(even_cut(mode), [layer] * 32, given, rows=vocabulary, hidden_size=3072)
         assert isinstance(costs.S, float) and isinstance(costs.T, float)
         times[mode] = costs.S + costs.T
     return {name: 1e6 * time for name, time in times.items()}
-
-
-def llama_8b() -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-    )
 
 
 def test_models_that_refuse_kernels_write_probabilities() -> None:

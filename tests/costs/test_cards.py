@@ -31,9 +31,9 @@ SHARED: list[tuple[dict[str, float], dict[str, float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("busy", "expected"), SHARED)
-def test_transfers_that_meet_have_half_of_a_card_each(busy: dict[str, float], expected: dict[str, float]) -> None:
-    assert slowdowns(busy, 10.0) == pytest.approx(expected)
+def test_transfers_that_meet_have_half_of_a_card_each() -> None:
+    for busy, expected in SHARED:
+        assert slowdowns(busy, 10.0) == pytest.approx(expected)
 
 
 def llama() -> list:
@@ -65,6 +65,7 @@ def test_hops_and_keys_share_cards_across_nodes() -> None:
     work = LAYERS * (layer.forward + layer.backward)
     meets = {"hops": LAYERS * (keys.forward + keys.backward) / work, "keys": 2 * (STAGES - 1) * alone / work}
     found = costs(given, [layer] * LAYERS)
+    assert layer_time(llama()[0], setting(cp=2)).across is None, "inside a node nothing is shared"
     assert found.p2p == pytest.approx(alone / (1 - meets["hops"] / 2)) and found.p2p > 1.02 * alone
     more = 1 / (1 - meets["keys"] / 2) - 1
     assert isinstance(found.F, tuple) and isinstance(found.B, tuple) and isinstance(found.W, tuple)
@@ -89,13 +90,6 @@ def test_collectives_of_vocabulary_layers_share_them_too(mode: str) -> None:
     busy = STAGES * (3 * to_all + statistics)
     assert found.p2p == pytest.approx(hop / (1 - busy / work / 2))
     assert found.collectives["reduce"] == pytest.approx(to_all / (1 - 2 * (STAGES - 1) * hop / work / 2))
-
-
-def test_inside_a_node_nothing_is_shared() -> None:
-    given = setting(cp=2)
-    layer = layer_time(llama()[0], given)
-    assert layer.across is None
-    assert costs(given, [layer] * LAYERS).p2p == given.axes.pipeline.hop_seconds(H100, given.hop_bytes(4096))
 
 
 def test_rows_of_experts_travel_both_ways_in_a_pass() -> None:

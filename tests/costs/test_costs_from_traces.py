@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -51,35 +52,31 @@ def trace(schedule: str, mode: str, microbatches: int = 6, costs: Costs = COSTS)
     return measured(plan_program(schedule, 2, microbatches, mode, costs)[1], costs)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "mode", "kinds"),
-    [
+def test_pass_times_are_found_again() -> None:
+    for schedule, mode, kinds in (
         ("1f1b", "first-last", "FB"),
         ("1f1b", "vocab-2", "FBSCTEG"),
         ("zb-h1", "first-last", "FIW"),
         ("zb-h1", "vocab-2", "FIWSCTEG"),
         ("gpipe", "vocab-1", "FBSTEG"),
-    ],
-)
-def test_pass_times_are_found_again(schedule: str, mode: str, kinds: str) -> None:
-    found = costs_of([trace(schedule, mode)])
-    for kind in kinds:
-        assert getattr(found, kind) == pytest.approx(getattr(COSTS, kind)), kind
-    assert found.contention == 1.0
+    ):
+        found = costs_of([trace(schedule, mode)])
+        for kind in kinds:
+            assert getattr(found, kind) == pytest.approx(getattr(COSTS, kind)), (schedule, mode, kind)
+        assert found.contention == 1.0
 
 
-@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_step_is_predicted_as_it_was_measured(schedule: str, mode: str) -> None:
+def test_the_step_is_predicted_as_it_was_measured(sample) -> None:
     """From the means of the trace alone; every pass of it, to the last digit but one."""
     costs = Costs(F=3, B=6, I=3, W=2, S=1, C=0.25, T=0.75, E=0.5, G=0.25, O=4, L=3.5)
-    comparison = compare(trace(schedule, mode, 4, costs))
-    for row, again in zip(comparison.measured.events, comparison.predicted.events, strict=True):
-        assert [(e.item, pytest.approx(e.start), pytest.approx(e.end)) for e in row] == [
-            (e.item, e.start, e.end) for e in again
-        ]
-    figures = comparison.to_dict()
-    assert figures["measured_waiting"] == pytest.approx(figures["predicted_waiting"])
+    for schedule, mode in sample(itertools.product(SCHEDULES, ("first-last", "vocab-2")), 8):
+        comparison = compare(trace(schedule, mode, 4, costs))
+        for row, again in zip(comparison.measured.events, comparison.predicted.events, strict=True):
+            assert [(e.item, pytest.approx(e.start), pytest.approx(e.end)) for e in row] == [
+                (e.item, e.start, e.end) for e in again
+            ], (schedule, mode)
+        figures = comparison.to_dict()
+        assert figures["measured_waiting"] == pytest.approx(figures["predicted_waiting"])
 
 
 def test_passes_of_a_step_count_on_average_and_steps_in_the_middle() -> None:
@@ -104,18 +101,17 @@ def test_time_between_passes_that_is_no_wait_belongs_to_the_pass_before() -> Non
     assert (found.F, found.B) == ((2.5, 2.25), (2.5, 2.75))
 
 
-@pytest.mark.parametrize("factor", [1.1, 1.25, 2.0])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_contention_is_told_from_what_passes_take_alone(factor: float, devices: int) -> None:
-    forwards, backwards = (3.0, 4.0, 3.5, 4.5)[:devices], (6.0, 7.0, 6.5, 8.0)[:devices]
-    costs = Costs(F=forwards, B=backwards, contention=factor)
-    order = plan_order("1f1b", devices, 8, "first-last", costs)
-    alone = measured(add_communication(one_by_one(order), costs), costs)
-    busy = measured(add_communication(order, costs), costs)
-    found = costs_of([busy], [alone])
-    assert found.contention == pytest.approx(factor)
-    assert (pytest.approx(costs.F), pytest.approx(costs.B)) == (found.F, found.B)
-    assert compare(busy, found).simulation.makespan == pytest.approx(busy.timeline().makespan)
+def test_contention_is_told_from_what_passes_take_alone() -> None:
+    for factor, devices in itertools.product((1.1, 1.25, 2.0), (2, 4)):
+        forwards, backwards = (3.0, 4.0, 3.5, 4.5)[:devices], (6.0, 7.0, 6.5, 8.0)[:devices]
+        costs = Costs(F=forwards, B=backwards, contention=factor)
+        order = plan_order("1f1b", devices, 8, "first-last", costs)
+        alone = measured(add_communication(one_by_one(order), costs), costs)
+        busy = measured(add_communication(order, costs), costs)
+        found = costs_of([busy], [alone])
+        assert found.contention == pytest.approx(factor)
+        assert (pytest.approx(costs.F), pytest.approx(costs.B)) == (found.F, found.B)
+        assert compare(busy, found).simulation.makespan == pytest.approx(busy.timeline().makespan)
 
 
 def test_devices_with_cores_of_their_own_do_not_slow_each_other_down() -> None:
@@ -145,24 +141,23 @@ def test_devices_with_cores_of_their_own_do_not_slow_each_other_down() -> None:
     assert (pytest.approx((1.0,) * 4), pytest.approx((3.0,) * 4)) == (found.F, found.B)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
-def test_orders_to_measure_are_sound_and_have_the_kinds_that_they_are_for(schedule: str, mode: str) -> None:
-    order = plan_order(schedule, 2, 4, mode)
+def test_orders_to_measure_are_sound_and_have_the_kinds_that_they_are_for(sample) -> None:
     kinds = {"whole": {Kind.B}, "split": {Kind.I, Kind.W}, "recomputed": {Kind.R, Kind.B}}
     backward = {Kind.B, Kind.I, Kind.W, Kind.R}
-    for name in BACKWARDS:
-        variant = with_backward(order, name)
-        assert check_order(variant).faults == ()
-        assert {item.kind for row in variant.rows for item in row if item} & backward == kinds[name]
-        assert with_backward(variant, name) == variant
-    alone = one_by_one(order)
-    assert check_order(alone).faults == ()
-    for row, before in zip(alone.rows, order.rows, strict=True):
-        parts = [part for item in before if item for part in parts_of(item)]
-        assert sorted(map(str, row)) == sorted(map(str, parts))
-        microbatches = [item.microbatch for item in row if item and item.microbatch is not None]
-        assert microbatches == sorted(microbatches)
+    for schedule, mode in sample(itertools.product(SCHEDULES, ("first-last", "vocab-1", "vocab-2")), 16):
+        order = plan_order(schedule, 2, 4, mode)
+        for name in BACKWARDS:
+            variant = with_backward(order, name)
+            assert check_order(variant).faults == (), (schedule, mode, name)
+            assert {item.kind for row in variant.rows for item in row if item} & backward == kinds[name]
+            assert with_backward(variant, name) == variant
+        alone = one_by_one(order)
+        assert check_order(alone).faults == (), (schedule, mode)
+        for row, before in zip(alone.rows, order.rows, strict=True):
+            parts = [part for item in before if item for part in parts_of(item)]
+            assert sorted(map(str, row)) == sorted(map(str, parts))
+            microbatches = [item.microbatch for item in row if item and item.microbatch is not None]
+            assert microbatches == sorted(microbatches)
 
 
 TIMES = st.floats(1e-6, 1e3)
@@ -199,26 +194,20 @@ def test_a_cost_file_on_disk(tmp_path: Path) -> None:
         check_output(tmp_path / "no" / "costs.toml")
 
 
-@pytest.mark.parametrize(
-    ("time", "other", "expected"),
-    [
-        (0.3, 0.2, Link(latency=0.1, bandwidth=1000.0, bytes=200.0)),  # 100 bytes more take 0.1 s more
-        (0.3, 0.1, Link(latency=0.0, bandwidth=200 / 0.3, bytes=200.0)),  # more than in proportion: no latency
-        (0.3, 0.295, None),  # lost in noise
-        (0.3, 0.4, None),
-        (0.3, 0.0, None),  # not measured
-    ],
-)
-def test_two_sizes_tell_latency_from_bandwidth(time: float, other: float, expected: Link | None) -> None:
-    found = link_of(time, other, Size(200.0, 100.0))
-    if expected is None or found is None:
-        assert found == expected
-        return
-    assert (found.latency, found.bandwidth) == (
-        pytest.approx(expected.latency, abs=1e-12),
-        pytest.approx(expected.bandwidth),
-    )
-    assert found.time == pytest.approx(time)
+def test_two_sizes_tell_latency_from_bandwidth() -> None:
+    expected = {
+        (0.3, 0.2): (0.1, 1000.0),  # 100 bytes more take 0.1 s more
+        (0.3, 0.1): (0.0, 200 / 0.3),  # more than in proportion: no latency
+        (0.3, 0.295): None,  # lost in noise
+        (0.3, 0.4): None,
+        (0.3, 0.0): None,  # not measured
+    }
+    for (time, other), figures in expected.items():
+        link = link_of(time, other, Size(200.0, 100.0))
+        assert (link is None) == (figures is None), (time, other)
+        if link is not None:
+            assert (link.latency, link.bandwidth) == pytest.approx(figures, abs=1e-12)
+            assert link.bytes == 200.0 and link.time == pytest.approx(time)
 
 
 def test_links_take_the_place_of_durations() -> None:
@@ -234,18 +223,15 @@ def test_a_weight_gradient_that_is_split_off_runs_behind_the_next_backward() -> 
     assert [str(item) for item in variant.passes(1)] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1F2", "1I2", "1W1", "1W2"]
 
 
-@pytest.mark.parametrize(
-    ("costs", "other", "expected"),
-    [
-        (Costs(F=[2, 2], B=[4, 5]), Costs(F=[3, 2], I=[2, 2], W=[1, 1]), Costs(F=[2, 2], B=[4, 5], I=[3, 2], W=[1, 1])),
-        (Costs(F=[2], I=[2], W=[1]), Costs(F=[1], B=[4]), Costs(F=[2], I=[2], W=[1], B=[3])),
-        (Costs(F=[2], B=[4]), Costs(F=[1.5], B=[4], R=[2]), Costs(F=[2], B=[4], R=[1.5])),
-        (Costs(F=[9], B=[4]), Costs(F=[1], B=[4], R=[2]), Costs(F=[9], B=[4], R=[1])),
-        (Costs(F=[2], B=[4]), Costs(F=[3], B=[5]), Costs(F=[2], B=[4])),
-    ],
-)
-def test_passes_of_a_microbatch_take_what_they_took(costs: Costs, other: Costs, expected: Costs) -> None:
-    assert completed(costs, other) == expected
+def test_passes_of_a_microbatch_take_what_they_took() -> None:
+    for own, other, expected in (
+        (Costs(F=[2, 2], B=[4, 5]), Costs(F=[3, 2], I=[2, 2], W=[1, 1]), {"B": [4, 5], "I": [3, 2], "W": [1, 1]}),
+        (Costs(F=[2], I=[2], W=[1]), Costs(F=[1], B=[4]), {"I": [2], "W": [1], "B": [3]}),
+        (Costs(F=[2], B=[4]), Costs(F=[1.5], B=[4], R=[2]), {"B": [4], "R": [1.5]}),
+        (Costs(F=[9], B=[4]), Costs(F=[1], B=[4], R=[2]), {"B": [4], "R": [1]}),
+        (Costs(F=[2], B=[4]), Costs(F=[3], B=[5]), {"B": [4]}),
+    ):
+        assert completed(own, other) == Costs(F=own.F, **expected)
 
 
 def test_what_gives_no_costs_is_refused() -> None:

@@ -6,14 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_analytic import llama_8b, setting
+from llamas import llama
+from test_analytic import setting
 
 from evenpipe.costs import completed
 from evenpipe.costs.analytic import layer_time
 from evenpipe.costs.slice_fit import slice_factors
 from evenpipe.costs.step import Cut, costs_of_cut, costs_of_slices
 from evenpipe.costs.work import layers_of
-from evenpipe.model import RowWork, describe, slice_ends
+from evenpipe.model import RowWork, slice_ends
 from evenpipe.schedule import Costs, Kind, Placement, plan_program
 from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace
 
@@ -22,7 +23,7 @@ LENGTH = 16384
 
 @pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 def test_slices_take_the_time_of_the_whole_sequence_and_a_little_more(mode: str) -> None:
-    description = describe(llama_8b())
+    description = llama()
     works, given = layers_of(description), setting(sequence=LENGTH)
     cut = Cut(placement=Placement.linear(8), layers_per_stage=(4,) * 8, checkpointing=("none",) * 32, vocabulary=mode)
 
@@ -49,7 +50,7 @@ def test_slices_take_the_time_of_the_whole_sequence_and_a_little_more(mode: str)
 
 
 def test_spans_of_a_sequence_have_all_its_keys() -> None:
-    description = describe(llama_8b())
+    description = llama()
     given = setting(sequence=LENGTH)
     (work,) = {id(work): work for work in layers_of(description)}.values()
     spans = [(0, 5000), (5000, 11000), (11000, LENGTH)]

@@ -43,15 +43,16 @@ def qwen() -> LayerWork:
     return layers_of(describe(config))[0]
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_read_from_the_shapes(family: str) -> None:
+def test_experts_are_read_from_the_shapes() -> None:
     """What is not of experts that run as one module is dense."""
-    for work in layers_of(describe(tiny_config(family))):
-        found = work.experts
-        assert sum(one.parameters for one in work.dense) + work.expert_parameters <= work.parameters
-        if found is not None:
-            assert found.parameters >= found.count * work.hidden_size * found.width * (3 if found.gated else 2)
-            assert found.choices <= found.count
+    for family in EXPERTS:
+        for work in layers_of(describe(tiny_config(family))):
+            experts = work.experts
+            assert sum(product.parameters for product in work.dense) + work.expert_parameters <= work.parameters
+            if experts is not None:
+                matrices = 3 if experts.gated else 2
+                assert experts.parameters >= experts.count * work.hidden_size * experts.width * matrices, family
+                assert experts.choices <= experts.count
 
 
 def test_a_process_with_all_experts_multiplies_only(qwen: LayerWork) -> None:
@@ -70,19 +71,18 @@ def test_a_process_with_all_experts_multiplies_only(qwen: LayerWork) -> None:
     assert layer_time(qwen, slow).forward == whole.forward
 
 
-@pytest.mark.parametrize(("members", "skew"), [(2, 1.0), (8, 1.0), (16, 1.0), (8, 2.0)])
-def test_what_travels_takes_time_that_products_hide(qwen: LayerWork, members: int, skew: float) -> None:
-    def taken(**options: int) -> float:
-        beside = ExpertOptions(**options) if options else None
-        return layer_time(qwen, setting(ep=members, skew=skew, experts=beside)).forward
+def test_what_travels_takes_time_that_products_hide(qwen: LayerWork) -> None:
+    plain_options = ExpertOptions(columns=1, arrivals=1)
 
-    alone = layer_time(qwen, setting(ep=1)).forward
-    plain, chosen = taken(columns=1, arrivals=1), taken()
-    assert chosen <= plain
-    assert alone < plain
-    if skew > 1:
-        even = layer_time(qwen, setting(ep=members, experts=ExpertOptions(columns=1, arrivals=1))).forward
-        assert even < plain < skew * even
+    def forward(members: int, skew: float = 1.0, options: ExpertOptions | None = None) -> float:
+        return layer_time(qwen, setting(ep=members, skew=skew, experts=options)).forward
+
+    for members, skew in ((2, 1.0), (8, 1.0), (16, 1.0), (8, 2.0)):
+        plain = forward(members, skew, plain_options)
+        assert forward(members, skew) <= plain > forward(1)
+        if skew > 1:
+            even = forward(members, options=plain_options)
+            assert even < plain < skew * even
 
 
 def test_across_nodes_rows_take_longer(qwen: LayerWork) -> None:

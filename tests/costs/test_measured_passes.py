@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from evenpipe.costs.measured_passes import (
 from evenpipe.costs.timed_model import ends_of, layer_times, pass_costs
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
-from evenpipe.model import describe
+from evenpipe.model import Description, describe
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.ranking import Ranking
@@ -52,125 +54,116 @@ BESIDE = {"F": 1e-4, "B": 2e-4, "I": 3e-4, "W": 4e-4}
 """What a pass takes beside its layers, seconds."""
 
 
+@cache
+def description() -> Description:
+    return describe(CONFIG)
+
+
 def problem(*passes: MeasuredPasses, **changes: Any) -> Problem:
     options = {"gpus": 8, "sequence": 1024, "sequences_per_step": 64} | changes
-    return problem_of(describe(CONFIG), replace(HARDWARE, passes=passes), **options)
+    return problem_of(description(), replace(HARDWARE, passes=passes), **options)
 
 
-def recipe(size: int, devices: int = 4, mode: str = "vocab-2", checkpointing: str | Sequence[str] = "none") -> Recipe:
-    return Recipe.of(
-        pp=devices,
-        microbatch_size=size,
-        microbatches=8,
-        vocabulary=mode,
-        checkpointing=checkpointing,
-        layers_per_stage=(8 // devices,) * devices,
-    )
+def recipe(size: int = 1, devices: int = 4, mode: str = "vocab-2", **options: Any) -> Recipe:
+    layers = (8 // devices,) * devices
+    options = {"pp": devices, "microbatches": 8, "layers_per_stage": layers} | options
+    return Recipe.of(microbatch_size=size, vocabulary=mode, **options)
 
 
-def costs(given: Problem, size: int, devices: int = 4, mode: str = "vocab-2") -> Costs:
-    return pass_costs(given, recipe(size, devices, mode), Placement.linear(devices))
+def costs(problem: Problem, size: int = 1, devices: int = 4, mode: str = "vocab-2", **options: Any) -> Costs:
+    return pass_costs(problem, recipe(size, devices, mode, **options), Placement.linear(devices))
+
+
+@cache
+def said_seconds(size: int = 1, **options: Any) -> dict[str, float]:
+    """Seconds of all passes as they follow from shapes alone."""
+    shards, whole = (costs(problem(), size, mode=mode, **options) for mode in ("vocab-2", "first-last"))
+    seconds = passes_of(shards, bare=shards.F)
+    return seconds | whole_passes(whole, (2, 2, 2, 2), seconds, bare=whole.F)
 
 
 def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
     """A pipeline of four devices on a machine where everything takes `scale` times its factor."""
-    description = describe(CONFIG)
-    shards, whole = costs(problem(), size), costs(problem(), size, mode="first-last")
-    seconds = passes_of(shards, bare=shards.F)
-    seconds |= whole_passes(whole, (2, 2, 2, 2), seconds, bare=whole.F)
+    model = description()
     values: dict[str, Any] = {
-        "model": fingerprint(layers_of(description), description.vocabulary_size, description.hidden_size),
+        "model": fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         "dtype": "bf16",
         "sequence": 1024,
         "microbatch_size": size,
         "devices": 4,
         "contention": 1.0,
         "seconds": {
-            **{name: scale * FACTORS[name] * time for name, time in seconds.items()},
+            **{name: scale * FACTORS[name] * time for name, time in said_seconds(size).items()},
             **{STAGE[name]: scale * time for name, time in BESIDE.items()},
         },
     }
     return MeasuredPasses(**values | changes)
 
 
-def test_everything_has_a_factor_of_its_own() -> None:
+def test_other_pipelines_take_as_much_longer_as_the_measured_one(sample) -> None:
     assert set(measured(1).seconds) == set(MEASURED)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("mode", ["vocab-1", "vocab-2", "first-last"])
-def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, mode: str) -> None:
-    plain, corrected = costs(problem(), 1, devices, mode), costs(problem(measured(1)), 1, devices, mode)
-    for name in "FBIW":
-        before, after = getattr(plain, name), getattr(corrected, name)
-        whole = mode == "first-last"
-        middle = slice(1, -1) if whole else slice(None)  # without embedding and output layer
-        factor = FACTORS[PLAIN[name] if whole else name]
-        assert after[middle] == pytest.approx([factor * time + BESIDE[name] for time in before[middle]])
-    if mode == "vocab-2":
-        for name in ("S", "C", "T", "E", "G"):
-            assert getattr(corrected, name) == pytest.approx(FACTORS[name] * getattr(plain, name))
-        assert corrected.collectives == pytest.approx(
-            {name: FACTORS[name] * time for name, time in plain.collectives.items()}
-        )
-    assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
-
-
-def with_ranks(given: Problem, ranks: int, mode: str) -> Costs:
-    own = Recipe.of(pp=4, tp=ranks, microbatches=8, vocabulary=mode, layers_per_stage=(2, 2, 2, 2))
-    return pass_costs(given, own, Placement.linear(4))
+    for devices, mode in sample(itertools.product((1, 2, 4, 8), ("vocab-1", "vocab-2", "first-last")), 4):
+        plain, corrected = costs(problem(), 1, devices, mode), costs(problem(measured(1)), 1, devices, mode)
+        for name in "FBIW":
+            before, after = getattr(plain, name), getattr(corrected, name)
+            whole = mode == "first-last"
+            middle = slice(1, -1) if whole else slice(None)  # without embedding and output layer
+            factor = FACTORS[PLAIN[name] if whole else name]
+            assert after[middle] == pytest.approx([factor * time + BESIDE[name] for time in before[middle]])
+        if mode == "vocab-2":
+            for name in ("S", "C", "T", "E", "G"):
+                assert getattr(corrected, name) == pytest.approx(FACTORS[name] * getattr(plain, name))
+            expected = {name: FACTORS[name] * time for name, time in plain.collectives.items()}
+            assert corrected.collectives == pytest.approx(expected)
+        assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
 
 
 def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
     """With their exchange. Without passes of these ranks, only what they compute is corrected."""
-
-    def with_context(given: Problem) -> Costs:
-        own = Recipe.of(pp=4, cp=2, context_exchange="keys", microbatches=8, layers_per_stage=(2, 2, 2, 2))
-        return pass_costs(given, own, Placement.linear(4))
-
-    plain = with_context(problem())
+    context = {"cp": 2, "context_exchange": "keys"}
+    plain = costs(problem(), **context)
     twice = {name: 2 * time for name, time in passes_of(plain, bare=plain.F).items()}
     alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FIW"})
-    of_two = with_context(problem(alone, measured(1, seconds=twice, context_parallel=2)))
+    of_two = costs(problem(alone, measured(1, seconds=twice, context_parallel=2)), **context)
     for name in "FBIW":
         assert getattr(of_two, name) == pytest.approx([2 * time for time in getattr(plain, name)])
-    corrected = with_context(problem(alone))
+    corrected = costs(problem(alone), **context)
     assert pytest.approx([3 * time for time in plain.W]) == corrected.W
     for name in "FI":
         for before, after in zip(getattr(plain, name), getattr(corrected, name), strict=True):
             assert 2 * before < after < 3 * before
+    for way, other in (("keys", "heads"), ("heads", "keys")):
+        passes = {name: measured(1, context_parallel=2, context_exchange=name, devices=2) for name in (way, other)}
+        own = Recipe.of(pp=2, cp=2, context_exchange=way, microbatches=8)
+        assert problem(*passes.values()).correction(own).ranks == (1, 2, way)
+        assert problem(passes[other], measured(1)).correction(own).ranks == (1, 2, other)
 
 
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_measured_passes_hold_for_their_number_of_tensor_ranks(mode: str) -> None:
     """With their exchange. For another number of ranks, only what they compute is corrected."""
-    shards, whole = (with_ranks(problem(), 2, mode) for mode in ("vocab-2", "first-last"))
-    seconds = passes_of(shards, bare=shards.F)
-    seconds |= whole_passes(whole, (2, 2, 2, 2), seconds, bare=whole.F)
-    twice = {name: 2 * time for name, time in seconds.items()}
-    shared = measured(1, seconds=twice, tensor_parallel=2)
+    shared = measured(1, seconds={name: 2 * time for name, time in said_seconds(tp=2).items()}, tensor_parallel=2)
     alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FW"})
-    plain, of_two = with_ranks(problem(), 2, mode), with_ranks(problem(shared, alone), 2, mode)
+    plain, of_two = (costs(given, mode=mode, tp=2) for given in (problem(), problem(shared, alone)))
     for name in ("F", "B", "I", "W", *(("S", "C", "T") if mode == "vocab-2" else ())):
-        before, after = getattr(plain, name), getattr(of_two, name)
-        if mode == "vocab-2" or name == "W":
-            assert after == pytest.approx(2 * before if isinstance(before, float) else [2 * time for time in before])
-        assert sum(after if isinstance(after, tuple) else [after]) == pytest.approx(
-            2 * sum(before if isinstance(before, tuple) else [before])
+        before, after = (
+            time if isinstance(time, tuple) else (time,) for time in (getattr(plain, name), getattr(of_two, name))
         )
-    plain, corrected = with_ranks(problem(), 2, "vocab-2"), with_ranks(problem(alone), 2, "vocab-2")
+        if mode == "vocab-2" or name == "W":
+            assert after == pytest.approx([2 * time for time in before])
+        assert sum(after) == pytest.approx(2 * sum(before))
+    plain, corrected = costs(problem(), tp=2), costs(problem(alone), tp=2)
     for name in "FW":
         parts = zip(getattr(plain, name), plain.tensor_exchange[name], strict=True)
         assert getattr(corrected, name) == pytest.approx([3 * (time - part) + part for time, part in parts])
         assert corrected.tensor_exchange[name] == pytest.approx(plain.tensor_exchange[name])
-    four, two = (with_ranks(problem(*given), 4, "vocab-2").F for given in ((shared, alone), (alone,)))
-    assert four == two
+    assert costs(problem(shared, alone), tp=4).F == costs(problem(alone), tp=4).F
 
 
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
     def forwards(given: Problem, checkpointing: str | tuple[str, ...]) -> Sequence[float]:
-        found = pass_costs(given, recipe(1, mode=mode, checkpointing=checkpointing), Placement.linear(4)).F
+        found = costs(given, mode=mode, checkpointing=checkpointing).F
         assert isinstance(found, tuple)
         return [time - (BESIDE["F"] if given.hardware.passes else 0.0) for time in found[1:3]]
 
@@ -199,40 +192,34 @@ def test_the_whole_output_layer_takes_what_it_took(devices: int) -> None:
     assert corrected == pytest.approx({name: FACTORS[OUTPUT[name]] * time for name, time in plain.items()})
 
 
-def test_the_whole_output_layer_follows_from_its_shards() -> None:
-    """Logits and dX are in S, dW is in T: where no whole output layer was measured, as by earlier versions."""
-    seconds = {name: time for name, time in measured(1).seconds.items() if name not in OUTPUT.values()}
-    plain, corrected = output_layer(problem()), output_layer(problem(measured(1, seconds=seconds)))
-    assert corrected["F"] == pytest.approx(FACTORS["S"] * plain["F"])
-    assert corrected["W"] == pytest.approx(FACTORS["T"] * plain["W"])
-    assert corrected["B"] == pytest.approx(corrected["I"] + corrected["W"])
+def test_what_was_not_measured_of_the_whole_output_layer_follows_from_its_shards() -> None:
+    """Logits and dX are in S, dW is in T. Earlier versions measured no whole output layer."""
+    plain, seconds = output_layer(problem()), measured(1).seconds
+    for missing in (set(OUTPUT.values()), {OUTPUT["W"]}):
+        left = {name: time for name, time in seconds.items() if name not in missing}
+        corrected = output_layer(problem(measured(1, seconds=left)))
+        forward = "S" if OUTPUT["F"] in missing else OUTPUT["F"]
+        assert corrected["F"] == pytest.approx(FACTORS[forward] * plain["F"])
+        assert corrected["W"] == pytest.approx(FACTORS["T"] * plain["W"])
+        if OUTPUT["B"] in missing:
+            assert corrected["B"] == pytest.approx(corrected["I"] + corrected["W"])
 
 
-def test_a_pass_of_the_whole_output_layer_that_was_not_measured_follows_from_the_shards() -> None:
-    seconds = {name: time for name, time in measured(1).seconds.items() if name != OUTPUT["W"]}
-    plain, corrected = output_layer(problem()), output_layer(problem(measured(1, seconds=seconds)))
-    assert corrected["F"] == pytest.approx(FACTORS[OUTPUT["F"]] * plain["F"])
-    assert corrected["W"] == pytest.approx(FACTORS["T"] * plain["W"])
-
-
-@pytest.mark.parametrize(
-    ("times", "layers", "plain", "seconds"),
-    [
+def test_the_output_layer_is_what_the_last_stage_has_beside_its_layers() -> None:
+    cases: list[tuple[tuple[float, ...], tuple[int, ...], float | None, float]] = [
+        # times of stages, their layers, of plain layers, of the output layer
         ((10, 9, 15), (2, 2, 3), 16 * 7 / 4, 15 - 16 * 3 / 4),  # of the first stage's 10, 3 are the embedding
         ((22,), (7,), None, 22 - 3 / 3 - 11),
         ((10, 9), (4, 4), 6 * 2, 9 - 6),
         ((10, 3), (4, 4), 6 * 2, 0),
-    ],
-)
-def test_the_output_layer_is_what_the_last_stage_has_beside_its_layers(
-    times: tuple[float, ...], layers: tuple[int, ...], plain: float | None, seconds: float
-) -> None:
-    per_device = {1: 1.0, 2: 2.0, 3: 1.0}[len(layers)]
-    found = whole_passes(Costs(F=times), layers, {"F": 11.0, "bare": 11.0, "E": per_device}, bare=times)
-    assert found["output_F"] == pytest.approx(seconds)
-    assert "output_bare" not in found
-    for name in ("plain_F", "plain_bare"):
-        assert found.get(name) == (None if plain is None else pytest.approx(plain))
+    ]
+    for times, layers, plain, seconds in cases:
+        embedding = {1: 1.0, 2: 2.0, 3: 1.0}[len(layers)]
+        found = whole_passes(Costs(F=times), layers, {"F": 11.0, "bare": 11.0, "E": embedding}, bare=times)
+        assert found["output_F"] == pytest.approx(seconds)
+        assert "output_bare" not in found
+        for name in ("plain_F", "plain_bare"):
+            assert found.get(name) == (None if plain is None else pytest.approx(plain))
 
 
 def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
@@ -246,26 +233,22 @@ def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
     assert stage_passes(few, few) == {}
 
 
-@pytest.mark.parametrize("many", [(13, 13, 13, 13), (20, 20, 6, 9)])
-def test_stages_of_two_sizes_that_contradict_each_other_say_nothing(many: tuple[float, ...]) -> None:
+def test_stages_of_two_sizes_that_contradict_each_other_say_nothing() -> None:
     """A machine that was disturbed: what stands beside the layers would leave nothing for the layers of a stage."""
     few = Costs(F=(11, 11))
-    found = stage_passes(few, Costs(F=many))
-    assert found == {"stage_F": 0}
-    assert passes_of(few, beside=found) == {"F": 22, "C": 0}
+    for many in ((13, 13, 13, 13), (20, 20, 6, 9)):
+        found = stage_passes(few, Costs(F=many))
+        assert found == {"stage_F": 0}
+        assert passes_of(few, beside=found) == {"F": 22, "C": 0}
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 5 / 3), (4, 2.0), (8, 2.0)])
-def test_between_two_sizes_times_grow_evenly(size: int, scale: float) -> None:
+def test_between_two_sizes_times_grow_evenly() -> None:
     """If four sequences take eight times as long as one, two take 10/3 times as long."""
     given = problem(measured(1), measured(4, scale=2.0))
-    for name in ("F", "S"):
-        plain, corrected = getattr(costs(problem(), size), name), getattr(costs(given, size), name)
-        assert corrected == pytest.approx(
-            scale * FACTORS[name] * plain
-            if name == "S"
-            else tuple(scale * (FACTORS[name] * time + BESIDE[name]) for time in plain)
-        )
+    for size, scale in ((1, 1.0), (2, 5 / 3), (4, 2.0), (8, 2.0)):
+        plain, corrected = costs(problem(), size), costs(given, size)
+        assert pytest.approx([scale * (FACTORS["F"] * time + BESIDE["F"]) for time in plain.F]) == corrected.F
+        assert pytest.approx(scale * FACTORS["S"] * plain.S) == corrected.S
 
 
 def scaled(sequence: int, scale: float) -> MeasuredPasses:
@@ -280,65 +263,51 @@ def scaled(sequence: int, scale: float) -> MeasuredPasses:
 def test_slices_take_longer_than_their_share_as_short_sequences_do(slices: int, whole: float, short: float) -> None:
     """An eighth of the tokens takes a quarter of the time: a seventh of it is there whatever the tokens are. Bounds
     assume that slices are never faster than whole sequences."""
-    own = Recipe.of(pp=4, microbatches=8, slices=slices, layers_per_stage=(2, 2, 2, 2))
     corrected = problem(scaled(1024, whole), scaled(128, short))
-    before, after = (each_slice(pass_costs(given, own, Placement.linear(4))) for given in (problem(), corrected))
-    for (start, end), plain, found in zip(pairwise((0, *ends_of(corrected, own))), before, after, strict=True):
+    before, after = (each_slice(costs(given, slices=slices)) for given in (problem(), corrected))
+    ends = ends_of(corrected, recipe(slices=slices))
+    for (start, end), plain, found in zip(pairwise((0, *ends)), before, after, strict=True):
         longer = 1 + (1024 / max(128, end - start) - 1) / 7 if short > whole else whole
         for name in "FBIW":
             assert getattr(found, name) == pytest.approx([longer * time for time in getattr(plain, name)])
 
 
-def test_passes_of_context_ranks_hold_for_their_exchange() -> None:
-    given = problem(*(measured(1, context_parallel=2, context_exchange=way, devices=2) for way in ("keys", "heads")))
-    for way, other in (("keys", "heads"), ("heads", "keys")):
-        own = Recipe.of(pp=2, cp=2, context_exchange=way, microbatches=8)
-        assert given.correction(own).ranks == (1, 2, way)
-        alone = problem(measured(1, context_parallel=2, context_exchange=other, devices=2), measured(1))
-        assert alone.correction(own).ranks == (1, 2, other)
-
-
-def test_contention_is_that_of_the_passes() -> None:
+def test_replicas_on_one_machine_wait_for_its_cores() -> None:
+    """Contention is that of the passes. Two devices were measured, with contention 1.1. With a replica beside them,
+    four processes are on two cores, which products alone showed to be 2.4 times slower. Times are those while one
+    device of both replicas computes."""
+    machine = replace(HARDWARE, devices_per_node=4, contention=2.4, cores=2)
+    machine = replace(machine, passes=(measured(1, devices=2, contention=1.1),))
+    given = replace(problem(), hardware=machine, gpus=4, known={})
+    alone, both = Recipe.of(pp=2, microbatches=8), Recipe.of(pp=2, dp=2, microbatches=8)
     assert problem(measured(1)).contention(recipe(1, 8)) == 1
     assert problem(measured(1, contention=1.3)).contention(recipe(1, 8)) == pytest.approx(1.3)
-
-
-def test_replicas_on_one_machine_wait_for_its_cores() -> None:
-    """Two devices were measured, with contention 1.1. With a replica beside them there are four processes on two cores,
-    which products alone showed to be 2.4 times slower. Times are those while one device of both replicas computes."""
-    machine = replace(HARDWARE, devices_per_node=4, contention=2.4, cores=2)
-    given = replace(problem(measured(1, devices=2, contention=1.1)), hardware=machine)
-    given = replace(
-        given, hardware=replace(machine, passes=(measured(1, devices=2, contention=1.1),)), gpus=4, known={}
-    )
-    alone, both = Recipe.of(pp=2, microbatches=8), Recipe.of(pp=2, dp=2, microbatches=8)
     assert given.contention(alone) == pytest.approx(1.1)
     assert given.contention(both) == pytest.approx(2.4)
     times = [layer_times(given, one)[0].forward for one in (alone, both)]
     assert times[1] == pytest.approx(1.1 * times[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("passes", "changes"),
-    [
+def said_of(given: Problem) -> str:
+    """What a plan for one order says of its pass times."""
+    space = Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",))
+    return Ranking(search_configurations(given, space, wanted=1, workers=1), 1).text()
+
+
+def test_only_the_same_model_is_corrected() -> None:
+    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"sequence": 512}, {}),
         ({"sequence": 2048}, {}),
         ({"dtype": "fp32"}, {}),
         ({"model": "another"}, {}),
         ({}, {"kernels": "fused"}),
-    ],
-)
-def test_only_the_same_model_is_corrected(passes: dict[str, Any], changes: dict[str, Any]) -> None:
-    given, plain = problem(measured(1, **passes), **changes), problem(**changes)
-    assert layer_times(given, recipe(1)) == layer_times(plain, recipe(1))
-    found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
-    assert "pass times from shapes alone" in Ranking(found, 1).text()
-
-
-def test_a_plan_says_that_it_is_of_measured_passes() -> None:
-    given = problem(measured(4), measured(1))
-    found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
-    assert "pass times corrected by measurements of this model with microbatches of 1, 4" in Ranking(found, 1).text()
+    ]
+    for passes, changes in others:
+        given, plain = problem(measured(1, **passes), **changes), problem(**changes)
+        assert layer_times(given, recipe(1)) == layer_times(plain, recipe(1)), (passes, changes)
+    assert "pass times from shapes alone" in said_of(problem(measured(1, model="another")))
+    found = said_of(problem(measured(4), measured(1)))
+    assert "pass times corrected by measurements of this model with microbatches of 1, 4" in found
 
 
 def test_files_hold_them(tmp_path: Path) -> None:
@@ -351,9 +320,8 @@ def test_files_hold_them(tmp_path: Path) -> None:
     assert read.passes[0].seconds == pytest.approx(hardware.passes[0].seconds, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_wrong_entries_are_one_sentence() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"sequence": 0}, "passes.sequence is 0, expected a whole number of at least 1"),
         ({"context_parallel": 0}, "passes.context_parallel is 0, expected a whole number of at least 1"),
         ({"context_exchange": "auto"}, "passes.context_exchange is 'auto', expected keys or heads"),
@@ -363,19 +331,13 @@ def test_files_hold_them(tmp_path: Path) -> None:
         ({"seconds": 3}, "passes.seconds is 3, expected a table"),
         ({"speed": 3}, "unknown key 'passes.speed', accepted: model, dtype"),
         ({"model": None}, "passes.model is None, expected a text"),
-    ],
-)
-def test_wrong_entries_are_one_sentence(changes: dict[str, Any], words: str) -> None:
-    values = replace(HARDWARE, passes=(measured(1),)).to_dict()
-    values["passes"][0] |= changes
-    with pytest.raises(InputError, match=words):
-        hardware_from_dict(values)
-
-
-def test_a_missing_key_is_named() -> None:
-    values = replace(HARDWARE, passes=(measured(1),)).to_dict()
-    del values["passes"][0]["dtype"]
-    with pytest.raises(InputError, match=r"passes.dtype is missing"):
-        hardware_from_dict(values)
-    with pytest.raises(InputError, match=r"passes is 3, expected tables"):
-        hardware_from_dict(values | {"passes": 3})
+    ]
+    right = replace(HARDWARE, passes=(measured(1),)).to_dict()
+    (entry,) = right["passes"]
+    wrong = [(right | {"passes": [entry | changes]}, words) for changes, words in cases]
+    without_dtype = {name: value for name, value in entry.items() if name != "dtype"}
+    wrong.append((right | {"passes": [without_dtype]}, "passes.dtype is missing"))
+    wrong.append((right | {"passes": 3}, "passes is 3, expected tables"))
+    for values, words in wrong:
+        with pytest.raises(InputError, match=words):
+            hardware_from_dict(values)

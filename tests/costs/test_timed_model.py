@@ -7,30 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from llamas import llama
 
 from evenpipe.costs.hardware import KNOWN, write_hardware
 from evenpipe.costs.timed_model import OURS, arranging_model
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import estimate
-from evenpipe.model import describe
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
 H100 = KNOWN["H100-80G"]
-MODEL = describe(
-    LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-    )
-)
+MODEL = llama(layers=16)
 ROWS = MODEL.vocabulary_size
 
 
@@ -51,27 +40,22 @@ def problem(**options: Any) -> Problem:
 BY_FLOPS = ModelCosts.of(MODEL, 4096)
 
 
-@pytest.mark.parametrize(
-    ("arrange", "at_hand", "dtype", "expected"),
-    [
+def test_which_hardware_arranges_an_order(tmp_path: Path) -> None:
+    """A name, a file, the hardware at hand if its dtype is known, or none: then FLOPs."""
+    file = tmp_path / "ours.toml"
+    write_hardware(replace(H100, name="ours", operation_seconds=1e-3), file)
+    for arrange, at_hand, dtype, expected in (
         ("auto", None, "bf16", "flops"),
         ("auto", H100, "bf16", "H100-80G"),
         ("auto", H100, None, "flops"),
         ("flops", H100, "bf16", "flops"),
         ("A100-80G", H100, "bf16", "A100-80G"),
         ("h200", None, "fp32", "H200"),
-    ],
-)
-def test_which_hardware_arranges_an_order(arrange: str, at_hand: Any, dtype: Any, expected: str) -> None:
-    found = arranging_model(MODEL, recipe(arrange=arrange), at_hand, dtype)
-    assert found.hardware == expected
-    assert (found.times is None) == (expected == "flops")
-
-
-def test_a_file_of_hardware_is_taken_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    write_hardware(replace(H100, name="ours", operation_seconds=1e-3), tmp_path / "ours.toml")
-    found = arranging_model(MODEL, recipe(arrange=str(tmp_path / "ours.toml")), None, "bf16")
-    assert found.hardware == "ours" and found.times is not None
+        (str(file), None, "bf16", "ours"),
+    ):
+        found = arranging_model(MODEL, recipe(arrange=arrange), at_hand, dtype)
+        assert found.hardware == expected
+        assert (found.times is None) == (expected == "flops")
     with pytest.raises(InputError, match="hardware 'H1000' is unknown, did you mean 'H100-80G'"):
         arranging_model(MODEL, recipe(arrange="H1000"), None, "bf16")
 
@@ -88,6 +72,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sampled(3)
 def test_a_run_has_the_order_that_its_plan_was_timed_with(name: str) -> None:
     one = recipe(**RECIPES[name])
     one = replace(one, layers_per_stage=Layout.of(one, BY_FLOPS, ROWS, tied=False).layers_per_stage)
@@ -134,7 +119,7 @@ def test_an_estimate_has_the_order_of_a_run_on_its_hardware() -> None:
     assert [device.process for device in found.devices] == [device.process for device in by_run.devices]
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 3}, {"cp": 2, "tp": 3, "dp": 2}])
-def test_a_run_whose_sequences_have_no_known_length_is_arranged_all_the_same(sizes: dict[str, int]) -> None:
-    one = recipe(sequence_length=None, layers_per_stage=(2,) * 8, **sizes)
-    assert program(arranging_model(MODEL, one, H100, "bf16"), one).devices == 4
+def test_a_run_whose_sequences_have_no_known_length_is_arranged_all_the_same() -> None:
+    for sizes in ({"cp": 3}, {"cp": 2, "tp": 3, "dp": 2}):
+        one = recipe(sequence_length=None, layers_per_stage=(2,) * 8, **sizes)
+        assert program(arranging_model(MODEL, one, H100, "bf16"), one).devices == 4

@@ -1,18 +1,21 @@
-"""Closed forms of layers against the coefficients of the literature."""
+"""Closed forms of layers against the coefficients of the literature, in bf16."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from families import NAMED
 
 from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
+from evenpipe.memory.operations import Operations
+from evenpipe.memory.sketch import Tape
 from evenpipe.model.shape import AttentionShape, LayerShape, MlpShape, RotaryShape
 
-FAMILIES = [*NAMED, "gpt2", "phi"]
 FUSED, UNFUSED = PRESETS["fused"], replace(PRESETS["fused"], activation="eager")
 BATCH, SEQUENCE = 2, 256
+SMALL = ("log-sum-exp", "statistics of norms")
 
 
 def llama(hidden: int, mlp: int, heads: int, key_value_heads: int) -> LayerShape:
@@ -26,62 +29,61 @@ def llama(hidden: int, mlp: int, heads: int, key_value_heads: int) -> LayerShape
 
 
 SHAPES = [(512, 1792, 8, 2), (256, 896, 4, 1), (1024, 2816, 16, 16)]
+SHAPE = llama(*SHAPES[0])
+"""r = 1/4 and q = 3.5."""
 
 
-def of(
-    shape: LayerShape, kernels: Kernels = FUSED, element: int = 2, checkpointing: str = "none", **options
-) -> LayerBytes:
-    portion = Portion(microbatch_size=BATCH, sequence=SEQUENCE, element=element, **options)
+def of(shape: LayerShape, kernels: Kernels = FUSED, checkpointing: str = "none", **options) -> LayerBytes:
+    portion = Portion(microbatch_size=BATCH, sequence=SEQUENCE, element=2, **options)
     return layer_bytes(shape, kernels, portion, checkpointing)
 
 
-def kept(layer: LayerBytes) -> int:
-    """Of the layer and its input, from F to the backward."""
-    return layer.saved + layer.saves_input * layer.input
+def kept(layer: LayerBytes, *, small: bool = True) -> int:
+    """Of the layer and its input, from F to the backward; without log-sum-exp and statistics of norms, if asked for."""
+    return (
+        layer.saved
+        + layer.saves_input * layer.input
+        - (0 if small else sum(layer.tensors.get(name, 0) for name in SMALL))
+    )
 
 
-def backward_peak(layer: LayerBytes) -> int:
-    """Within B, of a layer that is a stage of its own."""
-    return layer.peaks.backward[True, True, False, False]
-
-
-def per_unit(size: int, shape: LayerShape, tp: int = 1, cp: int = 1) -> float:
+def per_unit(size: int, shape: LayerShape = SHAPE, tp: int = 1, cp: int = 1) -> float:
     """In units of s b h / (t c)."""
     return size / (BATCH * SEQUENCE * shape.hidden_size / tp / cp)
 
 
-# --- the coefficients of the literature, bf16 -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tp", "cp"),
-    [
-        (sizes, tp, cp)
-        for sizes in SHAPES
-        for tp, cp in ((1, 1), (2, 1), (1, 2), (4, 2))
-        if tp <= sizes[3]  # with fewer heads of keys and values, some are held several times
-    ],
-)
-def test_saved_with_flash_attention(sizes, tp, cp):
+def test_saved_with_flash_attention() -> None:
     """12 + 4r + 6q fused and 12 + 4r + 8q unfused, log-sum-exp and inverse deviations beside."""
-    shape = llama(*sizes)
-    h, f, a, k = sizes
-    r, q = k / a, f / h
-    statistics = 4 * a / h + 8 / h
-    for kernels, mlp in ((FUSED, 6), (UNFUSED, 8)):
-        coefficient = per_unit(kept(of(shape, kernels, tp=tp, cp=cp)), shape, tp, cp)
-        assert coefficient == pytest.approx(12 + 4 * r + mlp * q + statistics, abs=5e-5)
+    for sizes in SHAPES:
+        shape, (h, f, a, k) = llama(*sizes), sizes
+        r, q = k / a, f / h
+        statistics = 4 * a / h + 8 / h
+        for tp, cp in ((1, 1), (2, 1), (1, 2), (4, 2)):
+            if tp > k:  # with fewer heads of keys and values, some are held several times
+                continue
+            for kernels, mlp in ((FUSED, 6), (UNFUSED, 8)):
+                coefficient = per_unit(kept(of(shape, kernels, tp=tp, cp=cp)), shape, tp, cp)
+                assert coefficient == pytest.approx(12 + 4 * r + mlp * q + statistics, abs=5e-5), (sizes, tp, cp)
 
 
-def test_figures_of_one_shape():
-    shape = llama(512, 1792, 8, 2)
-    assert round(per_unit(kept(of(shape)), shape), 4) == 34.0781
-    assert round(per_unit(kept(of(shape, UNFUSED)), shape), 4) == 41.0781
-    packed = replace(FUSED, packed_qkv=True)
-    assert per_unit(kept(of(shape, packed)), shape) == pytest.approx(34.0781 + 2 + 2 / 4, abs=5e-5)
+def test_blocks_that_gather_their_input() -> None:
+    """Kept from F: (12 + 4r + 6q) / t, and where the forward is repeated the rest of both gathered inputs. Between I
+    and W: 4 + (8 + 4r + 6q) / t, or less than Megatron-LM, which gathers for every product."""
+    for sizes in SHAPES:
+        for tp in (2, 4):
+            shape, (h, f, a, k) = llama(*sizes), sizes
+            r, q = max(k, tp) / a, f / h
+            statistics = (4 * a / h + 8 / h) / tp
+            layer, again = (of(shape, tp=tp, blocks=True, repeats=repeats) for repeats in (False, True))
+            assert per_unit(kept(layer), shape) == pytest.approx((12 + 4 * r + 6 * q) / tp + statistics, abs=5e-5)
+            assert per_unit(kept(again) - kept(layer), shape) == pytest.approx(4 * (1 - 1 / tp), abs=5e-5)
+            assert per_unit(layer.queued, shape) == pytest.approx(4 + (8 + 4 * r + 6 * q) / tp, abs=1e-9)
+    theirs, ours = (of(SHAPE, tp=2, blocks=blocks) for blocks in (False, True))
+    assert per_unit(theirs.queued, tp=2) == 12 + 1 + 21
+    assert theirs.saved == ours.saved and theirs.queued < ours.queued
 
 
-def test_published_models_without_statistics():
+def test_published_models_without_statistics() -> None:
     """Llama 3 8B, 70B and 405B: 34.0, 33.5, 31.75 fused; 41.0, 40.5, 38.25 with the activated gate kept."""
     expected = {
         (4096, 14336, 32, 8): (34.0, 41.0),
@@ -90,75 +92,65 @@ def test_published_models_without_statistics():
     }
     for sizes, figures in expected.items():
         shape = llama(*sizes)
-        for kernels, figure in zip((FUSED, UNFUSED), figures, strict=True):
-            layer = of(shape, kernels)
-            small = layer.tensors["log-sum-exp"] + layer.tensors["statistics of norms"]
-            assert per_unit(kept(layer) - small, shape) == figure
+        assert tuple(per_unit(kept(of(shape, kernels), small=False), shape) for kernels in (FUSED, UNFUSED)) == figures
 
 
-def test_heads_of_keys_fewer_than_tensor_parallelism():
-    """Every GPU holds a whole head of keys and values: as if there were as many as GPUs."""
-    few, enough = llama(512, 1792, 8, 2), llama(512, 1792, 8, 8)
-    assert of(few, tp=8).saved == of(enough, tp=8).saved
-
-
-def test_without_sequence_parallelism():
-    """T h (8 + (4 + 4r + 6q) / t), inverse deviations whole."""
-    shape, tp = llama(512, 1792, 8, 2), 2
-    r, q, tokens = 1 / 4, 3.5, BATCH * SEQUENCE
-    expected = tokens * 512 * (8 + (4 + 4 * r + 6 * q) / tp) + 4 * tokens * 8 / tp + 8 * tokens
-    assert kept(of(shape, tp=tp, sequence_parallel=False)) == expected
-
-
-def test_eager_attention():
-    """fp32 probabilities, their bf16 copy, and keys and values for every head."""
-    shape = llama(512, 1792, 8, 2)
-    with_squares = of(shape, replace(FUSED, attention="eager"))
+def test_what_other_choices_keep() -> None:
+    few, enough = SHAPE, llama(512, 1792, 8, 8)
+    assert of(few, tp=8).saved == of(enough, tp=8).saved, "every GPU has a whole head of keys and values"
+    packed = of(SHAPE, replace(FUSED, packed_qkv=True))
+    assert per_unit(kept(packed, small=False)) == 34 + 2 + 2 / 4
+    r, q, tokens, tp = 1 / 4, 3.5, BATCH * SEQUENCE, 2
+    whole_stream = kept(of(SHAPE, tp=tp, sequence_parallel=False))  # T h (8 + (4 + 4r + 6q) / t)
+    assert whole_stream == tokens * 512 * (8 + (4 + 4 * r + 6 * q) / tp) + 4 * tokens * 8 / tp + 8 * tokens
+    # fp32 probabilities, their bf16 copy, and keys and values for every head
     squares = BATCH * 8 * SEQUENCE**2
-    others = 12 + 4 + 6 * 3.5 + 8 / 512
-    assert kept(with_squares) - 6 * squares == others * BATCH * SEQUENCE * 512
+    assert kept(of(SHAPE, replace(FUSED, attention="eager"))) - 6 * squares == (16 + 6 * q + 8 / 512) * tokens * 512
+    # Llama's norm on bf16 saves its input in fp32 and the product in bf16 in place of its input: 6 for 2
+    assert per_unit(kept(of(SHAPE, replace(FUSED, norm="eager"))) - kept(of(SHAPE))) == 2 * (6 - 2)
 
 
-def test_eager_norms_add_what_is_known():
-    """Llama's norm on bf16 saves its input in fp32 and the product in bf16 in place of its input: 6 for 2."""
-    shape = llama(512, 1792, 8, 2)
-    more = per_unit(kept(of(shape, replace(FUSED, norm="eager"))) - kept(of(shape)), shape)
-    assert more == 2 * (6 - 2)
+def test_kept_when_parts_run_again() -> None:
+    expected = {
+        "none": 12 + 1 + 21,
+        "core attention": 12 + 1 + 21,
+        "norms": 8 + 1 + 21,
+        "activation": 12 + 1 + 21 - 7,
+        "mlp": 10 + 1,
+        "attention": 6 + 21,
+        "full": 2,
+    }
+    found = {name: round(per_unit(kept(of(SHAPE, checkpointing=name), small=False)), 4) for name in expected}
+    assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "expected"),
-    [
-        ("none", 12 + 1 + 21),
-        ("core attention", 12 + 1 + 21),
-        ("norms", 8 + 1 + 21),
-        ("activation", 12 + 1 + 21 - 7),
-        ("mlp", 10 + 1),
-        ("attention", 6 + 21),
-        ("full", 2),
-    ],
-)
-def test_kept_when_parts_run_again(checkpointing, expected):
-    shape = llama(512, 1792, 8, 2)
-    layer = of(shape, checkpointing=checkpointing)
-    small = sum(layer.tensors.get(name, 0) for name in ("log-sum-exp", "statistics of norms"))
-    assert round(per_unit(kept(layer) - small, shape), 4) == expected
-
-
-def test_what_w_needs_is_what_f_saved():
-    """Inputs 6 + 2q and output gradients 6 + 4r + 4q of the seven products."""
-    shape = llama(512, 1792, 8, 2)
-    assert per_unit(of(shape).queued, shape) == 12 + 1 + 21
-
-
-def test_working_set_of_the_backward():
-    """(2 + 4q) above what is saved, reached in the backward of the gate, once weights' gradients need no room."""
-    shape = llama(512, 1792, 8, 2)
-    fused = of(shape, replace(FUSED, weight_gradient="fused"))
-    # The output's gradient (2) is there before.
-    assert per_unit(backward_peak(fused), shape) + 2 == 2 + 4 * 3.5
-    again = of(shape, replace(FUSED, weight_gradient="fused"), checkpointing="full")
-    small = 4 * 8 / 512 + 8 / 512
+def test_working_set_of_the_backward() -> None:
+    """(2 + 4q) above what is saved, reached in the backward of the gate, once weights' gradients need no room. W needs
+    inputs 6 + 2q and output gradients 6 + 4r + 4q of the seven products."""
+    assert per_unit(of(SHAPE).queued) == 12 + 1 + 21
+    kernels = replace(FUSED, weight_gradient="fused")
+    fused, again = (of(SHAPE, kernels, checkpointing) for checkpointing in ("none", "full"))
+    peaks = [per_unit(layer.peaks.backward[True, True, False, False]) for layer in (fused, again)]
+    assert peaks[0] + 2 == 2 + 4 * 3.5  # the output's gradient (2) is there before
     # All of the layer but its input and the product that the backward of the gate no longer needs.
-    expected = 12 + 1 + 21 - 2 + small + 4 * 3.5
-    assert per_unit(backward_peak(again), shape) == pytest.approx(expected, abs=5e-5)
+    assert peaks[1] == pytest.approx(12 + 1 + 21 - 2 + 40 / 512 + 4 * 3.5, abs=5e-5)
+
+
+def test_context_parallelism_holds_the_keys_of_others() -> None:
+    """While attention runs: their keys and values; in its backward their gradients too."""
+    peaks = {}
+    for others in (0, 120):
+        tape = Tape()
+        hidden = tape.new(100, 4)
+        hidden.node = tape.leaf()
+        operations = Operations(tape)
+        before = tape.meter.live
+        queries, keys, values = operations.parts(hidden, [60, 20, 20])
+        result = operations.flash_attention(queries, keys, values, size=60, rows=6, others=others)
+        forward, root, gradients = tape.meter.peak - before, result.node, [tape.new(60, 4)]
+        del result
+        before = tape.meter.live
+        tape.meter.reset()
+        tape.backward(root, gradients)
+        peaks[others] = (forward, tape.meter.peak - before)
+    assert peaks[120][0] - peaks[0][0] == 120 * 4 < peaks[120][1] - peaks[0][1] <= 2 * 120 * 4

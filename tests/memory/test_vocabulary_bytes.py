@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,20 +53,21 @@ class OfGpu(Buffers):
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch):
     """Lets products allocate what they do on a machine; what they compute does not matter."""
+    in_blocks = output.rows_per_block
 
-    def run(machine: Machine) -> None:
-        if machine == "gpu":  # bf16 products write into their accumulators, and kernels into what is there
-            in_blocks = output.rows_per_block
-            monkeypatch.setattr(
-                output, "rows_per_block", lambda *x, **given: in_blocks(*x, **{**given, "on_gpu": True})
-            )
-            monkeypatch.setattr(output, "logits_dtype", lambda x: products.accumulator_dtype(x.dtype))
-            monkeypatch.setattr(output, "logits_product", lambda x, w, out: out.zero_())
-            monkeypatch.setattr(state, "hidden_product", lambda e, w, out, add: out.zero_())
-            monkeypatch.setattr(output, "weight_product", lambda e, x, out, add: out.zero_())
-            monkeypatch.setattr(triton_kernels, "_launch", lambda *_, **__: None)
-            monkeypatch.setattr(output, "choose", lambda options, like: triton_kernels.TritonKernels())
-        monkeypatch.setattr(products, "cpu_has_bf16", lambda: machine == "cpu")
+    @contextmanager
+    def run(machine: Machine) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            if machine == "gpu":  # bf16 products write into their accumulators, and kernels into what is there
+                patch.setattr(output, "rows_per_block", lambda *x, **given: in_blocks(*x, **{**given, "on_gpu": True}))
+                patch.setattr(output, "logits_dtype", lambda x: products.accumulator_dtype(x.dtype))
+                patch.setattr(output, "logits_product", lambda x, w, out: out.zero_())
+                patch.setattr(state, "hidden_product", lambda e, w, out, add: out.zero_())
+                patch.setattr(output, "weight_product", lambda e, x, out, add: out.zero_())
+                patch.setattr(triton_kernels, "_launch", lambda *_, **__: None)
+                patch.setattr(output, "choose", lambda options, like: triton_kernels.TritonKernels())
+            patch.setattr(products, "cpu_has_bf16", lambda: machine == "cpu")
+            yield
 
     return run
 
@@ -92,8 +97,11 @@ class Device:
         self.share = int(owned.sum()) / V
         self.owned_ids = int(((ids >= self.shard.start) & (ids < self.shard.stop)).sum())
 
-    def run(self) -> dict[str, Span]:
-        """Every pass of the second microbatch: memory that is used again is there. Names are fields."""
+    def run(self, *, split: bool = False) -> dict[str, Span]:
+        """Every pass of the second microbatch: memory that is used again is there. Names are fields.
+
+        split: dX and dW of a whole output layer are computed apart.
+        """
         spans: dict[str, Span] = {}
         with Tracker() as tracker:
             tracker.add(self.matrix.weight, self.matrix.gradient(), self.microbatch.targets, self.microbatch.weights)
@@ -107,7 +115,7 @@ class Device:
                 with tracker.span() as spans["combine_peak"]:
                     self.output.combine(table, self.microbatch, index, gradients=True)
                 with tracker.span() as spans["gradient_peak"]:
-                    gradient = self.output.hidden_gradient(index) if self.barriers == 1 else None
+                    gradient = self.output.hidden_gradient(index) if self.barriers == 1 or split else None
                 with tracker.span() as spans["backward_peak"]:
                     part = self.output.backward(index)
                 del gradient, part, statistics, table
@@ -129,100 +137,64 @@ def predicted(device: Device, number: int, dtype: torch.dtype, options: LossOpti
     return vocabulary_bytes(mode, number, placement, shape, machine=machine, token_share=device.share, **shared)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("barriers", [0, 1, 2])
-def test_passes_allocate_what_is_predicted(
-    on, barriers: int, dtype: torch.dtype, machine: Machine, options: str
-) -> None:
-    """Large tensors exactly; scalars and what is as short as the batch may be off by little."""
-    on(machine)
-    number = 1 if barriers else 0
-    device = Device(number, dtype, OPTIONS[options], machine, barriers)
-    spans = device.run()
-    found = predicted(device, number, dtype, OPTIONS[options], machine)
-    small = 4 * V + 64  # one number per token
-    hidden = N * HIDDEN * dtype.itemsize
-    kept = spans["output_peak"].kept + spans["stored"].kept + hidden
-    assert kept == found.stored - found.handed_on + found.own_statistics
-    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=small)
-    assert spans["combine_peak"].above == pytest.approx(found.peaks.combine, abs=small)
-    assert spans["combine_peak"].kept == pytest.approx(found.combined, abs=64)
-    if barriers == 1:
-        assert spans["gradient_peak"].above == pytest.approx(found.peaks.gradient, abs=small)
-        assert spans["gradient_peak"].kept == found.gradient - found.product
-    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=small)
+MACHINES = ("gpu", "cpu", "cpu without bf16")
+DTYPES = (torch.float32, torch.bfloat16)
+# options, machine, dtype, barriers, tensor ranks
+CASES = [
+    *itertools.product(OPTIONS, MACHINES, DTYPES, (0, 1, 2), (1,)),
+    *itertools.product(("keep probabilities", "keep nothing"), MACHINES[1:], DTYPES, (2,), (1,)),
+    *itertools.product(("plain", "smoothing", "entropy"), MACHINES[:2], DTYPES[1:], (0, 1, 2), (2, 4)),
+]
 
 
-@pytest.mark.parametrize("options", ["plain", "smoothing", "entropy"])
-@pytest.mark.parametrize("machine", ["gpu", "cpu"])
-@pytest.mark.parametrize("barriers", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_ranks_gather_hidden_states(on, ranks: int, barriers: int, machine: Machine, options: str) -> None:
-    """X comes as own rows, is gathered in S and stays until T; dX is summed, and its own rows stay."""
-    on(machine)
-    number, dtype = 1 if barriers else 0, torch.bfloat16
-    device = Device(number, dtype, OPTIONS[options], machine, barriers, ranks=ranks)
-    spans = device.run()
-    found = predicted(device, number, dtype, OPTIONS[options], machine)
-    small = 12 * V + 64
-    hidden = N * HIDDEN * dtype.itemsize
-    kept = spans["output_peak"].kept + spans["stored"].kept + hidden // ranks
-    assert kept == found.stored - found.handed_on + found.own_statistics
-    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=small)
-    assert spans["combine_peak"].above == pytest.approx(found.peaks.combine, abs=small)
-    assert found.gradient == N * HIDDEN * 4 // ranks
-    if barriers == 1:
-        assert spans["gradient_peak"].above == pytest.approx(found.peaks.gradient, abs=small)
-        assert spans["gradient_peak"].kept == found.gradient - found.product
-    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=small)
-    if barriers:
-        assert found.hidden == hidden // ranks
+def test_passes_allocate_what_is_predicted(on, sample) -> None:
+    """Large tensors exactly; scalars and what is as short as the batch may be off by little. With tensor ranks X comes
+    as own rows, is gathered in S and stays until T; dX is summed, and its own rows stay."""
+    wrong = []
+    for case in sample(CASES, 16):
+        options, machine, dtype, barriers, ranks = case
+        number, loss_options = 1 if barriers else 0, OPTIONS.get(options) or LossOptions(keep=options.split()[1])
+        with on(machine):
+            device = Device(number, dtype, loss_options, machine, barriers, ranks=ranks)
+            spans = device.run()
+        said = predicted(device, number, dtype, loss_options, machine)
+        small, hidden = (4 if ranks == 1 else 12) * V + 64, N * HIDDEN * dtype.itemsize  # numbers per token
+        kept = spans["output_peak"].kept + spans["stored"].kept + hidden // ranks
+        pairs = [
+            ("kept", kept, said.stored - said.handed_on + said.own_statistics, 64 * options.startswith("keep")),
+            ("output", spans["output_peak"].above, said.peaks.output - said.handed_on, small),
+            ("combine", spans["combine_peak"].above, said.peaks.combine, small),
+            ("combined", spans["combine_peak"].kept, said.combined, 64 if ranks == 1 else small),
+            ("backward", spans["backward_peak"].above, said.peaks.backward, small),
+        ]
+        if barriers == 1:
+            pairs += [
+                ("gradient", spans["gradient_peak"].above, said.peaks.gradient, small),
+                ("gradient kept", spans["gradient_peak"].kept, said.gradient - said.product, 0),
+            ]
+        if ranks > 1:
+            pairs += [("own rows of dX", N * HIDDEN * 4 // ranks, said.gradient, 0)]
+        if ranks > 1 and barriers:
+            pairs += [("own rows of X", hidden // ranks, said.hidden, 0)]
+        if options.startswith("keep"):
+            room = sum(tensor.untyped_storage().nbytes() for tensor in device.output.room)
+            pairs += [("room", room, said.room + said.handed_on, 0)]
+        wrong += [(case, *pair) for pair in pairs if abs(pair[1] - pair[2]) > pair[3]]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_whole_output_layer_whose_backward_is_split(on, dtype: torch.dtype, machine: Machine) -> None:
-    on(machine)
-    device = Device(0, dtype, LossOptions(), machine, 0)
-    found = predicted(device, 0, dtype, LossOptions(), machine)
-    with Tracker() as tracker:
-        tracker.add(
-            device.matrix.weight, device.matrix.gradient(), device.microbatch.targets, device.microbatch.weights
-        )
-        for index in (0, 1):
-            statistics = device.output.forward(
-                torch.zeros(N, HIDDEN, dtype=dtype), device.microbatch, index, gradients=True
-            )
-            device.output.combine(statistics[None], device.microbatch, index, gradients=True)
-            with tracker.span() as to_input:
-                gradient = device.output.hidden_gradient(index)
-            with tracker.span() as to_weight:
-                device.output.backward(index)
-            del gradient, statistics
-    assert to_input.above == pytest.approx(found.peaks.gradient, abs=4 * V + 64) and to_input.kept == found.gradient
-    assert to_weight.above == pytest.approx(found.peaks.weight, abs=4 * V + 64)
+def test_a_whole_output_layer_whose_backward_is_split(on) -> None:
+    for dtype, machine in itertools.product(DTYPES, MACHINES):
+        with on(machine):
+            device = Device(0, dtype, LossOptions(), machine, 0)
+            spans = device.run(split=True)
+        said = predicted(device, 0, dtype, LossOptions(), machine)
+        assert spans["gradient_peak"].above == pytest.approx(said.peaks.gradient, abs=4 * V + 64)
+        assert spans["gradient_peak"].kept == said.gradient
+        assert spans["backward_peak"].above == pytest.approx(said.peaks.weight, abs=4 * V + 64)
 
 
-@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
-@pytest.mark.parametrize("machine", ["cpu", "cpu without bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_keeping_nothing_leaves_hidden_states_alone(on, dtype: torch.dtype, machine: Machine, keep: str) -> None:
-    on(machine)
-    options = LossOptions(keep=keep)
-    device = Device(1, dtype, options, machine, 2)
-    spans, found = device.run(), predicted(device, 1, dtype, options, machine)
-    assert spans["output_peak"].kept + spans["stored"].kept + N * HIDDEN * dtype.itemsize == pytest.approx(
-        found.stored - found.handed_on + found.own_statistics, abs=64
-    )
-    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=4 * V + 64)
-    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=4 * V + 64)
-    room = sum(tensor.untyped_storage().nbytes() for tensor in device.output.room)
-    assert room == found.room + found.handed_on
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_the_embedding(dtype: torch.dtype) -> None:
     shards = split(ROWS, DEVICES)
     generator = torch.Generator().manual_seed(0)

@@ -30,13 +30,11 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "options", "devices", "layers", "expected"), STAGES)
-def test_options_of_a_named_schedule(
-    schedule: str, options: dict[str, int], devices: int, layers: int, expected: list[int]
-) -> None:
-    found = layout(schedule, layers=layers, devices=devices, schedule_options=options)
-    assert sorted((last - first for first, last in found.layers), reverse=True) == expected
-    assert found.program.placement == generate(schedule, devices, 4, **options).placement
+def test_options_of_a_named_schedule() -> None:
+    for schedule, options, devices, layers, expected in STAGES:
+        made = layout(schedule, layers=layers, devices=devices, schedule_options=options)
+        assert sorted((last - first for first, last in made.layers), reverse=True) == expected
+        assert made.program.placement == generate(schedule, devices, 4, **options).placement
 
 
 REFUSED = [
@@ -53,13 +51,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "layers", "options", "says"), REFUSED)
-def test_what_does_not_fit_is_refused_in_one_sentence(
-    schedule: Any, layers: int, options: dict[str, int], says: str
-) -> None:
-    with pytest.raises(InputError, match=says) as caught:
-        layout(schedule, layers=layers, schedule_options=options)
-    assert "\n" not in str(caught.value)
+def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
+    for schedule, layers, options, says in REFUSED:
+        with pytest.raises(InputError, match=says) as caught:
+            layout(schedule, layers=layers, schedule_options=options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="communicators: 'two', expected one of per-pair, per-kind, one"):
+        layout("1f1b", communicators="two")
 
 
 def test_orders_with_recomputation_are_taken() -> None:
@@ -68,14 +66,8 @@ def test_orders_with_recomputation_are_taken() -> None:
     assert sum(str(item).startswith("0R") for item in found.program.rows[0]) == 2
 
 
-@pytest.mark.parametrize(("communicators", "expected"), [("per-pair", 6), ("per-kind", 6), ("one", 1)])
-def test_communicators(communicators: str, expected: int) -> None:
-    found = layout("1f1b", communicators=communicators)
-    assert len(found.communicators) == len(found.program.communicators) == expected
-    for name, members in found.evaluation.communicators.items():
-        assert found.communicators[name] == members
-
-
-def test_communicators_of_an_unknown_kind() -> None:
-    with pytest.raises(InputError, match="communicators: 'two', expected one of per-pair, per-kind, one"):
-        layout("1f1b", communicators="two")
+def test_communicators() -> None:
+    for communicators, expected in (("per-pair", 6), ("per-kind", 6), ("one", 1)):
+        made = layout("1f1b", communicators=communicators)
+        assert len(made.communicators) == len(made.program.communicators) == expected
+        assert made.evaluation.communicators.items() <= made.communicators.items()

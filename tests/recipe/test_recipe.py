@@ -13,7 +13,7 @@ from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
-from evenpipe.schedule import generate
+from evenpipe.schedule import Order, generate
 
 ORDER = generate("1f1b", 2, 3)
 
@@ -51,17 +51,17 @@ def test_every_option_has_a_field_of_its_name() -> None:
     assert fields - {"dp", "pp"} == set(RecipeOptions.__annotations__)
 
 
-@pytest.mark.parametrize(
-    ("given", "microbatches"),
-    [
+def test_the_number_of_microbatches_is_always_known() -> None:
+    def order(devices: int, microbatches: int) -> Order:
+        return generate("1f1b", devices, microbatches)
+
+    for options, microbatches in (
         ({}, 8),
         ({"microbatches": 5}, 5),
         ({"schedule": ORDER}, 3),
-        ({"schedule": lambda devices, microbatches: generate("1f1b", devices, microbatches)}, 8),
-    ],
-)
-def test_the_number_of_microbatches_is_always_known(given: dict[str, Any], microbatches: int) -> None:
-    assert Recipe.of(pp=2, **given).microbatches == microbatches
+        ({"schedule": order}, 8),
+    ):
+        assert Recipe.of(pp=2, **options).microbatches == microbatches
 
 
 def test_a_file_is_read_once(tmp_path: Path) -> None:
@@ -72,18 +72,10 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     assert (replace(read, vocabulary="vocab-1").schedule, read.microbatches) == (ORDER, 3)
 
 
-def test_checkpointing_is_one_choice_for_all_layers_or_one_for_each() -> None:
+def test_values_that_stand_for_others() -> None:
     assert Recipe.of(checkpointing="full").checkpointing_of(3) == ("full",) * 3
     assert Recipe.of(checkpointing=["full", "none"]).checkpointing_of(2) == ("full", "none")
-    with pytest.raises(InputError, match="checkpointing: 1 choice, expected one for each of the model's 2 layers"):
-        Recipe.of(checkpointing=["full"]).checkpointing_of(2)
-
-
-def test_kinds_of_data_parallelism_are_levels_of_zero() -> None:
     assert [Parallelism(dp=2, data_parallel=kind).zero for kind in DATA_PARALLEL] == [0, 1, 2, 3]
-
-
-def test_layers_that_stay_on_the_device() -> None:
     assert OffloadOptions(layers=["keep", "offload", "keep"]).kept_layers(3) == {0, 2}  # type: ignore[arg-type]
     assert OffloadOptions().kept_layers(3) == set()
 
@@ -107,27 +99,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError) as caught:
-        Recipe.of(**given)
-    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+REFUSED_BY_A_RUN = [
+    ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
+    ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
+    ({"checkpointing": ["full"]}, "checkpointing: 1 choice, expected one for each of the model's 2 layers"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"tp": 2, "sequence_parallel": False}, "sequence_parallel: False, expected True"),
-        ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
-    ],
-)
-def test_what_cannot_run_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
-    recipe = Recipe.of(**given)
-    with pytest.raises(InputError) as caught:
+def test_what_is_not_accepted_is_refused_in_one_sentence() -> None:
+    def run(**options: Any) -> None:
+        recipe = Recipe.of(**options)
         recipe.check_runnable()
-    assert str(caught.value).startswith(says)
+        recipe.checkpointing_of(2)
 
-
-def test_an_unknown_option_is_told_with_the_nearest_one() -> None:
+    for made, cases in ((Recipe.of, REFUSED), (run, REFUSED_BY_A_RUN)):
+        for options, says in cases:
+            with pytest.raises(InputError) as caught:
+                made(**options)
+            assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
     with pytest.raises(TypeError, match="unknown argument 'microbatch', did you mean 'microbatches'"):
         Recipe.of(microbatch=2)  # type: ignore[call-arg]

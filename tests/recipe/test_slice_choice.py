@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from typing import Any
 
 import pytest
@@ -70,10 +70,7 @@ def test_the_reason_is_said() -> None:
     order = Order.from_csv("0F0,0F0.1,0B0.1,0B0")
     assert auto(64, schedule=order, pp=1, microbatches=None) == (2, "2, as in the given order")
     assert auto(1, pp=2) == (1, "1; a sequence has no 2 slices of at least 1 token")
-    assert (
-        auto(16, cp=4, pp=2) == (1, "1; a sequence has no 2 slices of at least 8 tokens")
-        or auto(16, cp=4, pp=2)[0] == 1
-    )
+    assert auto(16, cp=4, pp=2)[0] == 1
 
 
 def test_a_model_that_cannot_be_cut_keeps_whole_sequences() -> None:
@@ -97,32 +94,28 @@ def test_a_number_stays() -> None:
         _ = Recipe.of(slices="auto").slices
 
 
-@pytest.mark.parametrize("mode", ["first-last", "redistribute", "interlaced", "vocab-1", "vocab-2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "v-half"])
-def test_every_schedule_and_mode(schedule: str, mode: str) -> None:
-    slices, why = auto(4096, schedule=schedule, vocabulary=mode, pp=4, microbatches=4)
-    if mode != "interlaced":  # whose layout of whole sequences is better than that of slices
-        assert slices >= 2 and "2: 0." in why
+def test_every_schedule_and_mode(sample) -> None:
+    modes = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
+    for schedule, mode in sample(itertools.product(("1f1b", "zb-h1", "interleaved", "v-half"), modes), 5):
+        slices, why = auto(4096, schedule=schedule, vocabulary=mode, pp=4, microbatches=4)
+        if mode != "interlaced":  # whose layout of whole sequences is better than that of slices
+            assert slices >= 2 and "2: 0." in why, (schedule, mode)
 
 
-def test_programs_are_arranged_by_given_costs() -> None:
-    costs = Costs(F=1.0, I=1.0, W=1.0, S=0.4, T=0.4, E=0.1, G=0.1)
-    recipe = Recipe.of(pp=4, microbatches=4, slices=4, costs=costs, sequence_length=16384)
-    layout = Layout.of(recipe, model(16384), rows=100, tied=False)
-    assert len(layout.costs.slices["F"]) == 4
-    assert check_program(layout.program).ok and check_program(layout.evaluation).ok
-    flat = Layout.of(replace(recipe, costs=None), model(16384), rows=100, tied=False)
-    assert flat.costs.slices == {}
-    by_costs, by_flops = (time_order(one.program.order, layout.costs).makespan for one in (layout, flat))
-    assert by_costs <= by_flops * 1.0001
-    measured = replace(layout.costs)
-    assert (
-        Layout.of(replace(recipe, costs=measured), model(16384), rows=100, tied=False).costs.slices == measured.slices
-    )
-    other = Recipe.of(pp=4, microbatches=4, slices=2, costs=measured, sequence_length=16384)
-    assert len(Layout.of(other, model(16384), rows=100, tied=False).costs.slices["F"]) == 2
-    whole = Recipe.of(pp=4, microbatches=4, costs=measured, sequence_length=16384)
-    assert Layout.of(whole, model(16384), rows=100, tied=False).costs.slices == {}
+def test_programs_are_arranged_by_costs_of_their_slices() -> None:
+    def layout(costs: Costs | None = None, *, slices: int = 4) -> Layout:
+        recipe = Recipe.of(pp=4, microbatches=4, slices=slices, costs=costs, sequence_length=16384)
+        return Layout.of(recipe, model(16384), rows=100, tied=False)
+
+    by_costs, by_flops = layout(Costs(F=1.0, I=1.0, W=1.0, S=0.4, T=0.4, E=0.1, G=0.1)), layout()
+    assert len(by_costs.costs.slices["F"]) == 4 and by_flops.costs.slices == {}
+    assert check_program(by_costs.program).ok and check_program(by_costs.evaluation).ok
+    times = [time_order(one.program.order, by_costs.costs).makespan for one in (by_costs, by_flops)]
+    assert times[0] <= times[1] * 1.0001
+    measured = by_costs.costs
+    assert layout(measured).costs.slices == measured.slices
+    assert len(layout(measured, slices=2).costs.slices["F"]) == 2
+    assert layout(measured, slices=1).costs.slices == {}
 
 
 def test_measured_slices_decide_where_rows_are_cut() -> None:
@@ -136,5 +129,4 @@ def test_measured_slices_decide_where_rows_are_cut() -> None:
 def test_a_length_that_does_not_divide_is_arranged_all_the_same() -> None:
     """The default length is nobody's: steps have others."""
     recipe = Recipe.of(pp=2, cp=3, microbatches=2, slices=3, costs=Costs(F=1, B=2, S=0, T=0, E=0, G=0))
-    layout = Layout.of(recipe, model(2048), rows=100, tied=False)
-    assert len(layout.costs.slices["F"]) == 3
+    assert len(Layout.of(recipe, model(2048), rows=100, tied=False).costs.slices["F"]) == 3

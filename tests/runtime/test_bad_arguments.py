@@ -90,14 +90,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "words"), MADE, ids=lambda value: ascii(value)[:60])
-def test_a_pipeline_that_cannot_be_made(arguments, words):
-    with pytest.raises(InputError) as caught:
-        evenpipe.Pipeline(**{"model": CONFIG, "self_check": False, **arguments})
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_an_unknown_argument_is_told_with_the_nearest_one():
+def test_a_pipeline_that_cannot_be_made():
+    missing = []
+    for arguments, words in MADE:
+        with pytest.raises(InputError) as caught:
+            evenpipe.Pipeline(**{"model": CONFIG, "self_check": False, **arguments})
+        missing += [(word, str(caught.value)) for word in words if word not in str(caught.value)]
+    assert missing == []
     for name, nearest in (("scedule", "schedule"), ("seeds", "seed"), ("replica", "replicas")):
         with pytest.raises(TypeError, match=f"unknown argument '{name}', did you mean '{nearest}'"):
             evenpipe.Pipeline(CONFIG, **{name: 1})

@@ -1,0 +1,139 @@
+"""The bytes of a stage of a tiny model, found in three ways: closed forms, the trace, and real tensors counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from families import tiny_config
+
+from evenpipe.memory.bench import Bench
+from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.closed import ClosedForms
+from evenpipe.memory.cut import Portion
+from evenpipe.memory.kernels import PRESETS
+from evenpipe.memory.pieces import Piece
+from evenpipe.memory.traced import StageTracer
+from evenpipe.memory.tracker import Tracker
+from evenpipe.model import Description, build_stage, describe, fill_parameters
+from evenpipe.tensor.check import cut_of_model
+
+KERNELS = {
+    "transformers": PRESETS["transformers"],
+    "fused": PRESETS["fused"],
+    "eager attention": replace(PRESETS["fused"], attention="eager"),
+    "packed": replace(PRESETS["fused"], packed_qkv=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    family: str
+    layers: tuple[int, int] = (1, 3)
+    """First and last + 1, of four."""
+    dtype: torch.dtype = torch.float32
+    """Of products and activations."""
+    batch: int = 2
+    sequence: int = 12
+    """Longer than the windows of tiny configs."""
+    checkpointing: str | tuple[str, ...] = "none"
+    """Of all layers of the stage, or of each."""
+    kernels: str = "transformers"
+    ranks: int = 1
+    """Tensor ranks."""
+    piece: Piece | None = None
+    model: Callable[[], Description] | None = field(default=None, repr=False)
+    """In place of the tiny model of the family."""
+
+    @property
+    def description(self) -> Description:
+        return described(self.family) if self.model is None else self.model()
+
+    @property
+    def has_R(self) -> bool:
+        """Whether R is compared: of one rank, not with the kernels of others."""
+        return self.kernels == "transformers" or self.ranks > 1
+
+    @property
+    def stage(self) -> dict:
+        """Arguments of `stage` of both back-ends."""
+        (first, last), layers, choices = self.layers, self.description.layers, self.checkpointing
+        if not isinstance(choices, str):
+            choices = ("none",) * first + choices + ("none",) * (layers - last)
+        return {
+            "first": first,
+            "last": last,
+            "is_first": first == 0,
+            "is_last": last == layers,
+            "checkpointing": choices,
+        }
+
+    @property
+    def cut(self):
+        return None if self.ranks == 1 else cut_of_model(self.description, self.ranks, check=False)
+
+
+@cache
+def described(family: str) -> Description:
+    return describe(tiny_config(family))
+
+
+def closed(case: Case) -> StageBytes:
+    cut = case.cut
+    portion = Portion(
+        microbatch_size=case.batch,
+        sequence=case.sequence,
+        element=case.dtype.itemsize,
+        tp=case.ranks,
+        blocks=case.ranks > 1,
+        piece=case.piece,
+    )
+    return ClosedForms(case.description).stage(
+        portion=portion,
+        kernels=KERNELS[case.kernels],
+        whole_end=cut is not None and cut.end_is_whole,
+        **case.stage,
+    )
+
+
+def tracer(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageTracer:
+    return StageTracer(
+        case.description,
+        microbatch_size=case.batch,
+        sequence=case.sequence,
+        compute_dtype=case.dtype,
+        parameter_dtype=parameter_dtype,
+        backwards="both",
+        recompute=case.has_R,
+        kernels=KERNELS[case.kernels],
+        ranks=case.ranks,
+        cut=case.cut,
+        piece=case.piece,
+    )
+
+
+def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageBytes:
+    return tracer(case, parameter_dtype).stage(**case.stage)
+
+
+def counted(case: Case) -> StageBytes:
+    """What a tracker counts of the real stage, all of its layers, with weights and values."""
+    description, (first, last) = case.description, case.layers
+    ends = {"is_first": first == 0, "is_last": last == description.layers}
+    stage = build_stage(description, first, last, **ends, dtype=torch.float32, compute_dtype=case.dtype)
+    fill_parameters(stage, description, 0)
+    choices = case.checkpointing
+    with Tracker() as tracker:
+        tracker.add(*stage.parameters(), *stage.buffers())
+        bench = Bench(
+            stage,
+            [f"{description.structure.layers_name}.{index}" for index in range(first, last)],
+            [choices] * (last - first) if isinstance(choices, str) else choices,
+            argument=description.structure.layer_argument,
+            shape=(case.batch, case.sequence, description.hidden_size),
+            dtype=case.dtype,
+            tracker=tracker,
+        )
+        return bench.trace(split=True, recompute=True).over(range(last - first))
