@@ -24,7 +24,6 @@ import torch.distributed as dist
 from families import tiny_config, whole_model
 from harness import run_processes
 from small_llama import described
-from test_data_parallel import Odd
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,6 +35,22 @@ from evenpipe.train.optimization import make_optimizer
 from evenpipe.train.run_sections import OptimizerConfig
 
 FP64 = torch.float64
+
+
+class Odd(nn.Module):
+    """A layer with parameters to stumble over: used twice, of one row, frozen, without a gradient."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.scale = nn.Parameter(torch.rand(1))
+        self.frozen = nn.Parameter(torch.rand(size), requires_grad=False)
+        self.unused = nn.Parameter(torch.rand(3, size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.linear(torch.tanh(self.linear(hidden))) * self.scale * self.frozen
+
+
 VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.5
 RATE, DECAY = 3e-3, 0.1
 
