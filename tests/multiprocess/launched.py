@@ -1,14 +1,17 @@
 """Functions that test_launch.py runs in processes of their own, and a program that is interrupted while it has some."""
 
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import until_they_wait
+from torch import Tensor, nn
 
 from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError, RunError
@@ -60,6 +63,54 @@ def fail(folder: str, how: str) -> None:
 def everyone_fails() -> None:
     """The same mistake found by all at once, as with a wrong config."""
     raise InputError("devices: 3, expected at most 2")
+
+
+# ---- mistakes of a user, and which lines an error shows
+
+
+class Layer(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ torch.ones(3, 5)  # shown
+
+
+def pipeline_of(*layers: nn.Module) -> Any:
+    from evenpipe import Pipeline
+
+    return Pipeline.from_modules(
+        nn.Embedding(32, 8), layers, None, nn.Linear(8, 32, bias=False), microbatches=2, self_check=False
+    )
+
+
+IDS = torch.arange(8).view(2, 4)
+
+
+def gives_text() -> None:
+    pipeline = pipeline_of(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipeline.step("text")  # shown
+
+
+def calls_two_methods() -> None:
+    pipeline = pipeline_of(nn.Linear(8, 8), nn.Linear(8, 8))
+    if dist.get_rank() == 0:
+        pipeline.full_state_dict()  # shown
+    else:
+        pipeline.step(IDS)  # shown
+
+
+def multiplies_wrongly() -> None:
+    pipeline = pipeline_of(Layer(8, 8), Layer(8, 8))
+    pipeline.step(IDS)
+
+
+def reads_no_json() -> None:
+    json.loads("{")  # shown
+
+
+def refuses() -> None:
+    raise InputError("size: 3, expected 4")  # shown
+
+
+# ---- programs
 
 
 def wait_for_ever(folder: str) -> None:

@@ -22,7 +22,7 @@ FAMILIES = (
 )
 OURS = (
     *("errors", "schedule", "vocabulary", "model", "communication.communicators", "processes.launcher"),
-    *("runtime.pipeline", "train.config_file", "train.trainer", "train.export"),
+    *("runtime.pipeline", "train.config_file", "train.trainer", "train.export", "plan.configuration_search"),
 )
 
 importlib.import_module("pytest")

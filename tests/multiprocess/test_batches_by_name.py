@@ -63,31 +63,6 @@ def model() -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-def losses(name: str) -> tuple[float, float, float]:
-    """Of a step, of an evaluation, and of transformers."""
-    whole = model()
-    pipeline = Pipeline(whole, microbatches=2, parameter_dtype=torch.float64, self_check=False)
-    batch = BATCHES[name]()
-    passed = batch if pipeline.feeds else {"ignored": "on other processes"}
-    step, evaluation = pipeline.step(passed), pipeline.evaluate(passed)
-    given = {key: value for key, value in batch.items() if value is not None}
-    mask = given.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    labels = given.pop("labels", batch["input_ids"].masked_fill(mask == 0, -100))
-    with torch.no_grad():
-        logits = whole(**given).logits  # its own loss is fp32
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    return step.loss, evaluation.loss, float(expected)
-
-
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.sampled(4)
-def test_batches_of_transformers_give_its_loss(name: str, processes: int) -> None:
-    for step, evaluation, expected in run_processes(losses, processes, name):
-        assert step == pytest.approx(expected, rel=1e-12)
-        assert evaluation == pytest.approx(expected, rel=1e-12)
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     # the batch, further arguments, the sentence on the first process
     "another name": (
@@ -119,22 +94,43 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-def refused() -> list[str]:
-    """What each case says here, in a step and in an evaluation; a good batch is still accepted afterwards."""
-    pipeline = Pipeline(model(), microbatches=2, parameter_dtype=torch.float64, self_check=False)
+Losses = tuple[float, float, float]
+"""Of a step, of an evaluation, and of transformers."""
+
+
+def losses(pipeline: Pipeline, whole: Any, batch: Any) -> Losses:
+    passed = batch if pipeline.feeds else {"ignored": "on other processes"}
+    step, evaluation = pipeline.step(passed), pipeline.evaluate(passed)
+    tensors = {key: value for key, value in batch.items() if value is not None}
+    mask = tensors.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    labels = tensors.pop("labels", batch["input_ids"].masked_fill(mask == 0, -100))
+    with torch.no_grad():
+        logits = whole(**tensors).logits  # its own loss is fp32
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return step.loss, evaluation.loss, float(expected)
+
+
+def losses_and_refusals() -> tuple[list[Losses], list[str]]:
+    """Of all batches; a step and an evaluation refuse those that are wrong, and then still accept a good one."""
+    whole = model()
+    pipeline = Pipeline(whole, microbatches=2, parameter_dtype=torch.float64, self_check=False)
     said = []
     for batch, options, _ in REFUSED.values():
         for method in (pipeline.step, pipeline.evaluate):
             with pytest.raises(InputError) as caught:
                 method(batch, **options)
             said.append(str(caught.value))
-    pipeline.step({"input_ids": IDS}, labels=IDS)
-    return said
+    return [losses(pipeline, whole, make()) for make in BATCHES.values()], said
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_other_batches_are_refused_on_all_processes(processes: int) -> None:
-    first, *others = run_processes(refused, processes)
+def test_batches_of_transformers_give_its_loss_and_others_are_refused_on_all_processes(processes: int) -> None:
+    results = run_processes(losses_and_refusals, processes)
+    for of_process, _ in results:
+        for name, (step, evaluation, expected) in zip(BATCHES, of_process, strict=True):
+            assert step == pytest.approx(expected, rel=1e-12), name
+            assert evaluation == pytest.approx(expected, rel=1e-12), name
+    first, *others = (said for _, said in results)
     for (name, (_, _, says)), step, evaluation in zip(REFUSED.items(), first[::2], first[1::2], strict=True):
         assert step.startswith(says) and evaluation == step, name
     assert all("refused by the first process of the pipeline" in text for said in others for text in said)

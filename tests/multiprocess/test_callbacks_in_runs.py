@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import run_processes
-from test_training import curve, evenpipe, logged, write_config
+from training_runs import curve, prepared, report_of, start, steps_logged, train, write_config
 
-from evenpipe.train import trainer
-from evenpipe.train.config_file import load_config
-from evenpipe.train.data import prepare
+from evenpipe.errors import RunError
 
 CALLBACKS = '''
 import json
@@ -98,33 +95,25 @@ class init:
 """
 
 
-def write_run(folder: Path, *callbacks: str, training: str = "", output: str = "") -> Path:
-    """A configuration with callbacks, and their module beside it."""
-    path = write_config(folder)
+def changes_for(folder: Path, *callbacks: str, **training: Any) -> dict[str, Any]:
+    """Write the module of the callbacks and a tracker into a folder; return what a configuration needs for them."""
+    folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(CALLBACKS)
     (folder / "trackio.py").write_text(TRACKIO)
-    names = json.dumps([f"mine:{name}" for name in callbacks])
-    text = path.read_text().replace("steps = 12\n", f"steps = 12\ncallbacks = {names}\n{training}")
-    path.write_text(text.replace("tensorboard = false\n", f"tensorboard = false\n{output}"))
+    names = [f"mine:{name}" for name in callbacks]
+    return {"training.callbacks": names, **{f"training.{name}": value for name, value in training.items()}}
+
+
+def train_with(folder: Path, *callbacks: str, **training: Any) -> Path:
+    """Train a run with callbacks; return its configuration."""
+    path = prepared(folder, changes_for(folder, *callbacks, **training))
+    train(path)
     return path
 
 
-def train_in(folder: str) -> None:
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    trainer.train(load_config("config.toml"))
-
-
-def run_prepared(folder: Path) -> None:
-    prepare(load_config(folder / "config.toml"), say=lambda text: None)
-    run_processes(train_in, 2, str(folder))
-
-
 def test_calls_on_every_process_and_no_bit_is_changed(tmp_path: Path) -> None:
-    evaluate = "evaluate_every_steps = 6\n"
     for name, callbacks in (("without", ()), ("with", ("Recorder",))):
-        write_run(tmp_path / name, *callbacks, training=evaluate)
-        run_prepared(tmp_path / name)
+        train_with(tmp_path / name, *callbacks, evaluate_every_steps=6)
     assert curve(tmp_path / "with") == curve(tmp_path / "without")
 
     first, second = (json.loads((tmp_path / "with" / f"calls-{rank}.json").read_text()) for rank in range(2))
@@ -134,7 +123,7 @@ def test_calls_on_every_process_and_no_bit_is_changed(tmp_path: Path) -> None:
     assert [(call["what"], call["step"]) for call in first] == expected
     assert {call["is_first"] for call in first} == {True}
     assert [{**call, "is_first": True} for call in second] == first
-    lines = {line["step"]: line for line in logged(tmp_path / "with") if "loss" in line}
+    lines = {line["step"]: line for line in steps_logged(tmp_path / "with")}
     names = ("loss", "learning_rate", "gradient_norm", "epoch")
     for call in first:
         assert [call[name] for name in names] == [lines[call["step"]][name] for name in names]
@@ -144,53 +133,44 @@ def test_calls_on_every_process_and_no_bit_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_callback_may_stop_a_run_which_then_ends_as_at_its_last_step(tmp_path: Path) -> None:
-    write_run(tmp_path, "StopsAfterFive", "Recorder")
-    run_prepared(tmp_path)
+    path = train_with(tmp_path, "StopsAfterFive", "Recorder")
     assert [line[0] for line in curve(tmp_path)] == [1, 2, 3, 4, 5, 5]
     assert (tmp_path / "run" / "checkpoints" / "step-00000005" / "manifest.json").exists()
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 5
+    assert report_of(tmp_path)["steps"] == 5
     calls = json.loads((tmp_path / "calls-0.json").read_text())
     assert [(call["what"], call["step"]) for call in calls[-3:]] == [("evaluate", 5), ("save", 5), ("end", 5)]
     assert calls[-1]["steps"] == 5
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    run_processes(train_in, 2, str(tmp_path))  # it does not go on
+    train(path)  # it does not go on
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (end,) = json.loads((tmp_path / "calls-0.json").read_text())
     assert (end["what"], end["step"], end["steps"]) == ("end", 5, 5)
-    path = tmp_path / "config.toml"
-    path.write_text(path.read_text().replace("steps = 12\n", "steps = 7\n"))  # it does when told another number
-    run_processes(train_in, 2, str(tmp_path))
+    train(path, "training.steps=7")  # it does when told another number
     assert [line[0] for line in curve(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 7, 7]
 
 
 def test_a_callback_may_stop_a_run_when_it_is_evaluated(tmp_path: Path) -> None:
-    write_run(tmp_path, "StopsWhenEvaluated", training="evaluate_every_steps = 3\n")
-    run_prepared(tmp_path)
+    train_with(tmp_path, "StopsWhenEvaluated", evaluate_every_steps=3)
     assert [line[0] for line in curve(tmp_path)] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
+    assert report_of(tmp_path)["steps"] == 6
 
 
-def test_the_command_finds_them_and_a_failing_one_is_named_once(tmp_path: Path) -> None:
+def test_a_failing_callback_is_named_once_and_loses_nothing(tmp_path: Path) -> None:
     """With a tracker of the first process; the checkpoint before is whole, and without the callback the run goes on."""
-    path = write_run(tmp_path, "Fails", output='trackers = "trackio"\nexport = false\n')
-    process = evenpipe("train", path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    output, _ = process.communicate(timeout=1200)
-    assert process.returncode == 3, output
-    sentence = "evenpipe: callback mine:Fails failed in on_save at step 4: LookupError: nothing in step-00000004"
-    assert output.count("LookupError: nothing in step-00000004") == 2  # the sentence, and the end of the traceback
-    assert output.count("Traceback") == 1
-    shown = output[output.index(sentence) :].splitlines()
-    assert shown[2].startswith(f'  File "{tmp_path / "mine.py"}", line ')
-    text = path.read_text().replace('callbacks = ["mine:Fails"]', "")
-    path.write_text(text)
-    run_processes(train_in, 2, str(tmp_path))
+    path = prepared(tmp_path, {**changes_for(tmp_path, "Fails"), "output.trackers": "trackio"})
+    failure = start(path).exception
+    assert isinstance(failure, RunError)
+    sentence, heading, place, *_, last = str(failure).splitlines()
+    assert sentence == "callback mine:Fails failed in on_save at step 4: LookupError: nothing in step-00000004"
+    assert heading.startswith("Traceback") and place.startswith(f'  File "{tmp_path / "mine.py"}", line ')
+    assert last == "LookupError: nothing in step-00000004"
+    train(path, "training.callbacks=[]")
     tracked = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
     assert [line["step"] for line in tracked if line.get("loss")] == list(range(1, 13))
     assert len({line["opened"] for line in tracked if "opened" in line}) == 1
 
 
 PROGRAM = """
-import json
 import sys
 from pathlib import Path
 
@@ -206,30 +186,24 @@ class Counts(evenpipe.Callback):
 
     def on_end(self, state):
         if state.is_first:
-            Path(self.name).write_text(json.dumps([self.count, state.step]))
+            Path(self.name).write_text(f"{self.count} {state.step}")
 
 
-if {guard}:
-    evenpipe.run_training(sys.argv[1], callbacks=[Counts("counted.json")])
+if __name__ == "__main__":
+    evenpipe.run_training(sys.argv[1], callbacks=[Counts("counted")])
 """
 
 
-@pytest.mark.parametrize("guard", ["__name__ == '__main__'", pytest.param("True", marks=pytest.mark.slow)])
-def test_a_program_trains_with_callbacks_of_its_own(tmp_path: Path, guard: str) -> None:
-    """Defined in the program itself; without the usual guard it is told what is missing."""
-    path = write_run(tmp_path, output="export = false\n")
-    (tmp_path / "program.py").write_text(PROGRAM.format(guard=guard))
-    done = subprocess.run(
-        [sys.executable, "program.py", str(path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    if guard == "True":
-        assert done.returncode != 0
-        assert 'expected the call under `if __name__ == "__main__":`' in done.stderr
-        return
+@pytest.mark.slow
+def test_a_program_trains_with_callbacks_of_its_own(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "counted.json").read_text()) == [12, 12]
+    assert (tmp_path / "counted").read_text() == "12 12"
+    (tmp_path / "mine.py").write_text(CALLBACKS)
+    fails = [sys.executable, "-m", "evenpipe", "train", path.name, "training.callbacks=mine:Fails", "training.steps=16"]
+    done = subprocess.run(fails, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 3 and done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count("LookupError: nothing in step-00000016") == 2  # the sentence, and the end of the traceback

@@ -6,51 +6,22 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import Outcome, run_outcomes
-from test_training import StoppedError, curve, logged, train_config_until, write_config
+from training_runs import curve, logged, prepared, start, train
 
 from evenpipe.checkpoints import list_checkpoints
 from evenpipe.errors import InputError, RunError
 from evenpipe.train.config_file import load_config
-from evenpipe.train.data import prepare
+from evenpipe.train.recovery import find_start
 
 STEPS = 32
 RUINOUS = "optimizer.learning_rate=1e7"
+SGD = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "clip_norm": "none"}
 
 
-def write_sgd_config(folder: Path, *, every: int, log: int = 1) -> Path:
-    path = write_config(folder, steps=STEPS)
-    written = path.read_text()
-    for old, new in (
-        ("[model]\n", "[model]\nself_check = false\n"),
-        ("learning_rate = 1e-2\nwarmup_steps = 3", SGD),
-        ("every_steps = 4", f"every_steps = {every}"),
-        ("tensorboard = false", f"tensorboard = false\nlog_every_steps = {log}"),
-    ):
-        assert old in written
-        written = written.replace(old, new)
-    path.write_text(written)
-    prepare(load_config(path), say=lambda text: None)
-    return path
-
-
-SGD = """name = "sgd"
-learning_rate = 0.1
-schedule = "constant"
-warmup_steps = 0
-clip_norm = "none"
-"""
-
-
-def train_part(path: str, overrides: tuple[str, ...], until: int | None) -> None:
-    train_config_until(load_config(Path(path), overrides), until)
-
-
-def train(path: Path, *overrides: str, until: int | None = None) -> Outcome:
-    """Return how the first process ended; all of them end alike."""
-    outcomes = run_outcomes(train_part, 2, str(path), overrides, until)
-    assert len({type(outcome.exception) for outcome in outcomes}) == 1, [outcome.exception for outcome in outcomes]
-    return outcomes[0]
+def prepared_sgd(folder: Path, *, every: int, log: int = 1, processes: int = 2) -> Path:
+    changes = {f"optimizer.{name}": value for name, value in SGD.items()}
+    sizes = {"training.steps": STEPS, "checkpoint.every_steps": every, "output.log_every_steps": log}
+    return prepared(folder, {**changes, **sizes, "pipeline.processes": processes})
 
 
 def marks(folder: Path) -> dict[int, bool]:
@@ -62,8 +33,8 @@ def marks(folder: Path) -> dict[int, bool]:
 DIVERGENCES = [
     # steps between checkpoints, steps between log lines, last step of the good part
     (1, 1, 24),
-    (4, 1, 26),
-    (5, 7, 25),
+    pytest.param(4, 1, 26, marks=pytest.mark.slow),
+    pytest.param(5, 7, 25, marks=pytest.mark.slow),
 ]
 
 
@@ -73,16 +44,13 @@ def test_a_run_that_has_diverged_goes_back_to_a_healthy_checkpoint(
 ) -> None:
     """`keep` is 2, but the last healthy checkpoint is left, and the curve from there is that of a run that has never
     diverged."""
-    whole, path = (
-        write_sgd_config(tmp_path / "whole", every=every, log=log),
-        write_sgd_config(tmp_path / "a", every=every, log=log),
-    )
-    assert train(whole).exception is None
+    whole, path = (prepared_sgd(tmp_path / name, every=every, log=log) for name in ("whole", "a"))
+    train(whole)
     assert all(marks(tmp_path / "whole").values())
 
-    assert isinstance(train(path, until=good).exception, StoppedError)
+    train(path, until=good)
     healthy = good // every * every
-    failure = train(path, RUINOUS).exception
+    failure = start(path, RUINOUS).exception
     assert isinstance(failure, RunError)
     said = re.fullmatch(
         r"loss \S+ and gradient norm \S+ in step (\d+): training has diverged; the newest healthy checkpoint is that of"
@@ -97,7 +65,7 @@ def test_a_run_that_has_diverged_goes_back_to_a_healthy_checkpoint(
     assert found[healthy] and not any(is_healthy for step, is_healthy in found.items() if step > healthy)
 
     if max(found) > healthy:
-        refused = train(path).exception
+        refused = start(path).exception
         assert isinstance(refused, InputError)
         assert f"the newest checkpoint, step-{max(found):08d}" in str(refused)
         assert "is marked as unhealthy: " in str(refused)
@@ -105,39 +73,32 @@ def test_a_run_that_has_diverged_goes_back_to_a_healthy_checkpoint(
         assert str(refused).endswith(f"; checkpoint.resume_from={max(found)} continues from the unhealthy one")
 
     option = f"checkpoint.resume_from={healthy}"
-    back = train(path, option, until=healthy + every)
-    assert isinstance(back.exception, StoppedError)
+    printed = train(path, option, until=healthy + every)
     if max(found) > healthy:
-        assert "end in .abandoned now" in back.printed or "ends in .abandoned now" in back.printed
-    again = train(path, option)
-    assert again.exception is None
-    assert f"continuing from {tmp_path / 'a' / 'run' / 'checkpoints' / f'step-{healthy + every:08d}'}" in again.printed
+        assert "end in .abandoned now" in printed or "ends in .abandoned now" in printed
+    printed = train(path, option)
+    assert f"continuing from {tmp_path / 'a' / 'run' / 'checkpoints' / f'step-{healthy + every:08d}'}" in printed
     assert curve(tmp_path / "a") == curve(tmp_path / "whole")
     assert all(marks(tmp_path / "a").values())
     assert not list((tmp_path / "a").rglob("*.abandoned"))
 
 
 def test_only_steps_that_exist_can_be_chosen_and_an_unhealthy_one_only_by_name(tmp_path: Path) -> None:
-    path = write_sgd_config(tmp_path, every=2)
-    failure = train(path, "checkpoint.resume_from=2").exception
-    assert isinstance(failure, InputError)
-    assert str(failure) == (
-        f"checkpoint.resume_from is 2, but there is no checkpoint in '{tmp_path / 'run' / 'checkpoints'}'"
-    )
-    assert isinstance(train(path, until=22).exception, StoppedError)
+    path = prepared_sgd(tmp_path, every=2, processes=1)
+    folder = str(tmp_path / "run" / "checkpoints")
+
+    def refused(step: int) -> str:
+        with pytest.raises(InputError) as caught:
+            find_start(load_config(path, [f"checkpoint.resume_from={step}"]), None)
+        return str(caught.value)
+
+    assert refused(2) == f"checkpoint.resume_from is 2, but there is no checkpoint in {folder!r}"
+    train(path, until=22)
     bad = ("optimizer.learning_rate=10", "optimizer.clip_norm=1.0")  # the losses are bad, but finite
-    assert isinstance(train(path, *bad, until=30).exception, StoppedError)
+    train(path, *bad, until=30)
     assert marks(tmp_path) == {22: True, 28: False, 30: False}
-    failure = train(path, "checkpoint.resume_from=3").exception
-    assert isinstance(failure, InputError)
-    assert str(failure) == (
-        f"checkpoint.resume_from is 3, but '{tmp_path / 'run' / 'checkpoints'}' has steps 22, 28 (unhealthy) and"
-        " 30 (unhealthy)"
-    )
-    onward = train(path, "checkpoint.resume_from=30", *bad)
-    assert onward.exception is None
-    assert "this checkpoint is marked as unhealthy: " in onward.printed
+    steps = "22, 28 (unhealthy) and 30 (unhealthy)"
+    assert refused(3) == f"checkpoint.resume_from is 3, but {folder!r} has steps {steps}"
+    printed = train(path, "checkpoint.resume_from=30", *bad)
+    assert "this checkpoint is marked as unhealthy: " in printed
     assert logged(tmp_path)[-2]["step"] == STEPS
-    over = train(path)
-    assert over.exception is None, "no steps are left, so there is nothing to refuse"
-    assert f"all {STEPS} steps were done before" in over.printed

@@ -1,4 +1,5 @@
-"""What stands in examples/ runs as it stands; configurations with a smaller model and fewer steps."""
+"""What stands in examples/ runs as it stands; configurations with a smaller model and fewer steps. The notebook runs in
+a kernel: its functions reach the processes."""
 
 from __future__ import annotations
 
@@ -9,19 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = (
-    *(
-        "training.steps=2",
-        "checkpoint.every_steps=none",
-        "data.corpus=python-standard-library:json",
-        "data.sequence_length=32",
-    ),
-    *("tokenizer.vocabulary_size=300", "model.config.hidden_size=16", "model.config.head_dim=8"),
+    *("training.steps=2", "checkpoint.every_steps=none", "data.corpus=python-standard-library:json"),
+    *("data.sequence_length=32", "tokenizer.vocabulary_size=300", "model.config.hidden_size=16"),
     *("model.config.num_attention_heads=2", "model.config.num_key_value_heads=1", "model.config.num_hidden_layers=8"),
-    *("output.tensorboard=false", "output.export=false", "model.self_check=false"),
+    *("model.config.head_dim=8", "output.tensorboard=false", "output.export=false", "model.self_check=false"),
 )
 
 
@@ -59,3 +57,20 @@ def test_a_configuration_of_little_memory(tmp_path: Path) -> None:
     content = json.loads(report.read_text())
     assert (content["steps"], content["schedule"]["name"], content["schedule"]["stages"]) == (2, "v-half", 8)
     assert content["schedule"]["in_flight"] == [8] * 4  # 6 of the schedule, and one per stage for the barrier
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_stops_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "jupyter"))
+    monkeypatch.delenv("RANK", raising=False)
+    notebook = nbformat.read(EXAMPLES / "own_loop.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs belong to whoever ran it"
+    check = "import json; print(json.dumps(losses))"
+    notebook.cells.append(nbformat.v4.new_code_cell(check))
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    losses = json.loads(notebook.cells[-1].outputs[0].text)
+    assert list(losses) == [str(step) for step in range(1, 21)]
+    assert losses["20"] < 0.9 * losses["11"] < losses["1"]
+    assert (tmp_path / "checkpoints" / "step-00000020" / "manifest.json").exists()

@@ -1,5 +1,6 @@
 """launch() brings back results and first causes, and leaves no process behind however it ends."""
 
+import inspect
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -14,6 +15,7 @@ import launched
 import pytest
 import torch
 
+import evenpipe
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.launcher import launch, prepare_launch
 
@@ -85,36 +87,27 @@ def test_one_process_is_a_group_of_one():
 
 
 AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 for 2F3) from process 1"
+KILLED = r"process 1 \(pid \d+\) (was killed by signal 9 \(SIGKILL\)|has died: killed, out of memory or crashed)"
+SILENT = r"process 1 gave no sign of life for 2 s \(pid \d+; it was not waiting for any process\)"
+CAUSES = {
+    # Those that waited may be a moment late: a culprit that fails at once may do so before they wait.
+    "input": (InputError, re.escape('schedule: "2f2b", expected one of gpipe, 1f1b')),
+    "run": (RunError, f"checkpoint: no space left on the device({AWAITING})?"),
+    "other": (RunError, f"process 1 failed: KeyError: 'boo'({AWAITING})?"),
+    "exit": (RunError, f"process 1 failed: SystemExit: 5({AWAITING})?"),
+    "SIGKILL": (RunError, KILLED + AWAITING),
+    "SIGSTOP": (RunError, SILENT + AWAITING),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "message"),
-    [
-        ("input", InputError, re.escape('schedule: "2f2b", expected one of gpipe, 1f1b')),
-        ("run", RunError, "checkpoint: no space left on the device" + AWAITING),
-        ("other", RunError, "process 1 failed: KeyError: 'boo'" + AWAITING),
-        ("exit", RunError, "process 1 failed: SystemExit: 5" + AWAITING),
-        (
-            "SIGKILL",
-            RunError,
-            r"process 1 \(pid \d+\) (was killed by signal 9 \(SIGKILL\)|has died: killed, out of memory or crashed)"
-            + AWAITING,
-        ),
-        (
-            "SIGSTOP",
-            RunError,
-            r"process 1 gave no sign of life for 2 s \(pid \d+; it was not waiting for any process\)" + AWAITING,
-        ),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how, kind, message):
+@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.sampled(2)
+def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how):
+    kind, message = CAUSES[how]
     with pytest.raises(kind) as caught:
         launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
     assert type(caught.value) is kind
-    text = str(caught.value)
-    # Those that waited may be a moment late: a culprit that fails at once may do so before they wait.
-    assert re.fullmatch(message if how.startswith("SIG") else message.replace(AWAITING, f"({AWAITING})?"), text), text
+    assert re.fullmatch(message, str(caught.value)), caught.value
     notes = getattr(caught.value, "__notes__", [])
     assert any("KeyError: 'boo'" in note and "launched.py" in note for note in notes) == (how == "other")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
@@ -139,6 +132,7 @@ def start_program(name: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_processes_do_their_work_while_their_launcher_is_stopped(tmp_path):
     program = start_program("told", tmp_path)
     try:
@@ -156,6 +150,7 @@ def test_processes_do_their_work_while_their_launcher_is_stopped(tmp_path):
         program.kill()
 
 
+@pytest.mark.slow
 def test_signals_to_the_program_end_all_processes(tmp_path):
     """Ctrl-C and SIGTERM become exceptions once all are gone; after SIGKILL the kernel ends the processes."""
     program = start_program("interrupted", tmp_path)
@@ -179,25 +174,46 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    ("processes", "message"), [(0, "processes: 0, expected at least 1"), (-2, "processes: -2, expected at least 1")]
-)
-def test_a_wrong_number_of_processes(processes, message):
-    with pytest.raises(InputError, match=message):
-        launch(launched.everyone_fails, processes=processes)
-
-
-def test_a_function_that_cannot_be_found_by_name(monkeypatch):
-    """In a program with a file; a worker of pytest-xdist has none."""
+def test_what_cannot_be_launched_is_refused(monkeypatch):
+    for processes in (0, -2):
+        with pytest.raises(InputError, match=f"processes: {processes}, expected at least 1"):
+            launch(launched.everyone_fails, processes=processes)
+    # In a program with a file; a worker of pytest-xdist has none.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", launched.__file__, raising=False)
     with pytest.raises(InputError, match=r"^launch: the function and its arguments cannot be pickled"):
         launch(lambda: None, processes=2)
-
-
-def test_inside_a_launched_process(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(InputError, match=r"^launch: this is already process 3 of a launched group"):
         launch(launched.everyone_fails, processes=2)
+
+
+# ---- mistakes of a user
+
+MISTAKES = {
+    # the error, and the function whose lines with "# shown" it shows
+    launched.gives_text: (InputError, launched.gives_text),
+    launched.calls_two_methods: (InputError, launched.calls_two_methods),
+    launched.multiplies_wrongly: (RunError, launched.Layer.forward),
+    launched.reads_no_json: (RunError, launched.reads_no_json),
+    launched.refuses: (InputError, launched.refuses),
+}
+
+
+@pytest.mark.parametrize("function", MISTAKES)
+@pytest.mark.sampled(2)
+def test_an_error_shows_the_line_of_the_users_own_program_whatever_lies_below_it(function):
+    kind, faulty = MISTAKES[function]
+    with pytest.raises(kind) as caught:
+        launch(function, processes=2, torch_device="cpu")
+    notes = [note.splitlines() for note in caught.value.__notes__]
+    assert all(note[0].startswith("in process") for note in notes)
+    lines, first = inspect.getsourcelines(faulty)
+    places = [f'File "{launched.__file__}", line {number}, in {faulty.__name__}' for number in range(first, first + 20)]
+    expected = {place for place, line in zip(places, lines, strict=False) if line.endswith("# shown\n")}
+    assert expected and expected <= {note[1].strip() for note in notes}
+    if kind is InputError:  # then nothing of what lies below
+        library = str(Path(evenpipe.__file__).parent)
+        assert not any(library in line for note in notes for line in note)
 
 
 # ---- programs that processes cannot import, or must not run again
@@ -238,6 +254,7 @@ def test_what_a_program_without_a_file_defines_travels_whole(arguments, text):
     assert done.stdout == "[(True, 10, 12), (True, 11, 12)]\n"
 
 
+@pytest.mark.slow
 def test_a_script_that_launches_wherever_it_is_imported_is_told_what_to_do(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import evenpipe\n\ndef train():\n    pass\n\nevenpipe.launch(train, processes=2)\n")

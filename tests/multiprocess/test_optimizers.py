@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,8 +51,11 @@ class Odd(nn.Module):
         return hidden + self.linear(torch.tanh(self.linear(hidden))) * self.scale * self.frozen
 
 
-VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.5
+VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.1
 RATE, DECAY = 3e-3, 0.1
+Batch = tuple[Tensor, Tensor]
+Figures = tuple[float, float]
+"""Loss and gradient norm."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": DECAY},
@@ -158,21 +161,38 @@ class MatrixByMatrix:
         self._muon.step()
 
 
-def train_whole(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    optimizers = whole(name, model)
-    for ids, labels in data:
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train_whole(
+    optimizers: list[torch.optim.Optimizer], model: nn.Module, data: list[Batch], *, falls: bool = False
+) -> tuple[list[Figures], dict[str, Tensor]]:
+    """Return the figures of all steps and the weights behind them; falls: with a falling rate."""
+    figures = []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for step, (ids, labels) in enumerate(data, start=1):
         model.zero_grad()
-        reference.loss_of(model, ids, labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        loss = reference.loss_of(model, ids, labels)
+        loss.backward()
+        figures.append((loss.item(), float(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM))))
         for optimizer in optimizers:
             optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+            for group in getattr(optimizer, "_muon", optimizer).param_groups if falls else ():
+                group["lr"] = RATE / (1 + step)
+    return figures, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @cache
-def wanted(name: str, tied: bool, vocabulary: int) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def wanted(name: str, tied: bool, vocabulary: int, falls: bool = False) -> tuple[list[Batch], dict[str, Tensor]]:
     data = reference.batches(vocabulary, SEQUENCES, TOKENS, STEPS)
-    return data, train_whole(name, copy.deepcopy(described(vocabulary, tied, FP64).model), data)
+    model = copy.deepcopy(described(vocabulary, tied, FP64).model)
+    return data, train_whole(whole(name, model), model, data, falls=falls)[1]
+
+
+def fault_of(weights: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> list[str]:
+    error, parameter = reference.worst(weights, expected)
+    return [] if error <= 1e-8 else [f"{case}: {parameter} {error:.1e}"]
 
 
 # --- in layouts ------------------------------------------------------------------------------------------
@@ -182,15 +202,15 @@ def is_first(pipeline: Pipeline) -> bool:
     return pipeline.device == pipeline.replica == 0
 
 
-def take_step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch: tuple[Tensor, Tensor]) -> float:
-    """One step; each replica has its part of the batch."""
+def take_step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch: Batch) -> Figures:
+    """Take one step; each replica has its part of the batch."""
     ids, labels = (part.chunk(pipeline.replicas)[pipeline.replica] for part in batch)
     pipeline.zero_grad()
     loss = pipeline.step(ids, labels).loss
-    pipeline.clip_gradients(MAX_NORM)
+    norm = pipeline.clip_gradients(MAX_NORM)
     if optimizer is not None:
         optimizer.step()
-    return loss
+    return loss, norm
 
 
 def weights_in(layout: Layout, name: str) -> list[str]:
@@ -200,13 +220,12 @@ def weights_in(layout: Layout, name: str) -> list[str]:
     optimizer = make_optimizer(pipeline, config_of(name))
     for batch in data:
         take_step(pipeline, optimizer, batch)
-    found = pipeline.full_state_dict()
+    weights = pipeline.full_state_dict()
     assert_copies_agree(pipeline)
     pipeline.close()
     if not is_first(pipeline):
         return []
-    error, which = reference.worst(found, expected)
-    return [] if error <= 1e-8 else [f"{name} {layout}: {which} {error:.1e}"]
+    return fault_of(weights, expected, f"{name} {layout}")
 
 
 def assert_copies_agree(pipeline: Pipeline) -> None:
@@ -261,12 +280,12 @@ def experts_in(layout: Layout) -> list[str]:
             for held, own in pipeline.named_parameters():
                 if held == parameter and name == "muon":
                     assert ("momentum_buffer" in optimizer.state[own]) == ("bias" not in held)
-            found = pipeline.full_state_dict()
+            weights = pipeline.full_state_dict()
             pipeline.close()
             if is_first(pipeline):
                 model = copy.deepcopy(mixture(family).model)
-                error, which = reference.worst(found, train_whole(name, model, data))
-                faults += [] if error <= 1e-8 else [f"{family} {name} {layout}: {which} {error:.1e}"]
+                _, expected = train_whole(whole(name, model), model, data)
+                faults += fault_of(weights, expected, f"{family} {name} {layout}")
     return faults
 
 
@@ -298,19 +317,18 @@ def odd_parameters() -> None:
         assert optimizer is not None
         pipeline.step(ids.chunk(2)[pipeline.replica])
         optimizer.step()
-        found = pipeline.full_state_dict()
+        weights = pipeline.full_state_dict()
         pipeline.close()
         hidden = embedding(ids)
         for layer in layers:
             hidden = layer(hidden)
         logits = head(norm(hidden))[:, :-1].flatten(0, 1)
         functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
-        for one in whole(name, whole_model):
-            one.step()
+        for torch_optimizer in whole(name, whole_model):
+            torch_optimizer.step()
         if is_first(pipeline):
             expected = {key: parameter.detach() for key, parameter in whole_model.named_parameters()}
-            error, which = reference.worst({key: found[key] for key in expected}, expected)
-            assert error <= 1e-8, f"{name}: {which} {error:.1e}"
+            assert not fault_of({key: weights[key] for key in expected}, expected, name)
 
 
 def test_parameters_of_all_kinds_are_stepped() -> None:
@@ -318,36 +336,6 @@ def test_parameters_of_all_kinds_are_stepped() -> None:
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------
-
-
-def resumed(layout: Layout, names: list[str], folder: Path) -> None:
-    """Two steps, saved and taken up by a new pipeline, and two more: the bits of four steps."""
-    data = reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4)
-    for name in names:
-        ends = []
-        for stops in ((4,), (2, 4)):
-            done = 0
-            for stop in stops:
-                pipeline = make(layout, torch.float32)
-                optimizer = make_optimizer(pipeline, config_of(name))
-                if done:
-                    pipeline.load_checkpoint(folder / name / f"step-{done:08d}", optimizer)
-                for batch in data[done:stop]:
-                    take_step(pipeline, optimizer, batch)
-                if stop < 4:
-                    pipeline.save_checkpoint(folder / name, stop, optimizer)
-                done = stop
-                ends.append({one: parameter.detach().clone() for one, parameter in pipeline.named_parameters()})
-                pipeline.close()
-        assert ends[0].keys() == ends[-1].keys()
-        for one, parameter in ends[0].items():
-            assert torch.equal(parameter, ends[-1][one]), f"{name}: {one}"
-
-
-def test_an_optimizer_is_resumed_to_the_last_bit(tmp_path: Path, sample) -> None:
-    layout = Layout(4, replicas=2, data_parallel="shard", schedule="zbv")
-    run_processes(resumed, 4, layout, sample(OPTIONS, 2), tmp_path)
-
 
 CHANGES = [
     Layout(4, replicas=2, data_parallel="shard", schedule="zbv", tied=True),
@@ -358,58 +346,116 @@ CHANGES = [
 
 
 def through_layouts_with(names: list[str], folder: Path) -> list[str]:
+    """Take a step in each layout, with a scheduler of torch."""
     faults = []
     for name in names:
-        data, expected = wanted(name, True, VOCABULARY)
+        data, expected = wanted(name, True, VOCABULARY, True)
         for number, (layout, batch) in enumerate(zip(CHANGES, data, strict=True)):
             pipeline = make(layout)
             optimizer = make_optimizer(pipeline, config_of(name))
+            scheduler = falling(optimizer)
             if number:
-                pipeline.load_checkpoint(folder / name / f"step-{number:08d}", optimizer)
+                pipeline.load_checkpoint(folder / name / f"step-{number:08d}", optimizer, scheduler)
             take_step(pipeline, optimizer, batch)
-            pipeline.save_checkpoint(folder / name, number + 1, optimizer)
-            found = pipeline.full_state_dict()
+            scheduler.step()
+            pipeline.save_checkpoint(folder / name, number + 1, optimizer, scheduler)
+            weights = pipeline.full_state_dict()
             pipeline.close()
-        if found:
-            error, which = reference.worst(found, expected)
-            faults += [] if error <= 1e-8 else [f"{name}: {which} {error:.1e}"]
+        if weights:
+            faults += fault_of(weights, expected, name)
     return faults
 
 
-def test_an_optimizer_goes_on_in_other_layouts(tmp_path: Path, sample) -> None:
+def test_an_optimizer_and_a_scheduler_go_on_in_other_layouts(tmp_path: Path, sample) -> None:
     names = sample(["muon", "adafactor", "sgd"], 1)
     faults = run_processes(through_layouts_with, 4, names, tmp_path)
     assert not faults[0], "\n".join(faults[0])
 
 
-def own_loop(folder: Path, kind: str, mode: str, until: int) -> list[tuple[float, list[float]]]:
-    """A loop of one's own, with a scheduler of torch: loss and rates of its steps."""
-    pipeline = make(Layout(dist.get_world_size(), mode))
-    optimizer = getattr(evenpipe, kind)(pipeline, lr=RATE)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    step, rows = 0, []
-    checkpoint = evenpipe.newest_checkpoint(folder)
-    if checkpoint is not None:
-        pipeline.load_checkpoint(checkpoint, optimizer, scheduler)
-        step = checkpoint.step
-    for batch in reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4)[step:until]:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        rows.append((take_step(pipeline, optimizer, batch), rates))
-        scheduler.step()
-    pipeline.save_checkpoint(folder, until, optimizer, scheduler)
-    pipeline.close()
-    return rows
+# --- processes of which no parameter is trained ----------------------------------------------------------
+
+Trained = list[nn.Parameter]
+OWN: dict[str, tuple[Callable[[Pipeline, Trained], Any], Callable[[Trained], Any]]] = {
+    # ours or torch's for a pipeline and its trained parameters; torch's for a whole model
+    "HostAdamW": (
+        lambda _, trained: evenpipe.HostAdamW(trained, lr=RATE),
+        lambda trained: torch.optim.AdamW(trained, lr=RATE),
+    ),
+    "HostAdamW with groups": (
+        lambda _, trained: evenpipe.HostAdamW([{"params": trained, "weight_decay": 0.3}], lr=RATE, share=0.5),
+        lambda trained: torch.optim.AdamW(trained, lr=RATE, weight_decay=0.3),
+    ),
+    "AdamW with a group": (
+        lambda _, trained: torch.optim.AdamW([{"params": trained}], lr=RATE),
+        lambda trained: torch.optim.AdamW(trained, lr=RATE),
+    ),
+    "AdamW of all": (
+        lambda pipeline, _: torch.optim.AdamW(pipeline.parameters(), lr=RATE),
+        lambda trained: torch.optim.AdamW(trained, lr=RATE),
+    ),
+    "Adafactor": (
+        lambda pipeline, _: evenpipe.Adafactor(pipeline, lr=RATE),
+        lambda trained: torch.optim.Adafactor(trained, lr=RATE, weight_decay=0.0),
+    ),
+    "Muon": (  # what is no matrix of a layer is trained by AdamW
+        lambda pipeline, _: evenpipe.Muon(pipeline, lr=RATE, weight_decay=0.1),
+        lambda trained: torch.optim.AdamW(trained, lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8),
+    ),
+}
+IDLE = [
+    # prefix of the names of the trained parameters, processes without any of them, layout
+    ("lm_head.", (0,), Layout(2, "first-last")),
+    ("model.embed_tokens.", (1, 2), Layout(3, "first-last")),
+    ("lm_head.", (0, 2), Layout(4, "first-last", replicas=2)),
+]
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
-@pytest.mark.sampled(1)
-def test_a_loop_of_ones_own_has_them_with_schedulers_of_torch(tmp_path: Path, kind: str) -> None:
-    whole = run_processes(own_loop, 1, tmp_path / "whole", kind, "vocab-2", 4)[0]
-    rows = run_processes(own_loop, 3, tmp_path / "parts", kind, "vocab-2", 2)[0]
-    rows += run_processes(own_loop, 2, tmp_path / "parts", kind, "first-last", 4)[1]
-    assert [rates for _, rates in rows] == [rates for _, rates in whole]
-    assert [rates[0] for _, rates in rows] == pytest.approx([RATE / (1 + step) for step in range(4)])
-    assert [loss for loss, _ in rows] == pytest.approx([loss for loss, _ in whole], rel=1e-8)
+def train_a_part(
+    prefix: str, idle: tuple[int, ...], layout: Layout, names: list[str], folder: Path
+) -> list[tuple[list[Figures], dict[str, Tensor]]]:
+    """Train, save halfway, and go on with a new pipeline: these processes take part in everything."""
+    results = []
+    data = reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4)
+    for name in names:
+        figures: list[Figures] = []
+        while len(figures) < 4:
+            pipeline = make(layout)
+            for key, parameter in pipeline.named_parameters():
+                parameter.requires_grad_(key.startswith(prefix))
+            trained = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
+            assert (not trained) == (pipeline.replica * pipeline.devices + pipeline.device in idle)
+            optimizer = OWN[name][0](pipeline, trained)
+            optimizer.load_state_dict(optimizer.state_dict())
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+            if figures:
+                pipeline.load_checkpoint(folder / name / "step-00000002", optimizer, scheduler)
+            figures += [take_step(pipeline, optimizer, batch) for batch in data[len(figures) : len(figures) + 2]]
+            pipeline.save_checkpoint(folder / name, len(figures), optimizer, scheduler)
+            weights = pipeline.full_state_dict()
+            pipeline.close()
+        results.append((figures, weights))
+    return results
+
+
+@pytest.mark.parametrize(("prefix", "idle", "layout"), IDLE)
+@pytest.mark.sampled(2)
+def test_processes_without_parameters_take_part(
+    prefix: str, idle: tuple[int, ...], layout: Layout, tmp_path: Path, sample: Callable
+) -> None:
+    names = sample(OWN, 2)
+    results = run_processes(train_a_part, layout.processes, prefix, idle, layout, names, tmp_path)
+    for number, name in enumerate(names):
+        model = copy.deepcopy(described(VOCABULARY, False, FP64).model)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key.startswith(prefix))
+        optimizer = OWN[name][1]([parameter for parameter in model.parameters() if parameter.requires_grad])
+        figures, weights = train_whole([optimizer], model, reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4))
+        for process in results:
+            torch.testing.assert_close(process[number][0], figures, rtol=1e-6, atol=1e-8)
+        assert not fault_of(results[0][number][1], weights, name)
+
+
+# --- what is refused --------------------------------------------------------------------------------------
 
 
 def sentences_with_tensor_ranks() -> list[str]:

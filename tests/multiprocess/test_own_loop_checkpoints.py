@@ -1,5 +1,5 @@
 """A loop of one's own that is stopped and started again goes on as if it had not stopped: weights, moments, learning
-rates and what else it saved, in any layout."""
+rates and what else it saved."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_processes
-from transformers import AutoModelForCausalLM, LlamaConfig
+from harness import describe, run_outcomes, run_processes
+from transformers import LlamaConfig
 
 import evenpipe
 from evenpipe.checkpoints.lock import claim
 from evenpipe.errors import InputError
-from evenpipe.train.export import export_checkpoint
 
 VOCABULARY = 103
 RATE = 3e-3
@@ -79,6 +78,7 @@ def run(
         pipeline.zero_grad()
     path = pipeline.save_checkpoint(folder, step, optimizer, scheduler, {"seen": (step, None)})
     assert path == folder / f"step-{step:08d}"
+    pipeline.close()
     return rows
 
 
@@ -96,57 +96,32 @@ def test_stopped_and_started_again_it_is_the_same_run_bit_for_bit(
     assert len({tuple(used) for _, used, _ in whole[0]}) > 2, "a schedule that does nothing tests nothing"
 
 
-LAYOUTS = [(4, "vocab-2"), (2, "first-last"), (3, "vocab-1"), (1, "vocab-2"), (2, "interlaced")]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("tied", [False, True])
-def test_it_goes_on_with_other_processes_and_modes(tmp_path: Path, tied: bool) -> None:
-    whole = run_processes(run, 1, tmp_path / "whole", "vocab-2", "LambdaLR", len(LAYOUTS), tied)[0]
-    rows = []
-    for until, (processes, mode) in enumerate(LAYOUTS, start=1):
-        rows += run_processes(run, processes, tmp_path / "parts", mode, "LambdaLR", until, tied)[-1]
-    assert [row[1:] for row in rows] == [row[1:] for row in whole]
-    assert [row[0] for row in rows] == pytest.approx([row[0] for row in whole], rel=1e-6)
-
-
-def test_what_it_saved_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
-    run_processes(run, 2, tmp_path / "loop", "vocab-2", "LambdaLR", 2)
-    exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(tmp_path / "loop", tmp_path / "model"))
-    loss = run_processes(evaluate, 2, tmp_path / "loop")[0]
-    with torch.no_grad():
-        assert exported.eval()(input_ids=batch(0), labels=batch(0)).loss.item() == pytest.approx(loss, rel=1e-6)
-
-
-def evaluate(folder: Path) -> float:
-    """Without an optimizer, and from the folder of one checkpoint."""
-    pipeline = evenpipe.Pipeline(model(), microbatches=2, self_check=False)
-    pipeline.load_checkpoint(folder / "step-00000002")
-    return pipeline.evaluate(batch(0)).loss
-
-
 # ---- damage, and a second run
 
 
-def newest(folder: Path) -> int | None:
-    checkpoint = evenpipe.newest_checkpoint(folder)
-    return None if checkpoint is None else checkpoint.step
+def find_after_damage(folder: Path) -> None:
+    """Find the newest checkpoint in an empty folder, and then while the two of it are damaged one after the other. What
+    a killed run left half written is removed by the first save."""
+    (folder / "step-00000001.0123.tmp").mkdir(parents=True, exist_ok=True)
+    assert evenpipe.newest_checkpoint(folder) is None
+    for until in (1, 2):
+        run(folder, "vocab-2", "LambdaLR", until)
+    assert not list(folder.glob("*.tmp"))
+    for step in (2, 1):
+        assert evenpipe.newest_checkpoint(folder).step == step
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file = next((folder / f"step-{step:08d}").glob("__0_*"))
+            file.write_bytes(file.read_bytes()[:-1])
+        dist.barrier()
+    with pytest.raises(InputError, match=r"no sound checkpoint .*step-00000002: .*or an empty folder"):
+        evenpipe.newest_checkpoint(folder)
+    with pytest.raises(InputError, match="is one checkpoint, expected the folder of all checkpoints"):
+        evenpipe.newest_checkpoint(folder / "step-00000001")
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_never_begun_anew_in_place_of(tmp_path: Path) -> None:
-    assert run_processes(newest, 2, tmp_path / "loop") == [None, None]
-    for until in (1, 2):
-        run_processes(run, 2, tmp_path / "loop", "vocab-2", "LambdaLR", until)
-    assert run_processes(newest, 2, tmp_path / "loop") == [2, 2]
-    for path in sorted((tmp_path / "loop").glob("step-*"), reverse=True):
-        file = next(path.glob("__0_*"))
-        file.write_bytes(file.read_bytes()[:-1])
-        if path.name.endswith("2"):
-            assert run_processes(newest, 2, tmp_path / "loop") == [1, 1]
-    with pytest.raises(InputError, match=r"no sound checkpoint .*step-00000002: .*or an empty folder"):
-        run_processes(newest, 2, tmp_path / "loop")
-    with pytest.raises(InputError, match="is one checkpoint, expected the folder of all checkpoints"):
-        newest(tmp_path / "loop" / "step-00000001")
+    run_processes(find_after_damage, 2, tmp_path / "loop")
 
 
 def test_one_run_at_a_time_saves_in_a_folder(tmp_path: Path) -> None:
@@ -156,52 +131,41 @@ def test_one_run_at_a_time_saves_in_a_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-*"))
 
 
-def save_twice(folder: Path) -> list[str]:
-    (folder / "step-00000001.0123.tmp").mkdir(parents=True)
-    pipeline = evenpipe.Pipeline(model(), microbatches=2, self_check=False)
-    for step in (1, 2):
-        pipeline.save_checkpoint(folder, step, None, keep=1)
-    dist.barrier()
-    return sorted(path.name for path in folder.glob("step-*"))
-
-
-def test_the_first_save_removes_what_a_killed_run_left_half_written(tmp_path: Path) -> None:
-    assert run_processes(save_twice, 1, tmp_path / "loop") == [["step-00000002"]]
-
-
 # ---- what does not fit is refused, and nothing has changed
 
 
-def loads(folder: Path, what: str) -> None:
-    config = model(num_key_value_heads=4) if what == "model" else model(rms_norm_eps=1e-3 if what == "norm" else 1e-6)
+def loads(folder: Path, case: str) -> None:
+    config = model(rms_norm_eps=1e-3 if case == "norm" else 1e-6)
     pipeline = evenpipe.Pipeline(config, microbatches=2, self_check=False)
-    parameters = list(pipeline.parameters())
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(two_groups(pipeline), lr=RATE)
+    groups = two_groups(pipeline)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=RATE)
     scheduler: object = SCHEDULERS["LambdaLR"](optimizer)
-    if what == "optimizer":
-        optimizer = torch.optim.SGD(two_groups(pipeline), lr=RATE)
-        scheduler = SCHEDULERS["LambdaLR"](optimizer)
-    elif what == "one group":
-        optimizer = torch.optim.AdamW(parameters, lr=RATE)
-        scheduler = None
-    elif what == "three groups":
-        groups = two_groups(pipeline)
-        optimizer = torch.optim.AdamW([*groups, {"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=RATE)
-        optimizer.param_groups[-1]["params"] = []
-        scheduler = SCHEDULERS["LambdaLR"](optimizer)
-    elif what == "scheduler":
-        scheduler = rates.ExponentialLR(optimizer, 0.9)
-    elif what == "scheduler of another":
-        scheduler = SCHEDULERS["LambdaLR"](torch.optim.AdamW(two_groups(pipeline), lr=RATE))
+    match case:
+        case "optimizer":
+            optimizer = torch.optim.SGD(groups, lr=RATE)
+            scheduler = SCHEDULERS["LambdaLR"](optimizer)
+        case "one group":
+            optimizer = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+            scheduler = None
+        case "three groups":
+            optimizer = torch.optim.AdamW([*groups, {"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=RATE)
+            optimizer.param_groups[-1]["params"] = []
+            scheduler = SCHEDULERS["LambdaLR"](optimizer)
+        case "scheduler":
+            scheduler = rates.ExponentialLR(optimizer, 0.9)
+        case "scheduler of another":
+            scheduler = SCHEDULERS["LambdaLR"](torch.optim.AdamW(groups, lr=RATE))
+    parameters = list(pipeline.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         pipeline.load_checkpoint(folder / "step-00000001", optimizer, scheduler)
     finally:
         assert all(torch.equal(*pair) for pair in zip(before, parameters, strict=True))
         assert not optimizer.state
+        pipeline.close()
 
 
-REFUSED = {
+LOADS_REFUSED = {
     "optimizer": "optimizer: it is SGD, but the checkpoint .* was saved with AdamW",
     "one group": "are in one group, but have different options in the checkpoint",
     "three groups": "scheduler: the optimizer has 3 groups here and had 2 in",
@@ -211,21 +175,7 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run_processes(run, 2, folder, "vocab-2", "LambdaLR", 1)
-    return folder
-
-
-@pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.sampled(2)
-def test_what_does_not_fit_is_refused(saved: Path, what: str) -> None:
-    with pytest.raises(InputError, match=REFUSED[what]):
-        run_processes(loads, 2, saved, what)
-
-
-def saves(folder: Path, what: str) -> None:
+def saves(folder: Path, case: str) -> None:
     pipeline = evenpipe.Pipeline(model(), microbatches=2, self_check=False)
     optimizer = torch.optim.AdamW(two_groups(pipeline)[pipeline.device :], lr=RATE)
     scheduler = SCHEDULERS["LambdaLR"](optimizer)
@@ -236,24 +186,71 @@ def saves(folder: Path, what: str) -> None:
         "optimizer": (folder, 1, "adamw"),
         "groups": (folder, 1, optimizer, scheduler),
     }
-    pipeline.save_checkpoint(*arguments[what])
+    try:
+        pipeline.save_checkpoint(*arguments[case])
+    finally:
+        pipeline.close()
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("step", "step: -1, expected a whole number of steps, 0 or more"),
-        ("extra", r"extra: \[1\], expected a table of JSON values, or None"),
-        ("extra of tensors", "Tensor is not JSON serializable; expected JSON values"),
-        ("optimizer", "optimizer: 'adamw', expected an optimizer as in torch.optim, or None"),
-        (
-            "groups",
-            "2 groups on process 0 and 1 on process 1, expected the same number on every process, with empty ones",
-        ),
-    ],
-)
-@pytest.mark.sampled(2)
-def test_what_cannot_be_saved_is_refused(tmp_path: Path, what: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        run_processes(saves, 2, tmp_path, what)
-    assert not list(tmp_path.glob("step-*"))
+SAVES_REFUSED = {
+    "step": "step: -1, expected a whole number of steps, 0 or more",
+    "extra": r"extra: \[1\], expected a table of JSON values, or None",
+    "extra of tensors": "Tensor is not JSON serializable; expected JSON values",
+    "optimizer": "optimizer: 'adamw', expected an optimizer as in torch.optim, or None",
+    "groups": "2 groups on process 0 and 1 on process 1, expected the same number on every process, with empty ones",
+}
+
+
+def check_what_is_refused(folder: Path) -> None:
+    run(folder / "saved", "vocab-2", "LambdaLR", 1)
+    for case, words in LOADS_REFUSED.items():
+        with pytest.raises(InputError, match=words):
+            loads(folder / "saved", case)
+    for case, words in SAVES_REFUSED.items():
+        with pytest.raises(InputError, match=words):
+            saves(folder / "never", case)
+    assert not list((folder / "never").glob("step-*"))
+
+
+def test_what_does_not_fit_and_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    run_processes(check_what_is_refused, 2, tmp_path)
+
+
+# ---- parameters that were frozen when the checkpoint was saved
+
+FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.3.self_attn.q_proj.weight", "lm_head.weight")
+
+
+LAYOUTS: list[tuple[str, dict[str, object]]] = [
+    ("vocab-2", {}),
+    ("first-last", {"schedule": "zbv"}),
+    ("vocab-1", {"replicas": 2, "data_parallel": "shard"}),
+]
+
+
+def load_with_more_to_train(folder: Path, mode: str, options: dict[str, object]) -> None:
+    """Save with parameters on several processes frozen, load with all trained, and take a step."""
+    for trains_all in (False, True):
+        pipeline = evenpipe.Pipeline(model(), vocabulary=mode, microbatches=2, self_check=False, **options)
+        for name, parameter in pipeline.named_parameters():
+            parameter.requires_grad_(trains_all or name not in FROZEN)
+        optimizer = torch.optim.AdamW([part for part in pipeline.parameters() if part.requires_grad], lr=RATE)
+        if trains_all:
+            pipeline.load_checkpoint(folder / "step-00000001", optimizer)
+        pipeline.step(batch(int(trains_all)))
+        optimizer.step()
+        if not trains_all:
+            pipeline.save_checkpoint(folder, 1, optimizer)
+        pipeline.close()
+
+
+@pytest.mark.parametrize(("mode", "options"), LAYOUTS)
+@pytest.mark.sampled(1)
+def test_one_process_names_newly_trained_parameters_once(mode: str, options: dict[str, object], tmp_path: Path) -> None:
+    outcomes = run_outcomes(load_with_more_to_train, 2, tmp_path, mode, options)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], describe(outcomes)
+    first, second, third = (f"'{name}'" for name in sorted(FROZEN))
+    printed = "".join(outcome.printed for outcome in outcomes)
+    assert printed.count("has no optimizer state of") == 1
+    words = f"has no optimizer state of {first}, {second} and {third}, which are trained now: theirs begins anew"
+    assert words in printed

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from harness import run_processes
+from training_runs import train, write_tables
+from transformers import LlamaConfig
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, find_hardware, hardware_from_dict, write_hardware
@@ -20,45 +21,35 @@ from evenpipe.model import describe
 from evenpipe.plan.problem import problem_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Placement
-from evenpipe.train import hardware_profile
+from evenpipe.train import build, hardware_profile
 from evenpipe.train import profile as profile_module
-from evenpipe.train.config_file import load_config
-from evenpipe.train.pipeline_sections import PipelineConfig
+from evenpipe.train.config_file import config_from_dict, load_config
+from evenpipe.train.data import prepare
 from evenpipe.train.planned_config import configured_model
 
-CONFIG = """
-[model]
-architecture = "llama"
-self_check = false
-[model.config]
-hidden_size = 256
-intermediate_size = 704
-num_hidden_layers = 8
-num_attention_heads = 4
-vocab_size = 16384
-[data]
-files = "text.txt"
-sequence_length = 256
-validation_fraction = 0
-[tokenizer]
-vocabulary_size = 300
-[pipeline]
-processes = 2
-microbatches = 8
-[training]
-steps = {steps}
-[checkpoint]
-every_steps = "none"
-[output]
-folder = "{folder}"
-tensorboard = false
-export = false
-"""
-STEPS = 6
+LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "vocab_size": 16384}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1024}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+STEPS = 3
+
+
+def write_run(config: dict[str, int], *, architecture: str = "llama", tokens: int = 256) -> None:
+    """Write train.toml, a run whose plans are asked for."""
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"architecture": architecture, "self_check": False},
+        "model.config": {**config, "num_attention_heads": 4},
+        "data": {"files": "text.txt", "sequence_length": tokens, "validation_fraction": 0},
+        "tokenizer": {"vocabulary_size": 300},
+        "pipeline": {"processes": 2, "microbatches": 8},
+        "training": {"steps": STEPS},
+        "checkpoint": {"every_steps": "none"},
+        "output": {"folder": "run", "tensorboard": False, "export": False},
+    }
+    write_tables(Path("train.toml"), tables)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder to work in; processes are those of the tests."""
 
     def launch(function: Any, *arguments: Any, processes: int, **_: Any) -> list[Any]:
@@ -68,8 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hardware_profile, "launch", launch)
     monkeypatch.setattr(profile_module, "launch", launch)
     Path("text.txt").write_text("def f(x):\n    return x\n" * 3000)
-    Path("train.toml").write_text(CONFIG.format(steps=STEPS, folder="run"))
-    return tmp_path
+    write_run(LLAMA)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -84,26 +74,26 @@ def test_the_machine_is_measured(processes: int, capsys: pytest.CaptureFixture[s
     assert 1e-6 < hardware.inside.latency_seconds < 0.1 and hardware.inside.bandwidth > 1e6
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["--hardware", "--processes", "0"], "processes is 0"),
-        (["--hardware", "--from", "trace.json"], "--from"),
-        (["--hardware", "--microbatch-sizes", "1"], "no CONFIG.toml"),
-        (["train.toml", "--hardware", "--microbatch-sizes", "0"], "microbatch sizes are [0]"),
-        (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
-        (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),
-        (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9, but must be at most 8"),
-        (["train.toml", "--processes", "2"], "--processes needs --hardware"),
-    ],
-)
+NOT_MEASURED = [
+    (["--hardware", "--processes", "0"], "processes is 0"),
+    (["--hardware", "--from", "trace.json"], "--from"),
+    (["--hardware", "--microbatch-sizes", "1"], "no CONFIG.toml"),
+    (["train.toml", "--hardware", "--microbatch-sizes", "0"], "microbatch sizes are [0]"),
+    (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
+    (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),
+    (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9, but must be at most 8"),
+    (["train.toml", "--processes", "2"], "--processes needs --hardware"),
+]
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
-    wrong: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware_profile, "launch", lambda *_, **__: pytest.fail("something ran"))
-    assert main(["profile", *wrong]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    for arguments, message in NOT_MEASURED:
+        assert main(["profile", *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, arguments
 
 
 @pytest.mark.slow
@@ -144,7 +134,6 @@ def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.Cap
 @pytest.mark.slow
 def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     """With activations and moments on the host, too, and then to the same bits."""
-    Path("train.toml").write_text(CONFIG.format(steps=2, folder="run"))
     hardware = hardware_profile.profile_hardware(2)
     write_hardware(hardware, "host.toml")
     plan = ["plan", "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--pp", "2", "--no-cache"]
@@ -152,7 +141,7 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert "wrote planned.toml" in capsys.readouterr().out
     planned = load_config("planned.toml").pipeline
     report = trained("planned.toml")
-    assert report["steps"] == 2 and report["schedule"]["name"] == planned.schedule
+    assert report["steps"] == STEPS and report["schedule"]["name"] == planned.schedule
     assert report["schedule"]["microbatches"] == planned.microbatches
     assert load_config("planned.toml").offload.activations == "scheduled"
 
@@ -165,83 +154,52 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
 
 
-EXPERTS = """moe_intermediate_size = 96
-num_experts = 6
-num_experts_per_tok = 2
-"""
+AXES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
+    # options of a plan for two devices of two processes each, those of the plan whose losses it has, and its fields
+    "tensor ranks": (["--tp", "2"], ["--tp", "1", "--gpus", "2"], {"tensor_parallel": 2}),
+    "pieces of sequences": (["--cp", "2"], ["--cp", "1", "--gpus", "2"], {"context_parallel": 2}),
+    "shared experts": (["--ep", "2"], ["--ep", "1"], {"replicas": 2, "expert_parallel": 2}),
+}
 
 
-def plan_of_two_devices(
-    name: str, ranks: int, given: list[str], capsys: pytest.CaptureFixture[str], *, experts: bool = False
-) -> PipelineConfig:
-    """Plan a small model for two devices of so many processes; the plan is one that runs."""
-    config = CONFIG.format(steps=3, folder="run").replace("_layers = 8", "_layers = 2")
-    if experts:
-        config = config.replace('"llama"', '"qwen3_moe"').replace("num_attention", f"{EXPERTS}num_attention")
-    Path("train.toml").write_text(config)
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.sampled(1)
+def test_a_plan_with_another_axis_runs(axis: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As planned, with the losses of a plan without that axis."""
+    if axis == "shared experts":
+        write_run({**SMALL, **EXPERTS}, architecture="qwen3_moe", tokens=64)
+    else:
+        write_run(SMALL, tokens=64)
     host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
     write_hardware(hardware_from_dict(host), "host.toml")
-    plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", "--gpus", str(2 * ranks), "--pp", "2", *given]
-    plan += ["--schedule", "1f1b", "--microbatch-size", "1", "--no-cache", "--workers", "1", "-o", f"{name}.toml"]
-    assert main(plan) == 0
-    assert "estimate only" not in capsys.readouterr().out
-    return load_config(f"{name}.toml").pipeline
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
-def test_a_plan_with_tensor_ranks_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two devices of two processes, as planned; the losses are those of the same plan without tensor parallelism."""
-    found = {}
-    for ranks, name in ((2, "shared"), (1, "alone")):
-        planned = plan_of_two_devices(name, ranks, ["--tp", str(ranks), "--vocabulary", mode], capsys)
-        assert (planned.processes, planned.tensor_parallel, planned.devices) == (2 * ranks, ranks, 2)
-        found[name] = losses(name, trained(f"{name}.toml"))
-    assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
-def test_a_plan_with_pieces_of_sequences_runs(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two devices of two context ranks; the losses are those of whole sequences."""
-    found = {}
-    for ranks, name in ((2, "pieces"), (1, "whole")):
-        given = ["--cp", str(ranks), "--vocabulary", mode, "--zero", "0"]
-        planned = plan_of_two_devices(name, ranks, given, capsys)
-        assert (planned.processes, planned.context_parallel) == (2 * ranks, ranks)
-        assert planned.devices == 2 and (planned.context_exchange == "auto") == (ranks == 1)
-        found[name] = losses(name, trained(f"{name}.toml"))
-    assert found["pieces"] == pytest.approx(found["whole"], rel=1e-4)
-
-
-def test_a_plan_with_shared_experts_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two devices of two replicas; the losses are those of replicas that have all experts."""
-    found = {}
-    for members, name in ((2, "shared"), (1, "alone")):
-        given = ["--ep", str(members), "--vocabulary", "vocab-2", "--zero", "0"]
-        planned = plan_of_two_devices(name, 2, given, capsys, experts=True)
-        assert (planned.processes, planned.replicas, planned.expert_parallel) == (4, 2, members)
-        found[name] = losses(name, trained(f"{name}.toml"))
-        lines = [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
+    plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", "--gpus", "4", "--pp", "2", "--vocabulary"]
+    plan += [mode, "--schedule", "1f1b", "--microbatch-size", "1", "--no-cache", "--workers", "1"]
+    plan += [] if axis == "tensor ranks" else ["--zero", "0"]
+    *options, fields = AXES[axis]
+    curves = []
+    for name, axis_options in zip(("with", "without"), options, strict=True):
+        assert main([*plan, *axis_options, "-o", f"{name}.toml"]) == 0
+        assert "estimate only" not in capsys.readouterr().out
+        curves.append(losses(name, trained(f"{name}.toml")))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    planned = load_config("with.toml").pipeline
+    assert (planned.processes, planned.devices) == (4, 2)
+    assert {field: getattr(planned, field) for field in fields} == fields
+    assert (planned.context_exchange == "auto") == (axis != "pieces of sequences")
+    if axis == "shared experts":
+        lines = [json.loads(line) for line in Path("with/metrics.jsonl").read_text().splitlines()]
         assert all(len(line["expert_load_most"]) == 2 and min(line["expert_load_most"]) >= 1 for line in lines)
-        picture = (Path(name) / "expert_load.svg").read_text()
+        picture = Path("with/expert_load.svg").read_text()
         assert "layer 0" in picture and "layer 1" in picture
-    assert found["shared"] == pytest.approx(found["alone"], rel=1e-4)
 
 
 def trained(config: str) -> dict[str, Any]:
-    """The report of `evenpipe train`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "evenpipe.cli.main", "train", config],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    folder = load_config(config).run_folder
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    """Train as the file says; return the report."""
+    path = Path(config).absolute()
+    prepare(load_config(path), say=lambda text: None)
+    train(path)
+    report: dict[str, Any] = json.loads((load_config(path).run_folder / "report.json").read_text())
     return report
 
 
@@ -251,3 +209,30 @@ def losses(folder: str, report: dict[str, Any]) -> list[float]:
     found = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert len(found) == report["steps"]
     return found
+
+
+# --- the layers of each stage of a run on a known GPU: the first process weighs memory for all ------------------------
+
+SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+def split_taken(pipeline: dict[str, Any], gib: int) -> tuple[int, ...] | None:
+    """On one of four processes that believe to have A100s with so much memory. By time, stages have 3, 3, 4 and 0
+    layers."""
+    run = config_from_dict(
+        {
+            "model": {"architecture": "llama"},
+            "data": {"corpus": "python-standard-library", "sequence_length": 4096},
+            "pipeline": {"processes": 4, "vocabulary": "redistribute", "microbatches": 16, **pipeline},
+        }
+    )
+    model = LlamaConfig(**SIZES, num_hidden_layers=10, vocab_size=128256, max_position_embeddings=4096)
+    torch.cuda.get_device_name = lambda device: "NVIDIA A100-SXM4-80GB"
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=gib * 2**30)
+    return build._fitting(run, run.recipe(), model, torch.device("cuda")).layers_per_stage
+
+
+def test_all_processes_take_a_split_that_fits_unless_one_is_given() -> None:
+    given = {"layers_per_stage": [3, 3, 2, 2]}
+    for pipeline, gib, expected in (({}, 14, (2, 4, 4, 0)), ({}, 40, None), (given, 14, (3, 3, 2, 2))):
+        assert run_processes(split_taken, 4, pipeline, gib) == [expected] * 4

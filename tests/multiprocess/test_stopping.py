@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_training import curve, evenpipe, finish, newest_checkpoint, worker_of, write_config
-
-MANY = 100_000
+from training_runs import curve, evenpipe, finish, newest_checkpoint, prepared, train, worker_of, write_config
 
 started: list[subprocess.Popen[str]] = []
 
@@ -58,18 +56,6 @@ def child_of(process: int) -> int:
     return int(children[-1])
 
 
-def to_the_first(process: int) -> None:
-    os.kill(process, signal.SIGTERM)
-
-
-def ctrl_c(process: int) -> None:
-    os.killpg(process, signal.SIGINT)
-
-
-def to_all(process: int) -> None:
-    os.killpg(process, signal.SIGTERM)
-
-
 def steps_of(folder: Path) -> int:
     metrics = folder / "run" / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -85,27 +71,24 @@ def train_beyond(steps: int, start: Callable[[Path], subprocess.Popen[str]], pat
     return process
 
 
-def long_run(folder: Path) -> Path:
-    """Of more steps than it will take, with no checkpoint before the last one."""
-    path = write_config(folder, steps=MANY)
-    path.write_text(path.read_text().replace("every_steps = 4", 'every_steps = "none"'))
-    return path
+LONG = {"training.steps": 100_000, "checkpoint.every_steps": "none"}
+"""More steps than a run will take, with no checkpoint before the last one."""
 
 
-# How it is started, who gets which signal, and the exit code; torchrun's own is 1, whatever its processes say.
 WAYS = [
-    (local, ctrl_c, 130),
-    (torchrun, to_the_first, None),
-    (local, to_all, 143),  # as Slurm does
+    # how it is started, who gets which signal, and the exit code; torchrun's own is 1, whatever its processes say
+    (local, os.killpg, signal.SIGINT, 130),  # Ctrl-C
+    (torchrun, os.kill, signal.SIGTERM, None),
+    (local, os.killpg, signal.SIGTERM, 143),  # as Slurm does
 ]
 
 
 def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Path, sample) -> None:
-    """One run, stopped each time and continued by the same command, equals one that was stopped once."""
-    path = long_run(tmp_path / "parts")
-    for start, send, exit_code in sample(WAYS, 2):
+    """One run, stopped each time and continued by the same command, has the curve of one that was not stopped."""
+    path = write_config(tmp_path / "parts", LONG)
+    for start, send, number, exit_code in sample(WAYS, 1):
         process = train_beyond(steps_of(path.parent), start, path)
-        send(process.pid)
+        send(process.pid, number)
         output, _ = process.communicate(timeout=1200)
         step = int(newest_checkpoint(path.parent).name.removeprefix("step-"))
         assert process.returncode == exit_code or (exit_code is None and process.returncode), output
@@ -113,17 +96,15 @@ def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Pa
         assert "finishing the step" in output, output
         assert step == steps_of(path.parent)
         assert exit_code is None or "Traceback" not in output, output
-    whole = long_run(tmp_path / "whole")
-    process = train_beyond(step, local, whole)
-    ctrl_c(process.pid)
-    finish(process, exit_code=130)
-    assert curve(whole.parent)[:step] == curve(path.parent)
+    whole = prepared(tmp_path / "whole", LONG)
+    train(whole, until=step)
+    assert curve(whole.parent) == curve(path.parent)
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
     """One process of the run is stopped, so no step can be finished."""
-    process = train_beyond(0, local, long_run(tmp_path))
+    process = train_beyond(0, local, write_config(tmp_path, LONG))
     os.kill(worker_of(process.pid), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
@@ -137,7 +118,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    process = train_beyond(0, torchrun, long_run(tmp_path))
+    process = train_beyond(0, torchrun, write_config(tmp_path, LONG))
     stopped = child_of(process.pid)
     os.kill(stopped, signal.SIGSTOP)
     while process.poll() is None:  # the watch takes signals that follow each other closely for one
@@ -153,21 +134,22 @@ def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_under_torchrun_a_process_that_died_is_still_the_first_cause(tmp_path: Path, asked: bool) -> None:
     """Torchrun sends SIGTERM to the others then, which is no wish to stop."""
-    path = long_run(tmp_path)
+    path = write_config(tmp_path, LONG)
     process = train_beyond(0, torchrun, path)
     victim = child_of(process.pid)
     os.kill(victim, signal.SIGKILL)
     if asked:
-        to_the_first(process.pid)
+        process.terminate()
     output, _ = process.communicate(timeout=1200)
     assert process.returncode
     assert f"(pid {victim}) has died: killed, out of memory or crashed" in output, output
     assert "stopped at" not in output
 
 
+@pytest.mark.slow
 def test_before_the_first_step_a_signal_ends_at_once(tmp_path: Path) -> None:
     """Nothing is lost then, and there is nothing to finish."""
-    path = long_run(tmp_path)
+    path = write_config(tmp_path, LONG)
     process = local(path)
     while not (tmp_path / "run" / "data").exists():
         assert process.poll() is None, process.communicate()[0]

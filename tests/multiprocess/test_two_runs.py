@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_processes
-from test_checkpoint_processes import Run, in_a_child
-from test_training import evenpipe, finish, write_config
+from test_checkpoint_processes import Run
+from training_runs import evenpipe, finish, write_config
 
 from evenpipe.checkpoints import checkpoint, find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.lock import claim
@@ -86,12 +85,6 @@ def test_the_end_of_a_process_releases_its_lock(tmp_path: Path, how: str, releas
     claim(tmp_path)  # at once all the same: it was on this machine
 
 
-def test_the_end_of_a_program_releases_its_lock(tmp_path: Path) -> None:
-    program = f"from evenpipe.checkpoints.lock import claim; claim({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert json.loads((tmp_path / ".evenpipe-lock-1").read_text())["released"]
-
-
 # ---- two loops of one's own
 
 
@@ -103,132 +96,97 @@ def two_pairs() -> tuple[int, dist.ProcessGroup]:
 
 
 def one_after_the_other(folder: Path) -> list[str]:
-    """What the second of two runs gets to hear, and then the first."""
+    """Return what the second of two runs gets to hear, and then the first, behind the name of this process."""
     run, group = two_pairs()
-    state = Run(9, True, True, dist.get_rank(group), 2, seed=run)
-    said = []
+    state = Run(dist.get_rank(group), 2, seed=run)
+    said = [f"process {os.getpid()} on"]
 
-    def attempt(work: Callable[[], object]) -> None:
-        try:
+    def save_step(step: int) -> None:
+        save(folder, step, state.shards, None, {"run": run}, group)
+
+    def is_refused(error: type[Exception], work: Callable[[], object]) -> None:
+        with pytest.raises(error) as caught:
             work()
-        except (InputError, RunError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-
-    def save_step(step: int) -> Path:
-        return save(folder, step, state.shards, None, {"run": run}, group)
+        said.append(str(caught.value))
 
     if run == 0:
         prepare_folder(folder, group)
         save_step(1)
     dist.barrier()
     if run == 1:
-        attempt(lambda: prepare_folder(folder, group))
-        attempt(lambda: save_step(2))
+        is_refused(InputError, lambda: prepare_folder(folder, group))
+        is_refused(InputError, lambda: save_step(2))
         assert find_latest(folder, group).checkpoint.metadata == {"run": 0}  # reading needs no lock
         prepare_folder(folder, group, force=True)
         save_step(2)
     dist.barrier()
     if run == 0:
-        attempt(lambda: save_step(3))
-        attempt(lambda: save_step(3))
-        attempt(lambda: prepare_folder(folder, group))
+        is_refused(RunError, lambda: save_step(3))
+        is_refused(RunError, lambda: save_step(3))
+        is_refused(InputError, lambda: prepare_folder(folder, group))
     dist.barrier()
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["step-00000001", "step-00000002"]
     assert find_latest(folder, group).checkpoint.metadata == {"run": 1}
-    return [f"process {os.getpid()} on", *said]
+    return said
 
 
 def test_the_second_is_refused_and_by_force_the_first_one(tmp_path: Path) -> None:
     said = run_processes(one_after_the_other, 4, tmp_path)
     (first, *by_first), (second, *by_second) = said[0], said[2]
-    assert said[1][1:] == by_first
-    assert said[3][1:] == by_second
-    assert len(by_second) == 2
-    for text in by_second:
-        assert text.startswith(f"InputError: folder is {str(tmp_path)!r}, which {first}")
+    assert [said[1][1:], said[3][1:]] == [by_first, by_second]
+    assert all(text.startswith(f"folder is {str(tmp_path)!r}, which {first}") for text in by_second)
     for text in by_first[:2]:
-        assert text.startswith(f"RunError: the checkpoint of step 3 was not saved: {str(tmp_path)!r} has been taken")
+        assert text.startswith(f"the checkpoint of step 3 was not saved: {str(tmp_path)!r} has been taken")
         assert f"by {second}" in text
-    assert by_first[2].startswith("InputError: ")
     assert second in by_first[2]
-
-
-def killed_and_started_again(folder: Path) -> list[int]:
-    """Each start saves two steps and is killed in the middle of a third; gives where each one began."""
-    began = []
-    for start in range(3):
-
-        def life() -> None:
-            prepare_folder(folder)
-            assert not list(folder.glob("*.tmp")), "left over"
-            found = find_latest(folder).checkpoint
-            first = 0 if found is None else found.step
-            (folder.parent / f"began-{start}").write_text(str(first))
-            state = Run(9, True, True, 0, 1)
-            for step in (first + 1, first + 2):
-                save(folder, step, state.shards, None, {})
-            checkpoint.sync_folder = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-            save(folder, first + 3, state.shards, None, {})
-
-        assert in_a_child(life) == -signal.SIGKILL
-        assert len(list(folder.glob("*.tmp"))) == 1
-        began.append(int((folder.parent / f"began-{start}").read_text()))
-    return began
-
-
-def test_after_a_crash_the_next_start_goes_on_at_once(tmp_path: Path) -> None:
-    assert run_processes(killed_and_started_again, 1, tmp_path / "run", group=False)[0] == [0, 2, 4]
 
 
 # ---- two launchers
 
 
-def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, after: int) -> int:
-    """Waits until the run of this process has saved; gives the step."""
-    deadline = time.monotonic() + 1200
-    while True:
-        steps = [int(path.parent.name[5:]) for path in run.glob("checkpoints/step-????????/manifest.json")]
-        if steps and max(steps) > after:
-            return max(steps)
+def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, after: int) -> None:
+    """Wait until the run of this process has saved a step after this one."""
+    while newest_step(run) <= after:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def newest_step(run: Path) -> int:
+    return max((int(path.parent.name[5:]) for path in run.glob("checkpoints/step-????????/manifest.json")), default=0)
 
 
 @pytest.mark.slow
 def test_of_two_launchers_one_trains(tmp_path: Path) -> None:
-    config, run = write_config(tmp_path, steps=100_000), tmp_path / "run"
+    config, run = write_config(tmp_path, {"training.steps": 100_000}), tmp_path / "run"
     here = socket.gethostname()
     first = evenpipe("train", config)
+    processes = [first]
     try:
         wait_for_checkpoint(first, run, 0)
-        says = f"output.folder is {str(run)!r}, which process {first.pid} on {here} since "
-        assert says in finish(evenpipe("train", config), exit_code=2)
-        elsewhere = f"output.folder='{tmp_path / 'other'}'"
-        says = f"checkpoint.folder is {str(run / 'checkpoints')!r}, which process {first.pid} on {here} since "
-        shared = f"checkpoint.folder='{run / 'checkpoints'}'"
-        assert says in finish(evenpipe("train", config, elsewhere, shared), exit_code=2)
+        held_by = f"which process {first.pid} on {here} since "
+        refused = finish(evenpipe("train", config), exit_code=2)
+        assert f"output.folder is {str(run)!r}, {held_by}" in refused
+        shared = (f"output.folder='{tmp_path / 'other'}'", f"checkpoint.folder='{run / 'checkpoints'}'")
+        refused = finish(evenpipe("train", config, *shared), exit_code=2)
+        assert f"checkpoint.folder is {str(run / 'checkpoints')!r}, {held_by}" in refused
 
         second = evenpipe("train", config, "--force")
-        says = (
-            f"not saved: {str(run / 'checkpoints')!r} has been taken from this run, by process {second.pid} on {here}"
-        )
-        try:
-            assert says in finish(first, exit_code=3)
-            wait_for_checkpoint(second, run, find_latest(run / "checkpoints").checkpoint.step)
-        finally:
-            second.kill()  # the launcher alone; its processes follow
+        processes.append(second)
+        taken = f"has been taken from this run, by process {second.pid} on {here}"
+        assert f"not saved: {str(run / 'checkpoints')!r} {taken}" in finish(first, exit_code=3)
+        wait_for_checkpoint(second, run, newest_step(run))
+        second.kill()  # the launcher alone; its processes follow
         crashed = find_latest(run / "checkpoints").checkpoint.step
         third = evenpipe("train", config)
-        try:
-            wait_for_checkpoint(third, run, crashed)
-        finally:
-            os.killpg(third.pid, signal.SIGKILL)
+        processes.append(third)
+        wait_for_checkpoint(third, run, crashed)
+        os.killpg(third.pid, signal.SIGKILL)
         assert "waiting" not in third.communicate()[0]
         said = second.communicate()[0]
         assert f"output.folder {run} is taken from process {first.pid} on {here} since" in said
     finally:
-        first.kill()
+        for process in processes:
+            process.kill()
     assert find_latest(run / "checkpoints").checkpoint.step > crashed
 
 
@@ -255,7 +213,7 @@ def save_in_turns(folder: Path, saves: int, how: str) -> list[Attempt]:
     locks": as if there were none."""
     os.fsync = lambda descriptor: None  # nothing loses power here; waiting for the disk would take minutes
     run, group = two_pairs()
-    state = Run(9, True, True, dist.get_rank(group), 2)
+    state = Run(dist.get_rank(group), 2)
     chance = random.Random(run)
     if how == "without locks":
         checkpoint.hold = lambda folder: Path(folder).mkdir(parents=True, exist_ok=True)
@@ -279,7 +237,7 @@ def save_in_turns(folder: Path, saves: int, how: str) -> list[Attempt]:
 
 def values_in(path: Path) -> set[float]:
     """All that stands in the tensors of a checkpoint."""
-    state = Run(9, True, False, 0, 1)
+    state = Run(0, 1)
     load(open_checkpoint(path), state.shards)
     return {value for shard in state.shards.values() for value in shard.tensor.detach().flatten().tolist()}
 

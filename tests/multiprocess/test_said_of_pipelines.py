@@ -1,14 +1,16 @@
-"""What context ranks exchange by themselves: what moves less, which they say, and which computes the same."""
+"""What a pipeline says of itself: in a line, in a notebook, and of what its context ranks exchange."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 from harness import run_processes
+from test_gradients import described
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
@@ -16,6 +18,9 @@ from evenpipe.model import describe
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 
 TOKENS = 16
+
+
+# --- what context ranks exchange by themselves: what moves less, and computes the same --------------------------------
 
 
 def config(heads_of_keys: int) -> LlamaConfig:
@@ -67,3 +72,27 @@ def test_the_choice_is_said_and_computes_the_same() -> None:
         whole, _, loss, said = step(heads)
         assert whole is None and said == []
         assert of_first[2] == of_second[2] == pytest.approx(loss, rel=1e-5)
+
+
+# --- in a line and in a notebook --------------------------------------------------------------------------------------
+
+
+def shown() -> list[str]:
+    pipeline = Pipeline(described(97, False, torch.float64), schedule="zbv", microbatches=4, self_check=False)
+    result = pipeline.step(torch.arange(24).view(4, 6))
+    assert f"loss {result.loss:.6g}" in repr(result) and f"<td>{result.loss:.6g}</td>" in result._repr_html_()
+    return [repr(pipeline), pipeline._repr_html_(), repr(result)]
+
+
+def test_what_a_pipeline_and_a_result_show() -> None:
+    first, second = run_processes(shown, 2)
+    pipeline, table, result = first
+    numbers = r"LlamaForCausalLM of 4 layers and [\d,]+ parameters"
+    assert re.fullmatch(
+        rf"<Pipeline: {numbers}, device 0 of 2, 4 stages, 4 microbatches, vocabulary vocab-2>", pipeline
+    )
+    assert "device 1 of 2" in second[0]
+    assert re.fullmatch(r"<StepResult: loss \S+, 20 valid tokens, \d+\.\d{3} s>", result)
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", table)][1:]
+    assert cells == [["0", "0:1, 3:4", "0:49", "0:49"], ["1", "1:2, 2:3", "49:97", "49:97"]]
+    assert "<caption>&lt;Pipeline" in table
