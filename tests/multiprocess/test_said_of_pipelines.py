@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_processes
-from test_gradients import described
+from small_llama import described
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
