@@ -32,7 +32,7 @@ def is_slow(page: Path) -> bool:
 WITH_COMMANDS = [page for page in PAGES if run_by(page)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * is_slow(page), id=page.name) for page in WITH_COMMANDS]
 )

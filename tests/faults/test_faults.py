@@ -34,7 +34,7 @@ def marked_processes():
 
 
 @pytest.mark.parametrize(("started_by", "seed"), [(by, seed) for by, seeds in SEEDS.items() for seed in seeds])
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_all_others_end_and_say_why(started_by: str, seed: int) -> None:
     case = draw(seed, started_by)
     verdict = run(case)

@@ -19,7 +19,7 @@ from evenpipe.schedule.planning import MODES
 from evenpipe.train.position import saved_position
 
 SEED = 0
-DRAWN, QUICK, ALL = 300, 26, 250
+DRAWN, QUICK, ALL = 300, 22, 250
 """Pipelines that are drawn, and of these the ones that run, with `--quick` and without."""
 pytestmark = pytest.mark.usefixtures("own_fork_server")
 
@@ -85,7 +85,7 @@ def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
     assert {(case.processes, case.replicas) for case in cases} >= {(1, 1), (2, 2), (3, 1), (4, 2), (4, 4)}
     ranks = [case for case in cases if case.tensor_parallel == 2 and case.context_parallel == 1]
     assert {(case.replicas, case.devices) for case in ranks} == {(1, 1), (1, 2), (2, 1)}
-    assert {(case.tensor_parallel, case.context_parallel) for case in cases} >= {(2, 2), (4, 1), (1, 3), (1, 4)}
+    assert {(case.tensor_parallel, case.context_parallel) for case in cases} >= {(2, 2), (4, 1), (1, 4)}
     context = {(case.context_exchange, case.slices) for case in cases if case.context_parallel == 2}
     assert context == {(exchange, slices) for exchange in ("keys", "heads") for slices in (1, 2, 3)}
     whole = [draw(SEED, number) for number in range(400)]  # their bits are kept

@@ -53,10 +53,8 @@ WITHOUT_A_GPU: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "continued" in name else name for name in WITHOUT_A_GPU]
-)
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", WITHOUT_A_GPU)
+@pytest.mark.slow
 def test_the_cases_themselves_on_a_cpu(name: str, monkeypatch) -> None:
     assert name in ON_A_CPU_TOO
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -252,6 +252,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", [operation for operation, _ in OPERATIONS])
+@pytest.mark.sampled(4)
 def test_operations_move_what_they_should_and_count_it(operation, sample):
     for processes in sample(dict(OPERATIONS)[operation], 1):
         run_processes(operation, processes)

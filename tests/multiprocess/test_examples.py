@@ -38,6 +38,7 @@ def run(*arguments: object, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own_in_twenty_lines(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "own_schedule.py", "step.svg", folder=tmp_path)
     assert "sound; most stage activations in flight, per device: 4 4" in printed

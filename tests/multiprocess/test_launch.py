@@ -247,7 +247,7 @@ def run_program(*arguments: str, text: str | None = None) -> subprocess.Complete
     [(("-c", PROGRAM), None), (("-",), PROGRAM), ((), PROGRAM)],
     ids=["-c", "-", "standard input"],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_what_a_program_without_a_file_defines_travels_whole(arguments, text):
     done = run_program(*arguments, text=text)
     assert (done.returncode, done.stderr) == (0, "")

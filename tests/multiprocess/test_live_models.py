@@ -88,6 +88,7 @@ def faults_of_layouts(make: Callable[[], PreTrainedModel], layouts: list[str], f
         (untied_by_hand, ["1f1b", "zbv"], False),
     ],
 )
+@pytest.mark.sampled(1)
 def test_every_layout_has_the_gradients_of_the_live_model(make, layouts, tied, tmp_path: Path, sample) -> None:
     faults = run_processes(faults_of_layouts, 2, make, sample(layouts, 2), tmp_path)[0]
     assert not faults, "\n".join(faults)

@@ -86,6 +86,7 @@ def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path,
     assert curve(tmp_path) == curve(uninterrupted)
 
 
+@pytest.mark.slow
 def test_what_is_on_the_host_changes_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
     """Activations, and a share of the optimizer's moments; resumed with another share from the same checkpoints."""
     path = prepared(tmp_path, {"offload.activations": "all"})

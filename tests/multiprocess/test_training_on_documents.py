@@ -80,7 +80,7 @@ def first_loss(config: Config) -> float:
 
 
 @pytest.mark.parametrize("family", APART_BY)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_run_on_json_lines_has_the_loss_of_documents_and_says_what_it_does_with_them(
     tmp_path: Path, family: str
 ) -> None:

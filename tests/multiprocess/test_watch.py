@@ -554,7 +554,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=str)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 def test_all_others_end_and_say_why(ending: Ending) -> None:
     """By an exception or by the watch's hand."""
     outcomes = run_outcomes(ending.scenario, ending.processes, *ending.arguments, group=ending.group)
@@ -589,6 +589,6 @@ NO_ALARM: list[tuple[Callable[..., None], int]] = [
 
 
 @pytest.mark.parametrize(("scenario", "processes"), NO_ALARM)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_processes_come_to_their_own_end(scenario: Callable[..., None], processes: int) -> None:
     run_processes(scenario, processes, group=False)
