@@ -19,7 +19,7 @@ from evenpipe.schedule.planning import MODES
 from evenpipe.train.position import saved_position
 
 SEED = 0
-DRAWN, QUICK, ALL = 300, 22, 250
+DRAWN, QUICK, ALL = 300, 20, 250
 """Pipelines that are drawn, and of these the ones that run, with `--quick` and without."""
 pytestmark = pytest.mark.usefixtures("own_fork_server")
 

@@ -125,7 +125,7 @@ def all_orders_and_bits(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[i
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_order(processes: int, sample: Callable) -> None:
     cases = [case for case in ORDERS if 2 * max([1, *(case[1].get(axis, 1) for axis in RANKS)]) == processes]
     cases = sample(cases, 1)

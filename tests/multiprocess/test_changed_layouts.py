@@ -55,6 +55,6 @@ CHAINS = {
 @pytest.mark.parametrize(
     ("name", "family", "tied"), [(name, *family) for name, (_, families) in CHAINS.items() for family in families]
 )
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_checkpoint_continues_in_any_layout(name: str, family: str, tied: bool, tmp_path: Path) -> None:
     continue_in_all([replace(case, family=family, tied=tied) for case in CHAINS[name][0]], tmp_path)

@@ -116,7 +116,7 @@ def follows_in_bf16(cases: list[Case]) -> None:
         (4, [Case(kind, schedule, replicas=2) for kind in KINDS for schedule in ("1f1b", "zbv")]),
     ],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_in_bf16(processes: int, cases: list[Case]) -> None:
     run_processes(follows_in_bf16, processes, cases)
 

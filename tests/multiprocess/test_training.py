@@ -113,6 +113,7 @@ def test_a_time_box_ends_a_run_early_and_once_for_all(length: dict[str, Any], tm
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_says_what_has_changed(uninterrupted: Path, tmp_path: Path) -> None:
     path, folder = copy_of(uninterrupted, tmp_path)
     options = ("training.steps=13", "optimizer.learning_rate=0.005", "pipeline.microbatches=6", "training.seed=1")

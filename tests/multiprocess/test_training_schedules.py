@@ -20,7 +20,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_resumed_under_another_schedule_and_placement_the_losses_agree(
     tmp_path: Path, tied: bool, sample: Callable
 ) -> None:

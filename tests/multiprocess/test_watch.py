@@ -589,6 +589,6 @@ NO_ALARM: list[tuple[Callable[..., None], int]] = [
 
 
 @pytest.mark.parametrize(("scenario", "processes"), NO_ALARM)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_processes_come_to_their_own_end(scenario: Callable[..., None], processes: int) -> None:
     run_processes(scenario, processes, group=False)
