@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass
 from functools import cache, partial
 
+import pytest
 import reference
 import torch
 from harness import run_processes
