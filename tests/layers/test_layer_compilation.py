@@ -202,7 +202,7 @@ def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeyp
         assert_close(runner, plain)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Compiled in pieces, or, where it is checkpointed, not at all, and the user is told."""
