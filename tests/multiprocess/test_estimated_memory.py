@@ -66,7 +66,9 @@ class Case:
         ranks the copy that gloo sums; of experts what a step counts of their tokens."""
         if self.family in EXPERTS:
             return 0.001
-        return 0.01 if self._size("tp") * self._size("cp") * self._size("slices") > 1 else 0.003
+        if self._size("tp") * self._size("cp") * self._size("slices") > 1:
+            return 0.01
+        return 0.003 if self.bf16 or self.recompute or self.family != "llama" else 0.002
 
     def _size(self, name: str) -> int:
         return self.recipe.get(name, 1)
