@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_groups import send
 from transformers import LlamaConfig
 
 from evenpipe.cli import printing
@@ -50,7 +51,7 @@ def test_ctrl_c_in_a_terminal_prints_what_was_found(options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     search = subprocess.Popen([sys.executable, "-c", COMMAND, *PLAN, *options], env=environment, **streams)
     assert any("best step" in line for line in search.stderr)
-    os.killpg(search.pid, signal.SIGINT)
+    send(search, signal.SIGINT)
     out, err = search.communicate(timeout=END_SECONDS)
     assert search.returncode == 130, err
     assert "Traceback" not in err and "Error" not in err
@@ -62,17 +63,9 @@ def test_ctrl_c_in_a_terminal_prints_what_was_found(options):
         assert "unfinished, interrupted after" in out and "wrote planned.toml" in out
         assert Path("planned.toml").is_file()
     deadline = time.monotonic() + END_SECONDS
-    while is_alive(search.pid) and time.monotonic() < deadline:
+    while send(search, 0) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not is_alive(search.pid)
-
-
-def is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    assert not send(search, 0)
 
 
 def test_a_plan_is_there_when_the_time_is_up(capsys, monkeypatch):

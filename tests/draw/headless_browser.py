@@ -12,11 +12,12 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from process_groups import kill
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT_SECONDS = 600.0
@@ -85,8 +86,7 @@ class Browser:
         try:
             self._process.wait(timeout=5)  # it ends when its pipes do
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            kill(self._process)
 
     def command(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send one command and wait for its answer; events that arrive meanwhile are kept in `events`."""

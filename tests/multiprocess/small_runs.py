@@ -13,9 +13,9 @@ import pytest
 import reference
 import torch
 from harness import run_processes
-from small_families import CONFIGS, USUAL
+from small_families import CONFIGS, EXPERTS, USUAL
 from torch import Tensor
-from transformers import AfmoeConfig, AutoModelForCausalLM, BioGptConfig, GptOssConfig, OPTConfig
+from transformers import AfmoeConfig, AutoModelForCausalLM, BioGptConfig, GptOssConfig, OPTConfig, Qwen2MoeConfig
 
 from evenpipe import Pipeline, newest_checkpoint
 from evenpipe.model import Description, describe
@@ -37,6 +37,13 @@ FAMILIES = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "deepseek-v3": partial(CONFIGS["deepseek-v3"], v_head_dim=6),  # keys and values of two sizes
+    "qwen2-moe": partial(  # experts beside a shared one, which reads the same input as the router
+        Qwen2MoeConfig,
+        **USUAL | EXPERTS,
+        num_experts=4,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=24,
+    ),
     "mixtral of 5 experts": partial(CONFIGS["mixtral"], num_local_experts=5),
     # Their own attention looks at other documents of a row.
     "opt": partial(

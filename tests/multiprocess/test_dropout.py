@@ -19,8 +19,8 @@ import reference
 import torch
 import torch.distributed as dist
 from harness import check_cases, run_processes
-from test_training import STEPS, curve, run_part, write_config
 from torch import Tensor, nn
+from training_runs import STEPS, curve, run_part, write_config
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import evenpipe

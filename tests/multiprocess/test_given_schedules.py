@@ -17,9 +17,9 @@ import reference
 import torch
 import torch.distributed as dist
 from harness import run_processes
+from small_llama import llama
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch_orders import Size, file_of_torch, mock_stages
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
@@ -43,19 +43,7 @@ LAYERS, VOCABULARY, TOKENS = 6, 1003, 6
 
 @cache
 def described():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    return describe(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    return describe(llama(VOCABULARY, False, torch.float64, LAYERS))
 
 
 @cache

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -18,37 +17,19 @@ import reference
 import torch
 import torch.distributed._symmetric_memory as symmetric
 from harness import check_cases, run_processes
-from small_families import CONFIGS, EXPERTS, USUAL
+from small_families import USUAL
+from small_runs import described
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.layers import weight_gradients
-from evenpipe.model import describe
 from evenpipe.model.fp64 import InFp64
 from evenpipe.parallel import symmetric_memory
 from evenpipe.runtime import device, tensor_cut
 
 FALLBACKS = (symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback)
 LAYERS, MICROBATCHES, TOKENS = 4, 4, 8
-
-
-def configs() -> dict[str, Any]:
-    """Further families: experts beside a shared one, which reads the same input as the router."""
-    shared = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24}
-    return CONFIGS | {"qwen2-moe": lambda **settings: Qwen2MoeConfig(**USUAL | EXPERTS | shared | settings)}
-
-
-@cache
-def described(family: str, tied: bool = False):
-    """The same model in every process, with noise, since norms of ones hide errors."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(configs()[family](tie_word_embeddings=tied), dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return describe(model)
 
 
 @contextlib.contextmanager

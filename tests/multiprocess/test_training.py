@@ -19,6 +19,7 @@ import pytest
 import reference
 import torch
 from harness import run_processes
+from process_groups import kill
 from training_runs import (
     STEPS,
     curve,
@@ -28,7 +29,6 @@ from training_runs import (
     newest_checkpoint,
     prepared,
     report_of,
-    run_part,
     sentences,
     start,
     steps_logged,
@@ -46,8 +46,6 @@ from evenpipe.train import data as data_module
 from evenpipe.train.config_file import load_config
 from evenpipe.train.data import open_batches, open_data
 from evenpipe.train.export import export_checkpoint
-
-__all__ = ["STEPS", "curve", "run_part", "write_config"]  # for test_dropout
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +78,7 @@ def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path,
         while not metrics.exists() or metrics.read_text().count("\n") < lines:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill(process)
     finish(evenpipe("train", path))
     assert curve(tmp_path) == curve(uninterrupted)
 

@@ -230,7 +230,7 @@ def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> 
 
 
 def _first_failure(copy: Path, files: list[str], options: list[str], seconds: float) -> str:
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-x", "--no-header", *options, *files]
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", "-x", "--no-header", *options, *files]
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command,
