@@ -22,6 +22,7 @@ MODULES = "modules"
 """In place of a family: plain modules."""
 
 WITHOUT_POSITIONS = {"bloom", MODULES}
+"""Their sequences cannot be cut, and documents of a row not kept apart, either."""
 WITHOUT_MASK = {MODULES}
 TORCH_CLASSES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 GIVEN_AS = ("name", "order", "function", "file", "planned", "program", "program file")
@@ -232,7 +233,7 @@ TWO_HEADS = {"phi3"}
 
 def _in_pieces(case: Case) -> Case:
     dice, given, family = case.random("pieces"), case.schedule, case.model.family
-    unfit = family in NOT_IN_PIECES
+    unfit = family in WITHOUT_POSITIONS
     if dice.random() < 0.4 or (unfit and dice.random() > RULES_BROKEN):
         return case
     changes: dict[str, Any] = {"self_check": case.self_check or (unfit and family != MODULES)}
@@ -263,9 +264,6 @@ def _in_pieces(case: Case) -> Case:
 
     case = replace_field(case, **changes, slices=slices)
     return replace_field(case, steps=_steps_of(case, divided))
-
-
-NOT_IN_PIECES = {"bloom", MODULES}
 
 
 def _with_shared_experts(case: Case) -> Case:
@@ -314,7 +312,7 @@ def _with_options_of_axes(case: Case) -> Case:
 def _with_documents(case: Case) -> Case:
     """Rows of several documents that do not see each other, without what one process cannot tell apart."""
     dice = case.random("documents")
-    unfit = case.model.family in NOT_APART or case.model.router_loss
+    unfit = case.model.family in WITHOUT_POSITIONS or case.model.router_loss
     if dice.random() > 0.25 or unfit or case.compile_layers:
         return case
 
@@ -323,9 +321,6 @@ def _with_documents(case: Case) -> Case:
         return replace_field(batch, padded=padded, positions=dice.choice(("default", "packed", "packed", "packed")))
 
     return replace_field(case, documents="separate", steps=_steps_of(case, packed))
-
-
-NOT_APART = {"bloom", MODULES}
 
 
 KEPT_IN_FP32 = ("ernie4_5_moe", "deepseek_v3")

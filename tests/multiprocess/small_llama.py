@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from families import whole_model
+from transformers import LlamaConfig
 
 from evenpipe.model import Description, describe
 
@@ -22,12 +23,7 @@ def llama(vocabulary: int, tied: bool, dtype: torch.dtype, layers: int = 4):
         tie_word_embeddings=tied,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # norms of ones hide errors
-    return model
+    return whole_model(config, dtype)
 
 
 @cache

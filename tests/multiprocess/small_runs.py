@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import reference
 import torch
+from families import whole_model
 from harness import run_processes
 from small_families import CONFIGS, EXPERTS, USUAL
 from torch import Tensor
-from transformers import AfmoeConfig, AutoModelForCausalLM, BioGptConfig, GptOssConfig, OPTConfig, Qwen2MoeConfig
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    BioGptConfig,
+    GptOssConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+)
 
 from evenpipe import Pipeline, newest_checkpoint
 from evenpipe.model import Description, describe
@@ -112,14 +121,9 @@ class Case:
         return add_recompute(order)
 
 
-def noisy(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """The same model in every process, with noise, since norms of ones hide errors."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](**settings), dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+def noisy(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> PreTrainedModel:
+    """The same model in every process."""
+    return whole_model(FAMILIES[family](**settings), dtype)
 
 
 @cache

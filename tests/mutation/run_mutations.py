@@ -230,10 +230,10 @@ def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> 
 
 
 def _first_failure(copy: Path, files: list[str], options: list[str], seconds: float) -> str:
-    command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", "-x", "--no-header", *options, *files]
+    pytest = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-header"]
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        command,
+        [*pytest, "-x", *options, *files],
         cwd=copy,
         env=environment,
         stdout=subprocess.PIPE,
