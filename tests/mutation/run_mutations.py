@@ -1,13 +1,17 @@
 """Damages places of `src/evenpipe`, one at a time, and says which damage the tests do not find.
 
     python tests/mutation/run_mutations.py --runs 100 --seed 1 --json FILE    of the tests that `make test` runs
-    python tests/mutation/run_mutations.py --only 17 --seed 1                 this one alone, shown
-    python tests/mutation/run_mutations.py --json FILE --missed --tests ../before/tests
+    python tests/mutation/run_mutations.py --only 17 --seed 1                 only this mutation
+    python tests/mutation/run_mutations.py --json FILE --missed --tests ../before/tests --name before
                                                                               what FILE says was missed, by other tests
 
 Each area of the code gets the same number of mutations. Tests of the damaged folder run first, then all others; the
 first failure ends a run, and so does `LIMIT_SECONDS` without an end, which counts as a failure. FILE is read first, and
 mutations that it has are not run again, so an interrupted run can be continued.
+
+With `--reach REACH`, only those test files run which execute the damaged block of statements. REACH says which blocks
+each test file executes; where it does not exist, it is recorded first: every test file runs alone on a copy of the
+source that notes each block once. It holds for one state of the source.
 
 A mutation that no test finds is not always a gap: some change nothing that can be seen (a limit of a cache, a tie that
 is broken otherwise). A person looks at each and says so in FILE, in "remark".
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -28,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -177,8 +183,8 @@ def changed(content: bytes, edit: Edit) -> bytes:
     return content[: edit.start] + edit.text.encode() + content[edit.end :]
 
 
-def draw(seed: int, number: int) -> tuple[Mutation, bytes]:
-    """A mutation, and the damaged file."""
+def draw(seed: int, number: int) -> tuple[Mutation, bytes, str]:
+    """A mutation, the damaged file, and the block of statements in which it is."""
     area = list(AREAS)[number % len(AREAS)]
     dice = random.Random(f"{seed} {number}")
     package = ROOT / "src" / "evenpipe"
@@ -197,30 +203,176 @@ def draw(seed: int, number: int) -> tuple[Mutation, bytes]:
         last = whole.find(b"\n", end)
         return whole[first : last if last >= 0 else len(whole)].decode().strip()
 
-    return Mutation(
-        number=number,
-        area=area,
-        file=path.relative_to(package).as_posix(),
-        line=content[: edit.start].count(b"\n") + 1,
-        before=lines(content, edit.end),
-        after=lines(damaged, edit.start + len(edit.text.encode())),
-    ), damaged
+    return (
+        Mutation(
+            number=number,
+            area=area,
+            file=path.relative_to(package).as_posix(),
+            line=content[: edit.start].count(b"\n") + 1,
+            before=lines(content, edit.end),
+            after=lines(damaged, edit.start + len(edit.text.encode())),
+        ),
+        damaged,
+        block_at(path, content[: edit.start]),
+    )
+
+
+# --- which test files execute which blocks ----------------------------------------------------------------------------
+
+RECORDER = """
+import os
+
+_seen = set()
+_file = os.open(os.environ["EVENPIPE_REACH"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def reached(block):
+    if block not in _seen:
+        _seen.add(block)
+        os.write(_file, block.encode() + b"\\n")
+"""
+UNTOUCHED = ("vocabulary/kernels/rows.py",)
+"""Triton reads the source of these; whoever executes another block of the folder is taken to execute them."""
+
+
+def blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Lists of statements that are executed from the first on: of the module, of functions and of branches."""
+    yield tree.body
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef):
+            for name in ("body", "orelse", "finalbody"):
+                statements = getattr(node, name, None)
+                if isinstance(statements, list) and statements:
+                    yield statements
+
+
+def block_name(path: Path, statements: list[ast.stmt]) -> str:
+    return f"{path.relative_to(ROOT / 'src' / 'evenpipe').as_posix()}:{statements[0].lineno}"
+
+
+def _begin(statements: list[ast.stmt]) -> tuple[int, int]:
+    return statements[0].lineno, statements[0].col_offset
+
+
+def block_at(path: Path, before: bytes) -> str:
+    """The innermost block that has the place after the bytes `before` of a file."""
+    place = before.count(b"\n") + 1, len(before) - (before.rfind(b"\n") + 1)
+
+    def has(statement: ast.stmt) -> bool:
+        assert statement.end_lineno is not None and statement.end_col_offset is not None
+        begin = statement.lineno, statement.col_offset
+        return begin <= place < (statement.end_lineno, statement.end_col_offset)
+
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    around = [statements for statements in blocks(tree) if any(map(has, statements))]
+    return block_name(path, max(around, key=_begin, default=tree.body))
+
+
+def recording(path: Path) -> str:
+    """The source of a file that calls `reached` at the beginning of each block."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for statements in list(blocks(tree)):
+        call = ast.parse(f"_reached({block_name(path, statements)!r})").body
+        if statements is tree.body:
+            call = ast.parse("from evenpipe._reach import reached as _reached").body + call
+        first = 0
+        while first < len(statements) and _must_stay_first(statements[first]):
+            first += 1
+        statements[first:first] = call
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _must_stay_first(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    return isinstance(statement, ast.Expr) and is_text(statement.value)
+
+
+def source_digest() -> str:
+    package = ROOT / "src" / "evenpipe"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
+
+
+@dataclass
+class Reach:
+    """Blocks that test files execute."""
+
+    source: str
+    """`source_digest` of what was recorded."""
+    files: dict[str, list[str]]
+    """By test file, as `tests/schedule/test_check.py`."""
+    always: list[str]
+    """Test files that could not be recorded, or that read the source instead of executing it."""
+
+    def of(self, block: str) -> list[str]:
+        package = block.rpartition("/")[0]
+        return [
+            file
+            for file, executed in self.files.items()
+            if file in self.always
+            or block in executed
+            or (block.startswith(UNTOUCHED) and any(other.startswith(package) for other in executed))
+        ]
+
+
+def record(tests: Path, options: list[str]) -> Reach:
+    """Run each test file alone on a copy of the source that notes what is executed."""
+    with tempfile.TemporaryDirectory(prefix="evenpipe-reach-") as name:
+        copy = Path(name)
+        files = _copied(copy, tests)
+        package = copy / "src" / "evenpipe"
+        for path in sorted((ROOT / "src" / "evenpipe").rglob("*.py")):
+            relative = path.relative_to(ROOT / "src" / "evenpipe")
+            if relative.as_posix() not in UNTOUCHED:
+                (package / relative).write_text(recording(path))
+        (package / "_reach.py").write_text(RECORDER)
+
+        def executed(file: str) -> tuple[str, list[str], bool]:
+            notes = copy / f"{file.replace('/', '.')}.reach"
+            environment = _environment(copy) | {"EVENPIPE_REACH": str(notes)}
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, file]
+            process = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+            print(f"{file} {process.stdout.strip().rpartition(chr(10))[2]}", flush=True)
+            blocks = sorted(set(notes.read_text().split())) if notes.exists() else []
+            return file, blocks, process.returncode in (0, 5)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            recorded = list(pool.map(executed, files))
+    return Reach(
+        source_digest(),
+        {file: blocks for file, blocks, _ in recorded},
+        [file for file, blocks, passed in recorded if not blocks or not passed],
+    )
 
 
 # --- running tests ----------------------------------------------------------------------------------------------------
 
 
-def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> str:
-    """Run tests on a damaged copy of the source; return the first that fails, or an empty text."""
+def _copied(copy: Path, tests: Path) -> list[str]:
+    """Copy the source and these tests; return the test files below `copy`."""
+    for part in ("src", "examples", "docs", "benchmarks", "tools"):
+        shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
+    shutil.copytree(tests, copy / "tests")
+    for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
+        shutil.copy(tests.parent / part, copy / part)
+    return [path.relative_to(copy).as_posix() for path in sorted((copy / "tests").rglob("test_*.py"))]
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str], reaching: list[str] | None) -> str:
+    """Run tests on a damaged copy of the source; return the first that fails, or an empty text.
+
+    `reaching` are the test files to run (default: all).
+    """
     with tempfile.TemporaryDirectory(prefix="evenpipe-mutation-") as name:
         copy = Path(name)
-        for part in ("src", "examples", "docs", "benchmarks", "tools"):
-            shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
-        shutil.copytree(tests, copy / "tests")
-        for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
-            shutil.copy(tests.parent / part, copy / part)
+        files = _copied(copy, tests)
         (copy / "src" / "evenpipe" / mutation.file).write_bytes(damaged)
-        files = [path.relative_to(copy).as_posix() for path in sorted((copy / "tests").rglob("test_*.py"))]
+        if reaching is not None:
+            files = [file for file in files if file in reaching]
         own = [file for file in files if file.startswith(f"tests/{mutation.file.split('/')[0]}/")]
         ends = time.monotonic() + LIMIT_SECONDS
         for chosen in (own, [file for file in files if file not in own]):
@@ -231,11 +383,10 @@ def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str]) -> 
 
 def _first_failure(copy: Path, files: list[str], options: list[str], seconds: float) -> str:
     pytest = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-header"]
-    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         [*pytest, "-x", *options, *files],
         cwd=copy,
-        env=environment,
+        env=_environment(copy),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -266,11 +417,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", default="make test", help="of these tests, in FILE")
     parser.add_argument("--options", default="--quick --seed 0", help='of pytest (default "--quick --seed 0")')
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--reach", type=Path, metavar="REACH", help="run only test files that execute the damage")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     options = parser.parse_args(arguments)
     known = _read(options.json, options.seed)
+    tests, pytest_options = options.tests.resolve(), options.options.split()
+    reach = _read_reach(options.reach, tests, pytest_options) if options.reach is not None else None
     for number in range(options.runs) if options.only is None else [options.only]:
-        drawn, damaged = draw(options.seed, number)
+        drawn, damaged, block = draw(options.seed, number)
         mutation = known.setdefault(number, drawn)
         if options.list:
             print(f"{number} {mutation.area}: {mutation.file}:{mutation.line}\n- {mutation.before}\n+ {mutation.after}")
@@ -278,7 +432,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.name in mutation.found_by or (options.missed and all(mutation.found_by.values())):
             continue
         started = time.monotonic()
-        failure = run(mutation, damaged, options.tests.resolve(), options.options.split())
+        reaching = reach.of(block) if reach is not None else None
+        failure = run(mutation, damaged, tests, pytest_options, reaching)
         mutation.found_by[options.name] = failure
         mutation.seconds[options.name] = round(time.monotonic() - started)
         what = failure or "MISSED"
@@ -297,6 +452,15 @@ def _read(path: Path | None, seed: int) -> dict[int, Mutation]:
     if content["seed"] != seed:
         raise SystemExit(f"{path} has the mutations of --seed {content['seed']}")
     return {one["number"]: Mutation(**one) for one in content["mutations"]}
+
+
+def _read_reach(path: Path, tests: Path, options: list[str]) -> Reach:
+    if not path.exists():
+        path.write_text(json.dumps(asdict(record(tests, options))))
+    reach = Reach(**json.loads(path.read_text()))
+    if reach.source != source_digest():
+        raise SystemExit(f"{path} was recorded with another state of src/; remove it to record it again")
+    return reach
 
 
 def _write(path: Path, seed: int, known: dict[int, Mutation]) -> None:
