@@ -108,8 +108,6 @@ class Block(Attention):
             experts=experts.count,
             hidden=sizes.hidden,
             inner=mlp.size,
-            gated=mlp.gated,
-            bias=mlp.bias,
             element=sizes.element,
             weight=routed.weights.element,
         )
@@ -117,8 +115,6 @@ class Block(Attention):
 
     def _gate_of_experts(self, first: Sketch) -> Sketch:
         operations = self._operations
-        if not self._shape.mlp.gated:
-            return self._activated(first, "gate's result")
         gate, up = operations.parts(first, [first.elements // 2] * 2)
         return operations.times(self._activated(gate, "activated gate"), up, "gate's result")
 

@@ -5,7 +5,7 @@ kept I to W     X, dZ, dpre, the gate's result, the weights of pairs, and the la
 layout          integers of every pair and of every row, from F to W
 
 n  tokens      k  choices of each      P  pairs of a row and an expert      h  hidden size
-f  width of an expert      F  of its first product: 2 f with a gate in it, or f
+f  width of an expert      F  of its first product, with the gate in it: 2 f
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class ExpertSizes:
     hidden: int
     inner: int
     """Width of an expert."""
-    gated: bool
-    """The first product is twice as wide."""
-    bias: bool
     element: int
     """Bytes of hidden states."""
     weight: int
@@ -49,7 +46,7 @@ class ExpertSizes:
     @property
     def first(self) -> int:
         """Columns of the first product."""
-        return 2 * self.inner if self.gated else self.inner
+        return 2 * self.inner
 
     @property
     def wide(self) -> int:
@@ -80,7 +77,7 @@ class QueuedExperts:
         return [*self.kept, *self.layout.tensors, *self.layout.sums]
 
     def compute(self) -> list[Storage]:
-        """Return the gradients of the matrices, and of biases."""
+        """Return the gradients of the matrices."""
         return self.experts.weight_gradients()
 
 
@@ -152,8 +149,6 @@ class OwnExperts:
             first = tape.product(sizes.pairs * sizes.first, sizes.element, "first product of experts")
             if computes:
                 del rows
-                if sizes.bias:
-                    self._pairs(sizes.first)
             weight = tape.product(sizes.pairs, sizes.weight, "weights of pairs")
             if computes:
                 del asked
@@ -169,9 +164,6 @@ class OwnExperts:
             del gated
             products = self._pairs(sizes.hidden)
             self._sort_by_row(layout)
-            if sizes.bias:
-                biases = self._pairs(sizes.hidden), self._narrow_weights()
-                del biases
             output = self._sum_by_row(layout, tape.product)
             del products, weighted
         return output
@@ -188,10 +180,6 @@ class OwnExperts:
 
     def _pairs(self, columns: int) -> Sketch:
         return self._tape.new(self._sizes.pairs * columns, self._sizes.element)
-
-    def _narrow_weights(self) -> Sketch | None:
-        sizes = self._sizes
-        return None if sizes.weight == sizes.element else self._tape.new(sizes.pairs, sizes.element)
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -231,11 +219,6 @@ class OwnExperts:
         product = self._pairs(sizes.inner)
         of_weight = tape.new(sizes.pairs, sizes.wide)
         del product
-        if sizes.bias:
-            rows, biases, products = (self._pairs(sizes.hidden) for _ in range(3))
-            del rows, biases
-            summed = tape.new(sizes.pairs, sizes.wide)
-            del products, summed
         weighted = self._pairs(sizes.inner)
         plain, root = gated.storage, gated.node
         del gated
@@ -250,21 +233,10 @@ class OwnExperts:
         return tables.pop() if sizes.weight == sizes.wide else tape.new(sizes.pairs, sizes.weight)
 
     def weight_gradients(self) -> list[Storage]:
-        """Return new storages of the gradients of the parameters."""
+        """Return new storages of the gradients of the matrices."""
         tape, sizes = self._tape, self._sizes
         output, hidden, weighted = (self._pairs(width) for width in (sizes.hidden, sizes.hidden, sizes.inner))
         matrix = sizes.experts * sizes.hidden
         made = [tape.new(matrix * sizes.first, sizes.element), tape.new(matrix * sizes.inner, sizes.element)]
-        del hidden
-        if sizes.bias:
-            table = sizes.experts * sizes.pairs
-            every, flags = tape.new(sizes.experts, INDEX), tape.new(table, FLAG)
-            meets = tape.new(table, sizes.element)
-            del flags
-            made.append(tape.new(sizes.experts * sizes.first, sizes.element))
-            narrow, by_pair = self._narrow_weights(), tape.new(table, sizes.element)
-            del narrow
-            made.append(tape.new(sizes.experts * sizes.hidden, sizes.element))
-            del every, meets, by_pair
-        del output, weighted
+        del output, hidden, weighted
         return [one.storage for one in made]
