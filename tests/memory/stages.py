@@ -20,9 +20,7 @@ from evenpipe.memory.tracker import Tracker
 from evenpipe.model import Description, build_stage, describe, fill_parameters
 from evenpipe.tensor.check import cut_of_model
 
-KERNELS = {
-    "transformers": PRESETS["transformers"],
-    "fused": PRESETS["fused"],
+KERNELS = PRESETS | {
     "eager attention": replace(PRESETS["fused"], attention="eager"),
     "packed": replace(PRESETS["fused"], packed_qkv=True),
 }
@@ -98,8 +96,8 @@ def closed(case: Case) -> StageBytes:
     )
 
 
-def tracer(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageTracer:
-    return StageTracer(
+def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageBytes:
+    tracer = StageTracer(
         case.description,
         microbatch_size=case.batch,
         sequence=case.sequence,
@@ -112,10 +110,7 @@ def tracer(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageTra
         cut=case.cut,
         piece=case.piece,
     )
-
-
-def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageBytes:
-    return tracer(case, parameter_dtype).stage(**case.stage)
+    return tracer.stage(**case.stage)
 
 
 def counted(case: Case) -> StageBytes:

@@ -1,9 +1,9 @@
-"""Estimates of whole runs: both back-ends, what must follow from what, and everything that a user can get wrong."""
+"""Estimates of whole runs: what must follow from what, and everything that a user can get wrong."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,14 +16,13 @@ from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.bytes import TERMS
 from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
-from evenpipe.memory.framework import MEGATRON
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
 from evenpipe.memory.sizes import parse_size
-from evenpipe.memory.states import SINGLE, Dtypes
+from evenpipe.memory.states import SINGLE
 from evenpipe.model import describe
-from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism, for_replicas
+from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.schedule import plan_program
 
@@ -51,52 +50,29 @@ def peaks(found: Estimate) -> list[int]:
     return [device.memory.peak for device in found.devices]
 
 
-# --- two back-ends -------------------------------------------------------------------------------------------------
-
-CASES = [
-    # family, schedule, vocabulary, checkpointing, dtypes, kernels
-    ("llama", "1f1b", "first-last", "none", SINGLE, "transformers"),
-    ("qwen3", "zbv", "vocab-2", "none", SINGLE, "transformers"),
-    ("gemma2", "v-half", "vocab-1", "none", Dtypes(), "transformers"),
-    ("gpt_neox", "interleaved", "vocab-2", "full", SINGLE, "transformers"),
-    ("gpt2", "zb-h1", "redistribute", "selective", SINGLE, "transformers"),
-    *(("qwen3", "1f1b", "vocab-2", "none", Dtypes(), kernels) for kernels in PRESETS),
-]
+# --- models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sampled(3)
-def test_closed_forms_and_traces_agree(case: tuple) -> None:
-    """What is left is at most one tensor of hidden states within a pass, of models with 64 columns."""
-    family, schedule, mode, checkpointing, dtypes, kernels = case
-    closed, traced = (
-        estimated(
-            describe(tiny_config(family)),
-            pp=2,
-            sequence=64,
-            microbatch_size=2,
-            microbatches=6,
-            schedule=schedule,
-            vocabulary=mode,
-            checkpointing=checkpointing,
-            dtypes=dtypes,
-            kernels=kernels,
-            traced=back_end,
-        )
-        for back_end in (False, True)
-    )
-    assert peaks(closed) == pytest.approx(peaks(traced), rel=0.015)
-
-
-def test_a_mixture_of_experts_is_estimated(sample) -> None:
-    """With the kernels of others, too."""
-    experts = 2 * 4 * 3 * 64 * 96  # of two layers
-    mixtral = estimated(describe(tiny_config("mixtral")), pp=2, sequence=32, microbatches=4)
-    assert min(device.terms["parameters"] for device in mixtral.devices) > 6 * experts
+def test_experts_are_estimated_however_they_run_and_are_shared(sample) -> None:
+    """Experts are sharded over the same member of all groups, and a skew costs activations."""
     config = tiny_config("qwen3_moe")
     config._experts_implementation = "grouped_mm"
     for kernels in sample(PRESETS, 2):
         assert min(peaks(estimated(describe(config), sequence=32, pp=2, microbatches=4, kernels=kernels))) > 0
+
+    def terms(**options: Any) -> dict[str, int]:
+        mixtral = describe(tiny_config("mixtral"))
+        return estimated(mixtral, pp=2, sequence=32, microbatches=4, **options).devices[0].terms
+
+    elements = 4 * 3 * 64 * 96  # of one layer's experts
+    for ep in (2, 4):
+        alone, shared = (terms(dp=4, ep=members)["optimizer"] for members in (1, ep))
+        assert alone - shared == 2 * 8 * (elements - elements // ep)
+        alone, shared = (terms(dp=4, ep=members, data_parallel="shard")["optimizer"] for members in (1, ep))
+        assert alone == pytest.approx(shared, abs=8)
+    even, skewed = (terms(dp=2, ep=2, skew=skew) for skew in (1.0, 2.0))
+    assert sum(skewed.values()) > sum(even.values())
+    assert all(skewed[term] == even[term] for term in ("parameters", "gradients", "optimizer"))
 
 
 def test_a_family_without_closed_form_is_traced() -> None:
@@ -106,8 +82,12 @@ def test_a_family_without_closed_form_is_traced() -> None:
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
     with pytest.raises(InputError, match="cp: 2, expected 1: BloomForCausalLM takes no position ids"):
         estimated(bloom, sequence=32, cp=2)
-    with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
-        estimated(bloom, sequence=32, tp=2, kernels="megatron")
+    for family, changes, words in (
+        ("bloom", {}, "'bloom' has layers that are not known in closed form"),
+        ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
+    ):
+        with pytest.raises(InputError, match=words):
+            estimated(describe(tiny_config(family, **changes)), sequence=32, tp=2, kernels="megatron")
 
 
 def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
@@ -145,16 +125,6 @@ def test_terms_add_up(model, sample) -> None:
             assert device.peak_allocated <= device.peak_reserved <= device.process.process.most
 
 
-def test_1f1b_is_a_staircase(model) -> None:
-    """min(m, p - i) microbatches of a stage (reference, 3.5): each device holds one stage's activations less."""
-    found = estimated(model, pp=4, sequence=4096, microbatches=8, vocabulary="first-last", kernels="megatron")
-    held = [device.terms["activations"] for device in found.devices]
-    stage = 8 * 4096 * 4096 * (12 + 4 * 8 / 32 + 6 * 14336 / 4096) + 8 * (4096 * 32 * 4 + 2 * 4096 * 4)
-    steps = [more - less for more, less in pairwise(held)]
-    assert steps[:2] == pytest.approx([stage] * 2, rel=0.01)
-    assert held[0] == pytest.approx(4 * stage, rel=0.01)
-
-
 def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
     named = estimated(model, pp=4, sequence=2048, microbatches=8, schedule="zbv", vocabulary="vocab-2")
     _, program = plan_program("zbv", 4, 8, "vocab-2")
@@ -164,73 +134,11 @@ def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
 
 
 def test_a_given_program_gets_the_work_for_replicas(tiny) -> None:
-    """As in the runtime; once for all numbers of replicas."""
-    recipe = Recipe.of(dp=2, pp=2, microbatches=4, sequence_length=64, data_parallel="shard")
-    model = ModelBytes(tiny)
-    found = model.planned(recipe).program
-    alone = model.planned(Recipe.of(pp=2, microbatches=4, sequence_length=64)).program
-    assert found == for_replicas(alone, recipe.parallelism, tied=False) != alone
-    given = replace(recipe, schedule=alone, schedule_options=())
-    assert model.planned(given).program == found
-    more = replace(given, parallelism=replace(given.parallelism, dp=4))
-    assert model.planned(more) is model.planned(given)
-    again = replace(given, parallelism=replace(given.parallelism, reshard=True))
-    assert model.planned(again).program == for_replicas(alone, again.parallelism, tied=False) != found
-    assert model.planned(replace(given, parallelism=Parallelism(pp=2))).program is alone
-
-
-def test_uneven_layers_and_tied_weights(tiny) -> None:
-    uneven = estimated(tiny, pp=2, sequence=32, layers_per_stage=(3, 1), vocabulary="first-last")
-    assert [device.layers for device in uneven.devices] == [3, 1]
-    parameters = []
-    for tied in (False, True):
-        description = describe(tiny_config("llama", tied=tied))
-        found = estimated(description, pp=2, sequence=32, vocabulary="first-last", dtypes=SINGLE)
-        parameters.append([device.terms["parameters"] for device in found.devices])
-        sharded = estimated(description, pp=2, sequence=32, vocabulary="vocab-2", dtypes=SINGLE)
-        parameters.append([device.terms["parameters"] for device in sharded.devices])
-    whole, shards, tied_whole, tied_shards = parameters
-    assert whole == tied_whole  # the one matrix is on both devices
-    assert [more - less for more, less in zip(shards, tied_shards, strict=True)] == [252 * 64 * 4, 251 * 64 * 4]
-
-
-def test_sharding_takes_what_it_says(model) -> None:
-    """18, 6 + 12/8, 2 + 16/8 and 18/8 bytes for each of 8 B parameters, and what is whole for a moment."""
-    elements, largest = 8_030_261_248, 128256 * 4096
-    for zero, per_parameter in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)):
-        found = estimated(
-            model,
-            dp=8,
-            data_parallel=DATA_PARALLEL[zero],
-            sequence=1024,
-            vocabulary="first-last",
-            kernels="megatron",
-            framework=replace(MEGATRON, vocabulary_multiple=1),
-        )
-        terms = found.devices[0].terms
-        states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
-        unsharded = {2: 2 * 4, 3: 2 * (2 + 4)}.get(zero, 0) * largest
-        assert states == pytest.approx(elements * per_parameter + unsharded, rel=1e-4)
-
-
-def test_fewer_heads_of_keys_than_ranks(model) -> None:
-    """Each of 16 ranks holds one of 8 heads; the vocabulary is padded to a multiple of 128 * 16."""
-    (found,) = estimated(model, tp=16, sequence=2048, vocabulary="first-last", kernels="megatron").devices
-    h, f, d, t = 4096, 14336, 128, 16
-    layer = (2 * h * h + 2 * h * d * t + 3 * h * f) // t + 2 * h
-    assert found.terms["parameters"] == 2 * (32 * layer + h + 2 * 129024 // t * h)
-
-
-def test_checkpointing_and_offload_need_less(model) -> None:
-    choices = ("none", "selective", "full")
-    runs = {choice: peaks(estimated(model, sequence=4096, checkpointing=choice))[0] for choice in choices}
-    assert runs["full"] < runs["selective"] < runs["none"]
-    mixed = estimated(model, sequence=4096, checkpointing=["full"] * 16 + ["none"] * 16)
-    assert runs["full"] < peaks(mixed)[0] < runs["none"]
-    offloaded = estimated(model, sequence=4096, offloaded=1.0).devices[0]
-    assert offloaded.terms["optimizer"] < 1 << 20
-    foreach = estimated(model, sequence=4096, checkpointing="full", foreach=True)
-    assert foreach.devices[0].binding_event == "optimizer step"
+    """As in the runtime."""
+    alone = plan_program("1f1b", 2, 4, "vocab-2")[1]
+    recipe = Recipe.of(dp=2, pp=2, sequence_length=64, data_parallel="shard", schedule=alone, microbatches=4)
+    planned = ModelBytes(tiny).planned(recipe).program
+    assert planned == for_replicas(alone, recipe.parallelism, tied=False) != alone
 
 
 # --- card ------------------------------------------------------------------------------------------------------------
@@ -312,17 +220,20 @@ WRONG = [
     ({"checkpointing": ["full", "none"]}, "checkpointing: 2 choices, expected one for each of the model's 4 layers"),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
     ({"optimizer": "lion"}, "optimizer is 'lion', expected one of adamw, muon, adafactor, sgd"),
+    ({"dp": 2, "ep": 2}, "expert_parallel: 2, expected 1, since Qwen3ForCausalLM has no experts"),
+]
+WRONG_WITH_EXPERTS = [
+    ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5, expected a number of at least 1"),
+    ({"dp": 8, "ep": 8}, "expert_parallel: 8, expected at most 4, the number of experts in"),
+    ({"dp": 2, "ep": 2, "kernels": "megatron"}, "expert_parallel: 2, expected 1 with kernels of Megatron-LM"),
 ]
 
 
 def test_wrong_input_is_told_in_a_sentence(tiny) -> None:
-    missing = []
-    for wrong, sentence in WRONG:
-        with pytest.raises(InputError) as error:
-            estimated(tiny, **{"sequence": 64, **wrong})
-        if sentence not in str(error.value):
-            missing.append((wrong, str(error.value)))
-    assert missing == []
+    mixtral = describe(tiny_config("mixtral"))
+    for model, (wrong, sentence) in (*((tiny, row) for row in WRONG), *((mixtral, row) for row in WRONG_WITH_EXPERTS)):
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            estimated(model, **{"sequence": 64, **wrong})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 100}
     with pytest.raises(InputError, match="8 ranks cannot share 100 columns"):  # heads divide, columns do not
         estimated(describe(tiny_config("llama", **heads)), tp=8, sequence=32, microbatches=4)

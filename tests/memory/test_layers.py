@@ -9,8 +9,6 @@ import pytest
 from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
-from evenpipe.memory.operations import Operations
-from evenpipe.memory.sketch import Tape
 from evenpipe.model.shape import AttentionShape, LayerShape, MlpShape, RotaryShape
 
 FUSED, UNFUSED = PRESETS["fused"], replace(PRESETS["fused"], activation="eager")
@@ -66,23 +64,6 @@ def test_saved_with_flash_attention() -> None:
                 assert coefficient == pytest.approx(12 + 4 * r + mlp * q + statistics, abs=5e-5), (sizes, tp, cp)
 
 
-def test_blocks_that_gather_their_input() -> None:
-    """Kept from F: (12 + 4r + 6q) / t, and where the forward is repeated the rest of both gathered inputs. Between I
-    and W: 4 + (8 + 4r + 6q) / t, or less than Megatron-LM, which gathers for every product."""
-    for sizes in SHAPES:
-        for tp in (2, 4):
-            shape, (h, f, a, k) = llama(*sizes), sizes
-            r, q = max(k, tp) / a, f / h
-            statistics = (4 * a / h + 8 / h) / tp
-            layer, again = (of(shape, tp=tp, blocks=True, repeats=repeats) for repeats in (False, True))
-            assert per_unit(kept(layer), shape) == pytest.approx((12 + 4 * r + 6 * q) / tp + statistics, abs=5e-5)
-            assert per_unit(kept(again) - kept(layer), shape) == pytest.approx(4 * (1 - 1 / tp), abs=5e-5)
-            assert per_unit(layer.queued, shape) == pytest.approx(4 + (8 + 4 * r + 6 * q) / tp, abs=1e-9)
-    theirs, ours = (of(SHAPE, tp=2, blocks=blocks) for blocks in (False, True))
-    assert per_unit(theirs.queued, tp=2) == 12 + 1 + 21
-    assert theirs.saved == ours.saved and theirs.queued < ours.queued
-
-
 def test_published_models_without_statistics() -> None:
     """Llama 3 8B, 70B and 405B: 34.0, 33.5, 31.75 fused; 41.0, 40.5, 38.25 with the activated gate kept."""
     expected = {
@@ -98,14 +79,9 @@ def test_published_models_without_statistics() -> None:
 def test_what_other_choices_keep() -> None:
     few, enough = SHAPE, llama(512, 1792, 8, 8)
     assert of(few, tp=8).saved == of(enough, tp=8).saved, "every GPU has a whole head of keys and values"
-    packed = of(SHAPE, replace(FUSED, packed_qkv=True))
-    assert per_unit(kept(packed, small=False)) == 34 + 2 + 2 / 4
     r, q, tokens, tp = 1 / 4, 3.5, BATCH * SEQUENCE, 2
     whole_stream = kept(of(SHAPE, tp=tp, sequence_parallel=False))  # T h (8 + (4 + 4r + 6q) / t)
     assert whole_stream == tokens * 512 * (8 + (4 + 4 * r + 6 * q) / tp) + 4 * tokens * 8 / tp + 8 * tokens
-    # fp32 probabilities, their bf16 copy, and keys and values for every head
-    squares = BATCH * 8 * SEQUENCE**2
-    assert kept(of(SHAPE, replace(FUSED, attention="eager"))) - 6 * squares == (16 + 6 * q + 8 / 512) * tokens * 512
     # Llama's norm on bf16 saves its input in fp32 and the product in bf16 in place of its input: 6 for 2
     assert per_unit(kept(of(SHAPE, replace(FUSED, norm="eager"))) - kept(of(SHAPE))) == 2 * (6 - 2)
 
@@ -124,33 +100,12 @@ def test_kept_when_parts_run_again() -> None:
     assert found == expected
 
 
-def test_working_set_of_the_backward() -> None:
-    """(2 + 4q) above what is saved, reached in the backward of the gate, once weights' gradients need no room. W needs
-    inputs 6 + 2q and output gradients 6 + 4r + 4q of the seven products."""
-    assert per_unit(of(SHAPE).queued) == 12 + 1 + 21
-    kernels = replace(FUSED, weight_gradient="fused")
-    fused, again = (of(SHAPE, kernels, checkpointing) for checkpointing in ("none", "full"))
-    peaks = [per_unit(layer.peaks.backward[True, True, False, False]) for layer in (fused, again)]
-    assert peaks[0] + 2 == 2 + 4 * 3.5  # the output's gradient (2) is there before
-    # All of the layer but its input and the product that the backward of the gate no longer needs.
-    assert peaks[1] == pytest.approx(12 + 1 + 21 - 2 + 40 / 512 + 4 * 3.5, abs=5e-5)
-
-
-def test_context_parallelism_holds_the_keys_of_others() -> None:
-    """While attention runs: their keys and values; in its backward their gradients too."""
-    peaks = {}
-    for others in (0, 120):
-        tape = Tape()
-        hidden = tape.new(100, 4)
-        hidden.node = tape.leaf()
-        operations = Operations(tape)
-        before = tape.meter.live
-        queries, keys, values = operations.parts(hidden, [60, 20, 20])
-        result = operations.flash_attention(queries, keys, values, size=60, rows=6, others=others)
-        forward, root, gradients = tape.meter.peak - before, result.node, [tape.new(60, 4)]
-        del result
-        before = tape.meter.live
-        tape.meter.reset()
-        tape.backward(root, gradients)
-        peaks[others] = (forward, tape.meter.peak - before)
-    assert peaks[120][0] - peaks[0][0] == 120 * 4 < peaks[120][1] - peaks[0][1] <= 2 * 120 * 4
+def test_the_backward_of_attention_holds_the_keys_of_other_context_ranks() -> None:
+    """Seven ranks' keys, values and gradients of both."""
+    shape = llama(512, 64, 8, 8)
+    alone, shared = (
+        layer_bytes(shape, FUSED, Portion(microbatch_size=2, sequence=128 * ranks, element=2, cp=ranks))
+        for ranks in (1, 8)
+    )
+    peaks = [layer.peaks.backward[True, True, False, False] for layer in (alone, shared)]
+    assert shared.saved == alone.saved and peaks[1] - peaks[0] == 7 * 4 * 2 * 128 * 512 * 2

@@ -157,3 +157,30 @@ def test_fewer_are_wrong_than_by_80_percent(cells) -> None:
     of_h100 = [cell for cell in cells if cell.card == "H100-94GB" and cell.ran]
     assert sum(cell.paper_fits for cell in of_h100) == 112 - 11
     assert sum(cell.verdict == "fits" for cell in of_h100) > 112 - 11
+
+
+# --- the paper's formula (arXiv 2411.06465) ---------------------------------------------------------------------------
+
+# `okoge-kaz/Megatron-LM` (v0.9.0-tsubame), tools/memory_estimate/tests_memory_consumption_estimator.py:
+# tp, cp, pp, microbatch size, GPUs -> GiB of states, GiB of activations. Llama 3 8B, sequence 8192.
+AUTHORS = [
+    (2, 1, 1, 1, 4, 44.87260437011719, 22.64453125),
+    (1, 2, 1, 1, 4, 67.30887222290039, 22.64453125),
+    (2, 1, 2, 1, 128, 11.919273376464844, 20.75),
+    (2, 2, 1, 2, 128, 23.137436628341675, 22.64453125),
+]
+
+
+def test_the_formula_gives_the_values_of_its_authors_unit_tests() -> None:
+    """It rejects what is above 80 %, and interleaving adds 1 + (p - 1) / (p V) to all activations."""
+    shape = paper_shape(llama())
+    for tp, cp, pp, size, gpus, states, activations in AUTHORS:
+        parallelism = Parallelism(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer")
+        found = paper_estimate(shape, parallelism, sequence=8192, microbatch_size=size)
+        assert (found.states / GIB, found.activations / GIB) == pytest.approx((states, activations), rel=1e-9)
+        assert found.fits(int(found.total / 0.79)) and not found.fits(int(found.total / 0.81))
+    plain, interleaved = (
+        paper_estimate(shape, Parallelism(pp=4), sequence=4096, stages_per_device=stages) for stages in (1, 2)
+    )
+    assert interleaved.activations / plain.activations == pytest.approx(1 + 3 / 8)
+    assert interleaved.states == plain.states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,11 +16,12 @@ from evenpipe.errors import InputError
 from evenpipe.memory.framework import EVENPIPE, MEGATRON
 from evenpipe.memory.optimizers import trained_tensor
 from evenpipe.memory.parameters import Held, Parameters
-from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
+from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
 from evenpipe.model import build_stage, describe
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.runtime.accounting import ByteCounter
+from evenpipe.tensor.check import cut_of_model
 from evenpipe.train.optimization import make_optimizer
 from evenpipe.train.run_sections import OptimizerConfig
 
@@ -37,27 +39,32 @@ def test_llama_8b_has_as_many_parameters_as_published(llama_8b: Parameters) -> N
     assert layers.elements + llama_8b.vocabulary(128256, 128256, one_matrix=False).elements == 8_030_261_248
 
 
+CUT = ("llama", "phi3", "gpt_neox", "starcoder2", "gpt2", "olmo2", "bloom")
+"""Families in one process of several tensor ranks; bloom's attention is not cut."""
+HOLDERS = [*((family, 1) for family in NAMED), ("llama", 4), *((family, 2) for family in CUT)]
+
+
 def test_a_stage_holds_what_its_module_holds(sample) -> None:
+    """On the first of its tensor ranks; `shared` are the parameters whose gradients are summed over ranks."""
     wrong = []
-    for name in sample(NAMED, 4):
-        description = describe(tiny_config(name))
-        parameters = Parameters(description)
-        for first, last, is_first, is_last in ((0, 2, True, False), (2, 4, False, True), (1, 3, False, False)):
-            stage = build_stage(description, first, last, is_first=is_first, is_last=is_last)
-            held = parameters.stage(first, last, 1, is_first=is_first, is_last=is_last)
-            sizes = [parameter.numel() for parameter in stage.parameters()]
-            if (held.elements, held.tensors) != (sum(sizes), len(sizes)):
-                wrong.append((name, first, held))
+    for family, ranks in sample(HOLDERS, 6):
+        description = describe(tiny_config(family))
+        cut = cut_of_model(description, ranks, check=False) if ranks > 1 else None
+        for first, last in ((0, 2), (1, 3), (2, 4)):
+            ends = {"is_first": first == 0, "is_last": last == 4}
+            held, alone, shared = {}, set(), 0
+            for layer in range(first, last) if cut else ():
+                held |= cut.placements(description, layer, 0, ranks)
+                alone |= cut.alone(description, layer)
+            stage = build_stage(description, first, last, **ends, held=held, tensor_ranks=ranks)
+            sizes = {name: parameter.numel() for name, parameter in stage.named_parameters()}
+            for name, size in sizes.items():
+                places = math.prod(each.parts for each in held[name].cuts) if name in held else 1
+                shared += size * places if places < ranks and name not in alone else 0
+            counted = Parameters(description).stage(first, last, ranks, **ends, cut=cut)
+            if (counted.elements, counted.tensors, counted.shared) != (sum(sizes.values()), len(sizes), shared):
+                wrong.append((family, ranks, first, counted, shared))
     assert wrong == []
-
-
-def test_rows_of_the_vocabulary() -> None:
-    """Tied rows count once where they are the same; a bias of the head counts."""
-    tied, biased = (Parameters(describe(tiny_config(name, tied=name == "llama"))) for name in ("llama", "phi"))
-    assert tied.vocabulary(100, 100, one_matrix=True).elements == 100 * 64
-    assert tied.vocabulary(100, 0, one_matrix=False).elements == 100 * 64
-    assert tied.vocabulary(0, 100, one_matrix=False).elements == 100 * 64
-    assert biased.vocabulary(10, 20, one_matrix=False).elements == 10 * 64 + 20 * 64 + 20
 
 
 # --- tensor parallelism of other frameworks ---------------------------------------------------------------------------
@@ -144,28 +151,6 @@ def test_parameters_that_are_sharded_themselves() -> None:
     ours = state_bytes(HELD, Dtypes(), EVENPIPE, zero=3, replicas=D)
     assert ours.total == pytest.approx(N * 16 / D + 4, abs=3)
     assert (ours.copies, ours.unsharded) == (0, 0)
-
-
-def test_what_is_whole_within_a_step(llama_8b: Parameters) -> None:
-    """Parameters in bf16, gradients in fp32 once more as rows for each replica, and the sums of this replica's rows."""
-    part = part_bytes(HELD, zero=3, replicas=D)
-    assert (part.gathered, part.gathering_peak, part.gradients) == (2 * N, 2 * 100_000, 4 * N)
-    assert part.reduced == 4 * N + 4 * N // D
-    assert part.reducing_peak == 4 * N, "all of them are one bucket"
-    assert part_bytes(HELD, SINGLE, zero=3, replicas=D).gathered == 4 * N
-    # a large part is summed in several buckets
-    size = 10**9
-    optimized = replace(trained_tensor((size // 8, 8), matrix=False), largest=10**7)
-    large = part_bytes(replace(HELD, elements=size, optimized=optimized), zero=3, replicas=D)
-    bucket = (1 << 24) + 10**7
-    assert large.reducing_peak == pytest.approx(4 * bucket + 4 * (size - bucket) / D, abs=8)
-    # replicas with all parameters copy only small gradients: Llama's norms; matrices are summed in place
-    whole = part_bytes(llama_8b.stage(0, 3, 1, **ENDS), replicas=D)
-    assert whole.gathered == 0
-    assert whole.reduced is not None and whole.reduced - whole.gradients == whole.reducing_peak == 3 * 2 * 4096 * 4
-    for framework, zero in ((MEGATRON, 0), (MEGATRON, 3), (EVENPIPE, 1), (EVENPIPE, 2)):  # formulas count all
-        part = part_bytes(HELD, framework=framework, zero=zero, replicas=D)
-        assert (part.gathered, part.gathering_peak, part.reduced, part.reducing_peak) == (0, 0, None, 0)
 
 
 def test_frozen_parameters_have_no_state() -> None:

@@ -18,7 +18,7 @@ from evenpipe.memory.vocabulary import Machine, VocabularyShape, vocabulary_byte
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Microbatch
 from evenpipe.runtime.inputs import IGNORE_INDEX
-from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.runtime.vocabulary_layers import OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split, state
 from evenpipe.vocabulary.buffers import aligned
@@ -95,13 +95,9 @@ class Device:
         self.microbatch = Microbatch(ids, targets.flatten(), weights, None, None)
         owned = (targets >= self.shard.start) & (targets < self.shard.stop)
         self.share = int(owned.sum()) / V
-        self.owned_ids = int(((ids >= self.shard.start) & (ids < self.shard.stop)).sum())
 
-    def run(self, *, split: bool = False) -> dict[str, Span]:
-        """Every pass of the second microbatch: memory that is used again is there. Names are fields.
-
-        split: dX and dW of a whole output layer are computed apart.
-        """
+    def run(self) -> dict[str, Span]:
+        """Every pass of the second microbatch: memory that is used again is there. Names are fields."""
         spans: dict[str, Span] = {}
         with Tracker() as tracker:
             tracker.add(self.matrix.weight, self.matrix.gradient(), self.microbatch.targets, self.microbatch.weights)
@@ -115,7 +111,7 @@ class Device:
                 with tracker.span() as spans["combine_peak"]:
                     self.output.combine(table, self.microbatch, index, gradients=True)
                 with tracker.span() as spans["gradient_peak"]:
-                    gradient = self.output.hidden_gradient(index) if self.barriers == 1 or split else None
+                    gradient = self.output.hidden_gradient(index) if self.barriers == 1 else None
                 with tracker.span() as spans["backward_peak"]:
                     part = self.output.backward(index)
                 del gradient, part, statistics, table
@@ -123,14 +119,8 @@ class Device:
 
 
 def predicted(device: Device, number: int, dtype: torch.dtype, options: LossOptions, machine: Machine):
-    shape = VocabularyShape(
-        rows=ROWS,
-        hidden_size=HIDDEN,
-        sequences=SEQUENCES,
-        tokens=TOKENS,
-        element=dtype.itemsize,
-        options=options,
-    )
+    sizes = {"rows": ROWS, "hidden_size": HIDDEN, "sequences": SEQUENCES, "tokens": TOKENS}
+    shape = VocabularyShape(**sizes, element=dtype.itemsize, options=options)
     mode = {0: "first-last", 1: "vocab-2", 2: "vocab-1"}[device.barriers]
     placement = Placement.linear(DEVICES if device.barriers else 1)
     shared = {"tensor_parallel": device.ranks, "own_rows": device.ranks > 1}
@@ -181,43 +171,6 @@ def test_passes_allocate_what_is_predicted(on, sample) -> None:
             pairs += [("room", room, said.room + said.handed_on, 0)]
         wrong += [(case, *pair) for pair in pairs if abs(pair[1] - pair[2]) > pair[3]]
     assert wrong == []
-
-
-def test_a_whole_output_layer_whose_backward_is_split(on) -> None:
-    for dtype, machine in itertools.product(DTYPES, MACHINES):
-        with on(machine):
-            device = Device(0, dtype, LossOptions(), machine, 0)
-            spans = device.run(split=True)
-        said = predicted(device, 0, dtype, LossOptions(), machine)
-        assert spans["gradient_peak"].above == pytest.approx(said.peaks.gradient, abs=4 * V + 64)
-        assert spans["gradient_peak"].kept == said.gradient
-        assert spans["backward_peak"].above == pytest.approx(said.peaks.weight, abs=4 * V + 64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_the_embedding(dtype: torch.dtype) -> None:
-    shards = split(ROWS, DEVICES)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, ROWS, (SEQUENCES, TOKENS), generator=generator)
-    for device in range(DEVICES):
-        matrix = Matrix(nn.Parameter(torch.zeros(shards[device].rows, HIDDEN)), dtype)
-        matrix.gradient()
-        embedding = EmbeddingShard(matrix, shards, device, None)
-        embedding.begin(type("Batch", (), {"microbatches": [Microbatch(ids, ids, ids, None, None)]})())
-        own = embedding.counts(0)[device]
-        shape = VocabularyShape(
-            rows=ROWS, hidden_size=HIDDEN, sequences=SEQUENCES, tokens=TOKENS, element=dtype.itemsize
-        )
-        found = vocabulary_bytes("vocab-2", device, Placement.linear(DEVICES), shape, token_share=own / N)
-        with Tracker() as tracker:
-            tracker.add(matrix.weight, matrix.gradient(), embedding._routes[0].token_ids)
-            with tracker.span() as forward:
-                rows = embedding.rows(0)
-            with tracker.span() as backward:
-                embedding.add_gradient(rows, 0)
-        assert (forward.above, forward.kept) == (found.embedding.forward_peak, found.embedding.rows)
-        assert backward.above == found.embedding.backward_peak
-        assert bool(found.embedding.all_rows) == (device == 0)
 
 
 # --- losses of frameworks -------------------------------------------------------------------------------------------
