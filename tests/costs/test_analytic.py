@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import NAMED, tiny_config, tokens_and_labels, whole_model
+from families import EXPERTS, NAMED, tiny_config, tokens_and_labels, whole_model
 from llamas import llama
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, Qwen3MoeConfig
 
-from evenpipe.costs.analytic import BESIDE_COLLECTIVES, Setting, head_time, layer_time
+from evenpipe.costs.analytic import Setting, head_time, layer_time
+from evenpipe.costs.cards import slowdowns
 from evenpipe.costs.collectives import Axes, Axis, Pieces
+from evenpipe.costs.experts import one_way_seconds
 from evenpipe.costs.hardware import KNOWN, Wire
 from evenpipe.costs.step import WHOLE, Cut, Parameters, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import LayerWork, layers_of
-from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
-from evenpipe.model.flops import attention_of
 from evenpipe.model.structure import layers_of as layers_of_model
 from evenpipe.schedule import MODES, Placement
 
@@ -102,29 +102,6 @@ def test_products_are_those_that_torch_counts(sample) -> None:
     assert wrong == []
 
 
-def test_attention_counts_what_the_mask_leaves() -> None:
-    config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
-    attention = attention_of(describe(config), 0)
-    seen = sum(min(token + 1, 10) for token in range(10))
-    assert attention.pairs(10) * 10 == pytest.approx(seen)
-    windowed = replace(attention, window=4)
-    assert windowed.pairs(10) * 10 == pytest.approx(sum(min(token + 1, 4) for token in range(10)))
-
-
-def test_parts_of_a_layer_scale_with_their_axes(work: LayerWork) -> None:
-    one = layer_time(work, setting(sequence=8192))
-    two = layer_time(work, setting(sequence=8192, axes=Axes.of(dp=1, tp=2, cp=1, pp=4)))
-    half = layer_time(work, setting(sequence=8192, axes=Axes.of(dp=1, tp=1, cp=2, pp=4)))
-    assert 0.5 * one.forward < two.forward < 0.75 * one.forward, "tensor parallelism pays for its collectives"
-    assert 0.5 * one.forward <= half.forward < 0.6 * one.forward
-    assert one.inputs > one.forward, "the backward of attention has more products"
-    assert one.again("none") == 0 < one.again("selective") < one.again("full") < one.forward
-    to_the_end = layer_time(work, setting(sequence=8192, stops_early=False))
-    assert to_the_end.again("full") == to_the_end.forward == one.forward
-    with pytest.raises(InputError, match="cp is 3"):
-        setting(axes=Axes.of(dp=1, tp=1, cp=3, pp=1))
-
-
 # --- exchange of tensor ranks --------------------------------------------------------------------------------
 
 
@@ -158,6 +135,28 @@ def test_exchange_of_a_layer_is_that_of_the_runtime(work: LayerWork) -> None:
         )
     to_the_end = layer_time(work, tensor_setting(2, stops_early=False)).exchanged
     assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
+    reduced = layer_time(work, tensor_setting(2, sequence_parallel=False)).exchanged
+    assert reduced is not None and reduced.weights == reduced.again_selective == 0, "all-reduces are not hidden"
+    assert (
+        reduced.forward
+        == reduced.inputs
+        == reduced.whole
+        == pytest.approx(4 * tensor_setting(2).exchange_seconds(4096))
+    )
+
+
+def test_passes_of_the_vocabulary_layers_exchange_over_tensor_ranks(work: LayerWork) -> None:
+    """Rows of the embedding are summed on the first stage: twice the bytes of a gathering. X is gathered."""
+    given = tensor_setting(2)
+    once, layers = given.exchange_seconds(4096), [layer_time(work, given)] * 4
+    for mode, kinds in (("first-last", "FBIW"), ("vocab-1", "FBIWST"), ("vocab-2", "FBIWSC")):
+        costs = costs_of_cut(even_cut(mode, devices=2, layers=4), layers, given, rows=128256, hidden_size=4096)
+        exchanged = costs.tensor_exchange
+        assert {*exchanged} == {*kinds}
+        for name in "FIB":
+            expected = once if mode in WHOLE else 2 * once
+            assert exchanged[name][0] - exchanged[name][1] == pytest.approx(expected, rel=0.1), (mode, name)
+        assert all(exchanged[name] == pytest.approx(once, rel=0.1) for name in kinds[4:])
 
 
 def test_matrices_whose_input_is_gathered_again() -> None:
@@ -169,41 +168,6 @@ def test_matrices_whose_input_is_gathered_again() -> None:
     for name, gathered in expected.items():
         (work, *_) = layers_of(describe(tiny_config(name)))
         assert [[(one.inputs, one.outputs) for one in block] for block in work.gathered] == gathered
-
-
-def test_without_sequence_parallelism_all_reduces_are_not_hidden(work: LayerWork) -> None:
-    given = tensor_setting(2, sequence_parallel=False)
-    found, once = layer_time(work, given).exchanged, given.exchange_seconds(4096)
-    assert found is not None and found.weights == found.again_selective == 0
-    assert found.forward == found.inputs == found.whole == pytest.approx(4 * once)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_exchange_of_the_vocabulary_layers(work: LayerWork, mode: str) -> None:
-    """The first stage sums rows and their gradients, twice the bytes of a gathering; X is gathered, dX scattered."""
-    found = {}
-    for checkpointing in ("none", "full"):
-        given = tensor_setting(2)
-        cut = even_cut(mode, devices=2, layers=4, checkpointing=checkpointing)
-        costs = found[checkpointing] = costs_of_cut(
-            cut, [layer_time(work, given)] * 4, given, rows=128256, hidden_size=4096
-        )
-        for name, exchanged in costs.tensor_exchange.items():
-            whole = getattr(costs, name)
-            of_stages = zip(exchanged, whole, strict=True) if isinstance(whole, tuple) else [(exchanged, whole)]
-            assert all(0 <= part < time for part, time in of_stages), name
-    once, costs = given.exchange_seconds(4096), found["none"].tensor_exchange
-    sharded = mode not in WHOLE
-    for name in "FIB":
-        of_the_last = 0.0 if sharded else once
-        assert costs[name][0] - costs[name][1] == pytest.approx(2 * once - of_the_last, rel=0.1), name
-    beside = BESIDE_COLLECTIVES.get(mode, 1.0)
-    assert costs["W"] == pytest.approx((once * beside, once * beside))  # the first input of the pass
-    assert found["full"].tensor_exchange["W"] == (0, 0)
-    assert set(costs) - {*"FBIW"} == ({"S", "C" if mode == "vocab-2" else "T"} if sharded else set())
-    if sharded:
-        assert costs["S"] == pytest.approx(once, rel=0.1)
-        assert costs["C" if mode == "vocab-2" else "T"] == pytest.approx(once)
 
 
 # --- pieces of sequences -------------------------------------------------------------------------------------
@@ -238,18 +202,12 @@ def test_exchange_of_context_ranks_stands_beside_nothing(work: LayerWork, bandwi
     assert parts["forward"] == pytest.approx(share * (parts["forward"] + parts["inputs"]))
     for again in ("again_full", "again_selective"):
         assert getattr(found, again) - getattr(free, again) == pytest.approx(parts["forward"])
-    flops = 4 * 131072 / 2 * 32 * 128 * 131072 / 8
-    assert 3.5 * flops / 400e12 == pytest.approx(0.154, rel=0.005)
-    without = replace(work, attention=replace(work.attention, heads=0))
-    attending = (
-        free.forward
-        + free.inputs
-        - sum(getattr(layer_time(without, pieces_setting(1e18)), name) for name in ("forward", "inputs"))
-    )
-    assert attending == pytest.approx(0.154, rel=0.005)
 
 
-def test_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
+def test_attention_runs_again_and_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
+    once, again = (layer_time(work, pieces_setting(50e9, attends_again=again)) for again in (False, True))
+    assert again.forward == once.forward
+    assert again.inputs - once.inputs == pytest.approx(0.154 / 3.5, rel=0.01)
     ends = (0, 65536, 98304, 131072)
     moving = attending = 0.0
     for span in pairwise(ends):
@@ -259,12 +217,6 @@ def test_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
     whole, free = (layer_time(work, pieces_setting(bandwidth)) for bandwidth in (50e9, 1e18))
     assert moving == pytest.approx(2 / 3 * (whole.forward + whole.inputs - free.forward - free.inputs))
     assert attending == pytest.approx(free.forward, rel=0.01), "all pairs are in one of the slices"
-
-
-def test_attention_that_runs_again_in_its_backward(work: LayerWork) -> None:
-    once, again = (layer_time(work, pieces_setting(50e9, attends_again=again)) for again in (False, True))
-    assert again.forward == once.forward
-    assert again.inputs - once.inputs == pytest.approx(0.154 / 3.5, rel=0.01)
 
 
 def test_other_frameworks_pass_keys_on_by_the_card_of_one_device(work: LayerWork) -> None:
@@ -304,27 +256,74 @@ def test_every_mode_does_the_same_products(work: LayerWork, mode: str) -> None:
 
 
 def test_the_end_of_a_step_shrinks_with_sharding() -> None:
-    given = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1))
-    times = [step_end_seconds(Parameters(1e9), given, zero=zero) for zero in (0, 1, 3)]
+    """With ep = 4 of 8 replicas only two have the same experts, and none has more of them than a quarter."""
+    alone, pair, all_of_them, sharing = (
+        setting(axes=Axes.of(**{"dp": 1, "tp": 1, "cp": 1, "pp": 1, **axes}))
+        for axes in ({}, {"dp": 2}, {"dp": 8}, {"dp": 8, "ep": 4})
+    )
+    times = [step_end_seconds(Parameters(1e9), all_of_them, zero=zero) for zero in (0, 1, 3)]
     assert times[0] > times[1] == times[2] > 0
-    alone = setting(axes=Axes.of(dp=1, tp=1, cp=1, pp=1))
     updated = 40e9 / KNOWN["A100-80G"].memory_bandwidth
     assert step_end_seconds(Parameters(1e9), alone, zero=0) == pytest.approx(updated, rel=0.01)
-
-
-def test_experts_are_summed_over_the_replicas_that_have_them_in_common() -> None:
-    """With ep = 4 of 8 replicas only two have the same experts, and none has more of them than a quarter."""
-    shared = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1, ep=4))
-    pair = setting(axes=Axes.of(dp=2, tp=1, cp=1, pp=1))
-    alone = setting(axes=Axes.of(dp=1, tp=1, cp=1, pp=1))
-    hop = KNOWN["A100-80G"].inside.latency_seconds
     for zero in (0, 1, 3):
-        one = step_end_seconds(Parameters(0.0, 1e9), shared, zero=zero)
-        assert one == pytest.approx(step_end_seconds(Parameters(1e9), pair, zero=zero))
-    everything = setting(axes=Axes.of(dp=8, tp=1, cp=1, pp=1, ep=8))
-    assert step_end_seconds(Parameters(0.0, 1e9), everything, zero=1) == pytest.approx(
-        step_end_seconds(Parameters(1e9), alone, zero=1), abs=hop
+        experts = step_end_seconds(Parameters(0.0, 1e9), sharing, zero=zero)
+        assert experts == pytest.approx(step_end_seconds(Parameters(1e9), pair, zero=zero))
+
+
+# --- network cards and experts -------------------------------------------------------------------------------
+
+
+def test_transfers_that_meet_have_half_of_a_card_each(work: LayerWork) -> None:
+    # seconds that each kind keeps a card busy, of 10; how many times as long each takes
+    for busy, expected in (
+        ({"a": 5.0, "b": 0.0}, {"a": 1.0, "b": 1.0}),
+        ({"a": 4.0, "b": 2.0}, {"a": 1 / 0.9, "b": 1 / 0.8}),
+        ({"a": 30.0, "b": 1.0}, {"a": 1 / 0.95, "b": 2.0}),
+        ({"a": 2.0, "b": 2.0, "c": 4.0}, {"a": 1 / 0.7, "b": 1 / 0.7, "c": 1 / 0.8}),
+    ):
+        assert slowdowns(busy, 10.0) == pytest.approx(expected)
+    near, far = (
+        setting(hardware=KNOWN["H100-80G"], axes=Axes.of(dp=1, tp=1, cp=ranks, pp=4), sequence=65536)
+        for ranks in (2, 16)
     )
+    assert layer_time(work, near).across is None, "inside a node nothing is shared"
+    layer, hop = layer_time(work, far), far.axes.pipeline.hop_seconds(far.hardware, far.hop_bytes(4096))
+    keys = layer.across
+    assert keys is not None and keys.whole == keys.inputs > keys.forward > 0
+    computed = 8 * (layer.forward + layer.backward)
+    of_keys, of_hops = 8 * (keys.forward + keys.backward) / computed, 2 * 3 * hop / computed
+    costs = costs_of_cut(even_cut("first-last", devices=4, layers=8), [layer] * 8, far, rows=32000, hidden_size=4096)
+    assert costs.p2p == pytest.approx(hop / (1 - of_keys / 2))
+    more = 1 / (1 - of_hops / 2) - 1
+    assert isinstance(costs.F, tuple) and costs.F[1] == pytest.approx(2 * (layer.forward + more * keys.forward))
+    sharded = costs_of_cut(even_cut("vocab-2", devices=4, layers=8), [layer] * 8, far, rows=32000, hidden_size=4096)
+    assert sharded.p2p > costs.p2p, "collectives of the vocabulary layers share cards, too"
+
+
+def test_rows_of_experts_travel_both_ways_in_a_pass() -> None:
+    """Experts are read from the shapes; their times are those of `experts.overlap`."""
+    for family in EXPERTS:
+        for work in layers_of(describe(tiny_config(family))):
+            assert sum(product.parameters for product in work.dense) + work.expert_parameters <= work.parameters
+            if (experts := work.experts) is not None:
+                matrices = 3 if experts.gated else 2
+                assert experts.parameters >= experts.count * work.hidden_size * experts.width * matrices, family
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768}
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=1, num_experts=128, num_experts_per_tok=8, vocab_size=1000)
+    (work,) = layers_of(describe(config))
+    given, inside, alone = (
+        setting(hardware=KNOWN["H100-80G"], sequence=8192, axes=Axes.of(dp=16, tp=1, cp=1, pp=4, ep=members))
+        for members in (16, 8, 1)
+    )
+    assert work.experts is not None
+    across, once = layer_time(work, given).across, one_way_seconds(work.experts, 2048, given)
+    assert across is not None and across.forward == across.inputs == across.whole == 2 * once > 0
+    assert (across.weights, across.again_selective, across.again_full) == (0, 0, once)
+    assert layer_time(work, inside).across is None
+    rest = replace(work, experts=None, products=work.dense)
+    products = 2 * 8192 * 8 * 3 * 2048 * 768 / (given.hardware.peak("bf16") * given.hardware.product_fraction)
+    assert products < layer_time(work, alone).forward - layer_time(rest, alone).forward < 1.6 * products
+    assert layer_time(work, given).forward > layer_time(work, inside).forward > layer_time(work, alone).forward
 
 
 # --- what others have measured -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from traced_steps import measured, one_device, two_devices
 from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward, write_costs
 from evenpipe.costs.cost_file import check_output, costs_to_toml
 from evenpipe.costs.links import Size, link_of, with_links
+from evenpipe.costs.slice_fit import slice_factors
 from evenpipe.errors import InputError
 from evenpipe.plan.measured import compare
 from evenpipe.schedule import (
@@ -241,3 +242,24 @@ def test_what_gives_no_costs_is_refused() -> None:
         costs_of([two_devices(), trace("zbv", "first-last", 4, Costs(F=1, B=2, I=1, W=1))])
     with pytest.raises(InputError, match="backward must be one of whole, split, recomputed, not 'half'"):
         with_backward(plan_order("1f1b", 2, 2, "first-last"), "half")
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+
+
+def test_factors_of_measured_slices() -> None:
+    """Of 1f1b with two slices, whose passes take these times, one after the other."""
+    seconds = {Kind.F: (1.0, 3.0), Kind.B: (3.0, 5.0), Kind.S: (3.0, 1.0)}
+    _, program = plan_program("1f1b", 1, 2, "vocab-2", slices=2)
+    clock, passes = 0.0, []
+    for item in program.order.passes(0):
+        passes.append(PassTime(item, clock, clock + seconds.get(item.kind, (0.5, 0.5))[item.slice], 0.0))
+        clock = passes[-1].end
+    measured = Trace(program, (DeviceTrace(0.0, clock, tuple(passes), (), ()),))
+    found = slice_factors([measured])
+    assert found == {"F": (0.5, 1.5), "B": (0.75, 1.25), "tokens": (1.5, 0.5)}
+    assert slice_factors([measured], [48, 16]) == found
+    assert slice_factors([measured], [16, 48])["tokens"] == (0.5, 1.5)
+    own = Costs(F=(2.0,), B=(4.0,), slices={"F": (0.5, 1.5), "tokens": (1.0, 1.0)})
+    other = Costs(F=(2.0,), I=(2.0,), W=(2.0,), slices={"F": (0.7, 1.3), "I": (0.2, 1.8)})
+    assert completed(own, other).slices == {"F": (0.5, 1.5), "I": (0.2, 1.8), "tokens": (1.0, 1.0)}

@@ -99,16 +99,6 @@ ATTENTION_REACHED = {"cudnn": 0.15, "flash": 0.3}
 """Largest deviations; of FlashAttention-2 with 8 heads, which has few blocks to share."""
 
 
-def test_slowed_hardware_takes_as_much_longer() -> None:
-    hardware = KNOWN["A100-80G"]
-    slow = hardware.slowed(1.5)
-    assert slow.product_seconds(1e9, "bf16") == pytest.approx(1.5 * hardware.product_seconds(1e9, "bf16"))
-    pairs = zip(slow.attention_seconds(1e9, "bf16"), hardware.attention_seconds(1e9, "bf16"), strict=True)
-    assert all(one == pytest.approx(1.5 * other) for one, other in pairs)
-    assert slow.streaming_seconds(1e9, 3) == pytest.approx(1.5 * hardware.streaming_seconds(1e9, 3))
-    assert slow.inside == hardware.inside and hardware.slowed(1) is hardware
-
-
 def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     for known in KNOWN.values():
         hardware = replace(known, name='a "name"', memory_bandwidth=1.5e12)

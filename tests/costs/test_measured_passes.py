@@ -174,10 +174,6 @@ def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: 
     assert forwards(given, "selective") == pytest.approx([kept * time for time in uncorrected])
     half = forwards(given, ("none", "full") * 4)
     assert half == pytest.approx([(bare + kept) / 2 * time for time in uncorrected])
-    old = {name: time for name, time in measured(1).seconds.items() if name not in {BARE, *PLAIN.values()}}
-    assert forwards(problem(measured(1, seconds=old)), "full") == pytest.approx(
-        [FACTORS["F"] * time for time in uncorrected]
-    )
 
 
 def output_layer(given: Problem, devices: int = 4) -> dict[str, float]:
@@ -231,15 +227,10 @@ def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
     whole = whole_passes(Costs(F=(11, 20)), (4, 4), {"F": 16}, beside=found)
     assert whole == {"plain_F": 16, "output_F": 9}
     assert stage_passes(few, few) == {}
-
-
-def test_stages_of_two_sizes_that_contradict_each_other_say_nothing() -> None:
-    """A machine that was disturbed: what stands beside the layers would leave nothing for the layers of a stage."""
-    few = Costs(F=(11, 11))
-    for many in ((13, 13, 13, 13), (20, 20, 6, 9)):
-        found = stage_passes(few, Costs(F=many))
+    for contradicting in ((13, 13, 13, 13), (20, 20, 6, 9)):  # would leave nothing for the layers: a disturbed machine
+        found = stage_passes(few, Costs(F=contradicting))
         assert found == {"stage_F": 0}
-        assert passes_of(few, beside=found) == {"F": 22, "C": 0}
+        assert passes_of(Costs(F=few.F), beside=found) == {"F": 22, "C": 0}
 
 
 def test_between_two_sizes_times_grow_evenly() -> None:
@@ -288,36 +279,24 @@ def test_replicas_on_one_machine_wait_for_its_cores() -> None:
     assert times[1] == pytest.approx(1.1 * times[0], rel=1e-3)
 
 
-def said_of(given: Problem) -> str:
-    """What a plan for one order says of its pass times."""
-    space = Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",))
-    return Ranking(search_configurations(given, space, wanted=1, workers=1), 1).text()
-
-
 def test_only_the_same_model_is_corrected() -> None:
-    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"sequence": 512}, {}),
-        ({"sequence": 2048}, {}),
-        ({"dtype": "fp32"}, {}),
-        ({"model": "another"}, {}),
-        ({}, {"kernels": "fused"}),
-    ]
-    for passes, changes in others:
+    others: list[dict[str, Any]] = [{"sequence": 512}, {"sequence": 2048}, {"dtype": "fp32"}, {"model": "another"}]
+    for passes, changes in (*((passes, {}) for passes in others), ({}, {"kernels": "fused"})):
         given, plain = problem(measured(1, **passes), **changes), problem(**changes)
         assert layer_times(given, recipe(1)) == layer_times(plain, recipe(1)), (passes, changes)
-    assert "pass times from shapes alone" in said_of(problem(measured(1, model="another")))
-    found = said_of(problem(measured(4), measured(1)))
-    assert "pass times corrected by measurements of this model with microbatches of 1, 4" in found
+    space = Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",))
+    found = search_configurations(problem(measured(1, model="another")), space, wanted=1, workers=1)
+    assert "pass times from shapes alone" in Ranking(found, 1).text()
 
 
 def test_files_hold_them(tmp_path: Path) -> None:
     hardware = replace(HARDWARE, passes=(measured(1), measured(4)))
     assert hardware_from_dict(hardware.to_dict()) == hardware
     write_hardware(hardware, tmp_path / "hardware.toml")
-    read = read_hardware(tmp_path / "hardware.toml")
-    assert [one.microbatch_size for one in read.passes] == [1, 4]
-    assert read.passes[0].model == hardware.passes[0].model
-    assert read.passes[0].seconds == pytest.approx(hardware.passes[0].seconds, rel=1e-5)
+    passes = read_hardware(tmp_path / "hardware.toml").passes
+    for read, written in zip(passes, hardware.passes, strict=True):
+        assert read.seconds == pytest.approx(written.seconds, rel=1e-5)
+        assert replace(read, seconds={}) == replace(written, seconds={})
 
 
 def test_wrong_entries_are_one_sentence() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from planned_problems import configuration, most, problem
 
+from evenpipe.costs.timed_model import OURS, arranging_model
 from evenpipe.model import RowWork, slice_ends
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
@@ -52,9 +53,11 @@ def program_of(given: Problem, one: Configuration, microbatches: int) -> Program
 
 
 def of_the_runtime(given: Problem, one: Configuration) -> Program:
-    return Layout.of(
-        one.recipe, given.arranging, given.description.vocabulary_size, tied=given.description.tied
-    ).program
+    """Arranged as a run arranges it, where the problem is one of our own kernels."""
+    arranging, model = given.arranging, given.description
+    if given.implementation == OURS:
+        arranging = arranging_model(model, one.recipe, given.hardware, given.dtype)
+    return Layout.of(one.recipe, arranging, model.vocabulary_size, tied=model.tied).program
 
 
 def test_programs_are_those_of_the_runtime(small: Problem, long: Problem, roomy: Problem, sample: Sample) -> None:
