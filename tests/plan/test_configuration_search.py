@@ -18,7 +18,7 @@ from evenpipe.plan.configuration_search import head_layers, search_configuration
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem
-from evenpipe.plan.ranking import Ranking, arranging_gain, by_lack, explained, gains, utilization
+from evenpipe.plan.ranking import Ranking, arranging_gain, explained, gains, utilization
 from evenpipe.plan.runnable import refusal
 from evenpipe.plan.space import RUNNABLE, Space, configurations, layouts
 from evenpipe.recipe.recipe import Recipe
@@ -129,18 +129,6 @@ def test_pieces_of_sequences_are_runnable_where_the_model_can_be_cut() -> None:
         layouts(bloom, Space(cp=(2,), only_runnable=True))
 
 
-@pytest.mark.slow
-def test_a_search_leaves_out_pieces_that_cannot_be_cut() -> None:
-    bloom = bloom_problem()
-    space = replace(RUNNABLE, schedules=("1f1b",), pp=(2,), vocabularies=("vocab-2",))
-    found = search_configurations(bloom, space, workers=1)
-    assert {one.configuration.recipe.parallelism.cp for one in found.plans} == {1}
-    without_memory = search_configurations(replace(bloom, memory_bytes=1, known={}), space, workers=1)
-    assert any(one.layout.parallelism.cp > 1 for one in without_memory.rejected)
-    names = [one.name for one in by_lack(without_memory)]
-    assert names and not any("cp" in name for name in names)
-
-
 # --- against looking at everything ------------------------------------------------------------------------------------
 
 ALONE: dict[str, Any] = {"pp": (2, 4), "tp": (1,), "cp": (1,), "zero": (1,)}
@@ -197,6 +185,7 @@ def test_worker_processes_compute_with_one_thread(small: Problem, monkeypatch: p
 
 def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) -> None:
     space = Space(tp=(1,), cp=(1,), zero=(1,), schedules=("1f1b",), vocabularies=("first-last", "vocab-2"))
+    space = replace(space, offload=("scheduled", "least"))
     cache = EvaluationCache.of(small, tmp_path)
     one = search_configurations(small, space, wanted=5, workers=1, cache=cache)
     cache.save()
@@ -206,6 +195,7 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in two.plans]
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
     assert again.hits == kept.evaluated + len(kept.plans[:5]) > 5
+    assert any(plan.configuration.copy_seconds for plan in kept.plans), "copies to the host are kept, too"
     for changes in ({"memory_bytes": small.memory_bytes - 1}, {"skew": 2.0}):
         other = EvaluationCache.of(replace(small, **changes), tmp_path)
         assert search_configurations(small, space, wanted=1, workers=1, cache=other).best and other.hits == 0

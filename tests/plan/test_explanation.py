@@ -103,15 +103,6 @@ def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_layout_is_one_that_fits_and_divides() -> None:
-    found = explain(problem(LLAMA_3_8B, 16, sequences_per_step=64), "llama")
-    parallelism = found.usual.configuration.recipe.parallelism
-    assert parallelism.gpus == 16
-    assert parallelism.pp >= 4
-    assert all(one.fits for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
-
-
-@pytest.mark.slow
 def test_nothing_fits_and_it_is_said_by_how_much() -> None:
     small = problem(LLAMA_3_8B, 4, sequences_per_step=16, memory=12, kernels="transformers")
     text = explain(small, "llama").text()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import planned_problems
@@ -17,12 +16,10 @@ from evenpipe.memory.sizes import GIB
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate
-from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space
 from evenpipe.recipe.offload import OffloadOptions
-from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.train.planned_config import planned_tables
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")
@@ -101,33 +98,6 @@ def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
     assert "cheapest fixes: activations to the host +" in text
 
 
-@pytest.mark.slow
-def test_where_copies_are_not_enough_as_little_as_needed_is_computed_again(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
-    free = evaluate(roomy, one.with_offload("free"))
-    tight = evaluate(problem(0.9 * most(free) / GIB), one)
-    assert tight.fits and tight.configuration.offload == "free"
-    policies = tight.configuration.checkpointing
-    assert len(set(policies)) > 1 and policies.count("none") > 0
-    alone = evaluate(problem(0.9 * most(free) / GIB), one.with_offload("scheduled"))
-    assert not alone.fits or tight.seconds < alone.seconds
-
-
-@pytest.mark.slow
-def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
-    given = problem(60)
-    space = Space(pp=(4,), microbatch_sizes=(1,), schedules=("1f1b",), offload=("least",))
-    cache = EvaluationCache.of(given, tmp_path)
-    one = search_configurations(given, space, workers=1, cache=cache)
-    cache.save()
-    again = EvaluationCache.of(given, tmp_path)
-    kept = search_configurations(given, space, workers=1, cache=again)
-    assert again.hits == kept.evaluated + len(kept.plans[:10]) > 1
-    assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
-    assert [plan.configuration for plan in one.plans] == [plan.configuration for plan in kept.plans]
-    assert any(plan.configuration.copy_seconds for plan in kept.plans)
-
-
 def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
     plan = evaluate(roomy, configuration("1f1b", "vocab-2", 9))
     tables = planned_tables(
@@ -169,15 +139,6 @@ def test_seventy_billion_parameters_on_sixteen_devices() -> None:
     assert most(best) < 0.85 * min(kept)
 
 
-def test_moves_are_known_before_a_plan_is_made() -> None:
-    assert configuration("1f1b", "vocab-2").moves and configuration("1f1b", "vocab-2", offload="least").moves
-    assert not configuration("1f1b", "vocab-2", offload="scheduled").moves
-    assert configuration("po-h", "vocab-2", offload="scheduled").moves
-    assert not configuration("po-h", "vocab-2", offload="none").moves
-    order = problem().programs.of(configuration("po-h", "vocab-2", 9, offload="none").recipe, 9)[0]
-    assert not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row)
-
-
 # --- the optimizer -------------------------------------------------------------------------------------------
 
 
@@ -212,13 +173,3 @@ def test_where_computing_again_is_faster_moments_stay() -> None:
     assert resident.fits and any(plan.fits for plan in moved)
     assert chosen.seconds == resident.seconds < min(plan.seconds for plan in moved)
     assert chosen.configuration.host_share == 0
-
-
-@pytest.mark.slow
-def test_an_open_share_of_the_moments_is_never_slower_than_none(roomy: Problem) -> None:
-    """Without recomputation, orders of this mode are a little worse here."""
-    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="none", host_share=None)
-    resident = evaluate(
-        given := problem(0.98 * needed(evaluate(roomy, one), roomy) / GIB), replace(one, host_share=0.0)
-    )
-    assert resident.fits and evaluate(given, one).seconds <= resident.seconds

@@ -169,12 +169,6 @@ def test_when_nothing_takes_time_the_first_order_is_best() -> None:
     assert "span 0: no order is shorter" in result.text()
 
 
-def test_the_size_of_a_problem_is_the_number_of_its_passes() -> None:
-    for split, mode in product((False, True), ("first-last", "vocab-1", "vocab-2")):
-        problem = order_problem_of(devices=3, microbatches=5, placement="v", split_backward=split, vocabulary=mode)
-        assert problem.size == sum(map(len, problem.passes()))
-
-
 WRONG = [
     ({"microbatches": 10**9}, "this one has 4000000000 passes, expected at most 4000"),
     ({"costs": Costs(F=1)}, "B is missing"),

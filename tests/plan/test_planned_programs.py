@@ -14,7 +14,6 @@ from evenpipe.costs.timed_model import OURS, arranging_model
 from evenpipe.model import RowWork, slice_ends
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.device_memory import device_uses
 from evenpipe.plan.evaluation import evaluate, least_work, timed, work_of
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.programs import extended, short_steps
@@ -99,14 +98,6 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, long: Pro
         assert extended(short, sizes, length, max(work_of(program, costs))) == pytest.approx(exact, rel=0.005), one.name
 
 
-def test_memory_does_not_grow_with_the_step(small: Problem, sample: Sample) -> None:
-    for schedule, mode in sample(product(SCHEDULES, ("first-last", "vocab-2")), 2):
-        one = configuration(small, schedule, mode, 80)
-        costs = costs_of(small, one)
-        short, long_one = (simulate(program_of(small, one, size), costs).timeline for size in (one.steps[0], 80))
-        assert short.peak_in_flight == long_one.peak_in_flight, one.name
-
-
 def test_short_steps_with_copies_say_how_long_a_long_one_takes_and_what_it_holds(
     roomy: Problem, sample: Sample
 ) -> None:
@@ -121,14 +112,6 @@ def test_short_steps_with_copies_say_how_long_a_long_one_takes_and_what_it_holds
         assert most(evaluate(roomy, fewer)) == most(found), one.name
 
 
-def test_short_steps_leave_the_same_rest() -> None:
-    for devices in (1, 2, 3, 8):
-        for microbatches in range(1, 12 * devices):
-            sizes = short_steps(devices, microbatches, planned=True)
-            assert sizes[-1] == microbatches or all((size - microbatches) % devices == 0 for size in sizes)
-            assert sum(sizes) <= 2 * microbatches and (len(sizes) == 1 or sizes[0] < sizes[1])
-
-
 def test_the_step_of_the_best_plan_is_not_extrapolated() -> None:
     """With interleaved schedules and a remainder, devices use up slack for many groups before one waits."""
     given = problem(gpus=4, sequences_per_step=203)
@@ -139,40 +122,6 @@ def test_the_step_of_the_best_plan_is_not_extrapolated() -> None:
     assert one.steps[-1] < one.recipe.microbatches == 203
     assert found.best.pipeline_seconds == makespan(program_of(given, one, 203), costs_of(given, one))
     assert found.best.seconds == min(plan.seconds for plan in found.plans)
-
-
-def test_layouts_share_the_program_of_a_fixed_order(small: Problem, sample: Sample) -> None:
-    """With transfers where others would have them, it takes as long and holds as much, or nearly."""
-    rough = replace(small, arranged_by="roughly")
-    modes = (*FIXED, "vocab-1", "vocab-2", "interlaced")
-    for schedule, mode in sample(product(SCHEDULES, modes), 3):
-        one = configuration(small, schedule, mode, 80)
-        recipe = one.decided(checkpointing="none").recipe
-        other = replace(recipe, parallelism=replace(recipe.parallelism, tp=2), checkpointing="full")
-        programs = {rough.arranged(each, 16) for each in (recipe, other)}
-        own = small.arranged(recipe, 16)
-        assert (len(programs) == 1) == (mode in FIXED and schedule != "zbv"), one.name
-        if len(programs) > 1:
-            assert own in programs, "an order that depends on times is arranged by them"
-            continue
-        (program,) = programs
-        costs = costs_of(small, one)
-        assert program.order == own.order
-        assert makespan(program, costs) == pytest.approx(makespan(own, costs), rel=0.003)
-        for found, wanted in zip(*(device_uses(small, one, each) for each in (program, own)), strict=True):
-            assert found.peak_bytes == pytest.approx(wanted.peak_bytes, rel=0.02)
-
-
-def test_wanted_plans_are_what_runs() -> None:
-    given = problem(memory=40)
-    space = Space(cp=(1,), tp=(1,), zero=(1,), schedules=("1f1b", "zbv"), vocabularies=("redistribute",))
-    best, *others = search_configurations(given, space, wanted=4, workers=1).plans[:4]
-    for plan in others:
-        again = evaluate(given, plan.configuration)
-        assert (plan.devices, plan.seconds) == (again.devices, again.seconds)
-    whole = timed(given, best.configuration, sizes=(best.configuration.recipe.microbatches,))
-    assert best.seconds == whole.seconds
-    assert best.devices == evaluate(given, best.configuration).devices
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import planned_problems
 import pytest
@@ -16,9 +15,7 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
 from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
-from evenpipe.plan import configuration_search
-from evenpipe.plan.bounds import Bound
-from evenpipe.plan.configuration import Configuration, costs_of
+from evenpipe.plan.configuration import costs_of
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, parameters_per_device
 from evenpipe.plan.layer_memory import saved_floor
@@ -91,38 +88,6 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     assert (read.experts.columns, read.experts.arrivals) == (beside.columns, beside.arrivals)
     assert "dp8·ep4·pp2" in found.best.configuration.name
     assert read.pipeline.arrange == "H100-80G", "the order that the plan was timed with"
-
-
-@pytest.mark.slow
-def test_a_search_traces_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers have no closed form with ep > 1: one alone is traced for bounds, with each policy; the first, a middle and
-    the last stage for B, and for I and W with and without recomputation, whatever is sharded."""
-    runs: list[Any] = []
-    run = StageTracer._run
-    monkeypatch.setattr(StageTracer, "_run", lambda self, *given: runs.append(given) or run(self, *given))
-    given = replace(problem(memory=18), known={})
-    changes: dict[str, Any] = {"ep": (4,), "pp": (4,), "zero": (1, 3), "microbatch_sizes": (4,)}
-    found = search_configurations(given, replace(SMALL, vocabularies=("first-last",), **changes), wanted=3, workers=1)
-    assert (found.evaluated, len(found.rejected)) == (2, 2) and found.best is not None
-    alone = [given for given in runs if len(given[1]) == 1 and not any(given[2])]
-    assert len(alone) <= 6 and len(runs) - len(alone) <= 9
-
-
-def test_bounds_of_larger_microbatches_are_not_asked_for_if_smaller_ones_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bounded: list[Configuration] = []
-    bound = configuration_search.work_bound
-
-    def noted(given: Problem, one: Configuration, **how: bool) -> Bound:
-        found = bound(given, one, **how)
-        bounded.extend([one] if found.lacking else [])
-        return found
-
-    monkeypatch.setattr(configuration_search, "work_bound", noted)
-    space = replace(SMALL, microbatch_sizes=None, ep=(1,))
-    search_configurations(problem(memory=16), space, wanted=3, workers=1)
-    assert bounded and len({configuration_search._all_but_size(one) for one in bounded}) == len(bounded)
 
 
 def test_floors_hold_for_eager_attention() -> None:

@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 from planned_problems import problem
 
-from evenpipe.memory import model_bytes
 from evenpipe.plan import configuration_search
 from evenpipe.plan.configuration_search import Found, SearchInterrupted, search_configurations
 from evenpipe.plan.evaluation import evaluate, timed
 from evenpipe.plan.evaluation_cache import EvaluationCache
-from evenpipe.plan.explanation import explain
 from evenpipe.plan.nearest import nearest
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import Ranking, progress_text
-from evenpipe.plan.runnable import refusal_of_cut
 from evenpipe.plan.space import Space
 
 SPACE = Space(tp=(1,), cp=(1,), zero=(1,), schedules=("1f1b", "zb-h1"), vocabularies=("redistribute", "vocab-2"))
@@ -136,23 +133,6 @@ def test_ctrl_c_gives_what_was_found(small: Problem, big: bool, moment: str, mon
     assert values["layouts_left"] + values["configurations_left"] == found.left
 
 
-def test_a_second_ctrl_c_leaves_the_best_plan_unchecked(small: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if_big(monkeypatch)
-    checking: list[Found] = []
-
-    def press(found: Found) -> None:
-        if found.ended:
-            checking.append(found)
-        if found.best is not None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(SearchInterrupted) as ending:
-        search(small, progress=press)
-    found = ending.value.found()
-    assert checking and found.ended == "interrupt" and found.best is not None and found.best.fits
-    assert "checking best step" in progress_text(checking[0])
-
-
 def test_ctrl_c_is_ctrl_c_for_those_who_do_not_ask(small: Problem) -> None:
     """Such as the searches for what would fit, whose answers would be wrong."""
     nothing = search(replace(small, memory_bytes=4 * 2**30, known={}))
@@ -216,31 +196,3 @@ def test_progress_says_what_is_left_and_the_best_plan(small: Problem) -> None:
     assert found.best is not None
     assert "no plan yet" in lines[0] and f"of {found.layouts} layouts" in lines[0]
     assert found.best.configuration.name in lines[-1] and "best step " in lines[-1]
-
-
-@pytest.mark.slow
-def test_explain_says_what_it_does(small: Problem) -> None:
-    lines: list[str] = []
-    explain(small, "model", pp=4, progress=lines.append)
-    assert "alternative 1 of 9: 1f1b, first-last" in lines and "alternative 9 of 9: v-half, vocab-2, free" in lines
-    assert any("layouts and" in line for line in lines)
-
-
-# --- why it took long --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_small_copy_serves_all_numbers_of_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with a tower for images each takes seconds."""
-    from transformers import LlamaConfig
-
-    model = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)
-    given = problem(model, sequence=128, sequences_per_step=16, kernels="transformers")
-    made = []
-    copy_to_cut = model_bytes.copy_to_cut
-    monkeypatch.setattr(model_bytes, "copy_to_cut", lambda model: made.append(model) or copy_to_cut(model))
-    for ranks in (2, 4, 8):
-        assert refusal_of_cut(given, ranks) == ""
-    found = search_configurations(given, Space(cp=(1,), pp=(2,), zero=(0,), schedules=("1f1b",)), workers=1)
-    assert {plan.configuration.recipe.parallelism.tp for plan in found.plans} >= {2, 4}
-    assert len(made) == 1

@@ -93,20 +93,6 @@ def test_layers_beside_shards_make_room_too() -> None:
     assert evaluated(given, "1f1b", "vocab-2", moved).fits
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "v-half", "interleaved"])
-def test_devices_of_several_stages(schedule: str) -> None:
-    for memory in (FULL, ENOUGH):
-        given = problem(memory)
-        if schedule == "interleaved":
-            shape = given.programs.shape(schedule, (("stages_per_device", 2),), DEVICES)
-            layout = recipe(given, "1f1b", "redistribute")
-            assert shape is not None
-            found = splits(given, layout, shape, "redistribute", head_layers(given, layout))
-        else:
-            found = candidates(given, schedule, "redistribute")
-        assert all(sum(split) == LAYERS and len(split) == 2 * DEVICES for split in found)
-
-
 # schedule, recomputation of all layers, GiB of a GPU, the split that a run takes because that by time does not fit
 SLOW = pytest.mark.slow
 RUNS = [
