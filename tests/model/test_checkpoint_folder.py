@@ -13,13 +13,11 @@ import pytest
 import torch
 import transformers
 from families import EXPERTS, FAMILIES, build_stages, tiny_config, tokens_and_labels, whole_model
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.model import (
-    Origin,
     as_stored,
     build_stage,
     describe,
@@ -29,12 +27,10 @@ from evenpipe.model import (
     load_parameters,
     load_rows,
     persistent_buffers,
-    read_files,
     save_tensors,
     weight_files,
     write_folder_metadata,
 )
-from evenpipe.model.placement import Cut, TensorPlacement
 
 
 @pytest.fixture
@@ -86,51 +82,6 @@ def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
         "float32",
         model.config.model_type,
     }
-
-
-PARTS = {
-    "self_attn.q_proj.weight": (Cut(("tp",), 1, 3),),
-    "self_attn.q_proj.bias": (Cut(("tp",), 1, 3),),
-    "self_attn.o_proj.weight": (Cut(("tp",), 0, 3, dimension=1),),
-    "mlp.up_proj.weight": (Cut(("tp",), 1, 2, segments=(32, 64)),),
-    "mlp.down_proj.weight": (Cut(("tp",), 1, 2, dimension=1), Cut(("dp",), 1, 2)),
-    "mlp.gate_proj.weight": (Cut(("tp",), 7, 95),),  # of no row
-}
-
-
-def test_parts_of_tensors_are_read(saved) -> None:
-    model, given = saved("llama")
-    description = describe(given)
-    held = {
-        f"model.layers.{layer}.{name}": TensorPlacement(description.shapes[f"model.layers.{layer}.{name}"], cuts)
-        for layer in range(description.layers)
-        for name, cuts in PARTS.items()
-    }
-    held["model.norm.weight"] = None
-    stage = build_stage(description, 0, 4, is_first=True, is_last=True, held=held)
-    load_parameters(stage, description, given)
-    found = dict(stage.named_parameters())
-    assert "model.norm.weight" not in found and len(found) > len(held)
-    for name, part in found.items():
-        whole = model.get_parameter(name)
-        assert torch.equal(part, held[name].of(whole) if name in held else whole)
-
-
-def test_a_single_file_and_shards_hold_the_same(tmp_path) -> None:
-    tensors = {f"t{index}": torch.full((10, 10), float(index)) for index in range(5)}
-    assert [path.name for path in save_tensors(tmp_path / "one", tensors.items())] == ["model.safetensors"]
-    files = save_tensors(tmp_path / "many", tensors.items(), max_shard_size=800)
-    assert [path.name for path in files] == [
-        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
-        "model.safetensors.index.json",
-    ]
-    index = json.loads(files[-1].read_text())
-    assert index["metadata"]["total_size"] == 5 * 400
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / "many" / file)[name], tensors[name])
-    with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["model.safetensors"]
 
 
 def test_tensors_are_drawn_one_by_one(tmp_path) -> None:
@@ -193,33 +144,6 @@ def test_more_than_ten_experts_keep_their_order(tmp_path) -> None:
     stage = build_stage(description, 1, 2, is_first=False, is_last=False)
     fill_parameters(stage, description)
     assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stage.named_parameters())
-
-
-def test_generation_settings_travel(tmp_path, saved) -> None:
-    _, folder = saved("llama")
-    transformers.GenerationConfig(top_k=7, do_sample=True).save_pretrained(folder)
-    description = describe(folder)
-    write_folder_metadata(description, tmp_path / "written", torch.bfloat16, Origin(read_files(description)))
-    assert transformers.GenerationConfig.from_pretrained(tmp_path / "written").top_k == 7
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "written")
-    assert config.dtype == torch.bfloat16 and config.architectures == ["LlamaForCausalLM"]
-
-
-def test_a_live_model_is_copied_not_shared() -> None:
-    model = whole_model(tiny_config("llama", tied=True), dtype=torch.float32)
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    description = describe(model)
-    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    fill_parameters(stage, description)
-    rows = fill_rows(description, description.head_name, 5, 9)
-    assert torch.equal(rows, model.lm_head.weight[5:9])
-    with torch.no_grad():
-        rows.zero_()
-        for parameter in stage.parameters():
-            parameter.zero_()
-    assert all(parameter.abs().sum() > 0 for parameter in model.parameters())
-    frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
-    assert frozen == ["model.layers.1.mlp.up_proj.weight"], "frozen parameters stay frozen"
 
 
 # --- tensors that the config does not mention ------------------------------------------------------------------------

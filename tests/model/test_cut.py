@@ -1,10 +1,11 @@
-"""A model cut into stages has the same loss and gradients as in transformers, to the last bit."""
+"""A model cut into stages has the same loss and gradients as in transformers, to the last bit; what stages hold."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 from families import (
     EXPERTS,
     FAMILIES,
+    GROUPED,
     NAMED,
     PROMISED_EXPERTS,
     ROUNDING,
@@ -24,61 +26,51 @@ from families import (
 )
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, copy_parameters, describe, gradient_errors, initialize
-from evenpipe.model.graph import graph_nodes
-from evenpipe.model.stage import Relay
 
+CUTS = [
+    (1, 3),
+    (2, 4),  # no layer at the end
+    (0, 2),  # no layer at the start
+    (0, 4),  # no layer anywhere but the middle
+    (2, 2),  # no layer in the middle
+    (),
+    (1, 2, 3),
+]
+MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 8 + [0] * 4])  # a hole, and padding on the right
+POSITIONS = torch.stack([torch.arange(12) + 5, torch.cat([torch.arange(7), torch.arange(5)])])
+GIVEN = {"nothing": {}, "mask": {"attention_mask": MASK}, "positions": {"position_ids": POSITIONS}}
+CASES = [
+    # family, tied, cuts, what is given beside tokens
+    *itertools.product(FAMILIES, (False, True), CUTS[:1], ("nothing",)),
+    *itertools.product(EXPERTS, (False,), CUTS[:1], ("nothing",)),
+    *itertools.product(("llama", "gpt2", "bloom", "granite", "gemma3_text"), (False,), CUTS[1:], ("nothing",)),
+    *itertools.product((*NAMED, *PROMISED_EXPERTS), (False,), CUTS[:1], ("mask",)),
+    *itertools.product(("llama", "gpt2", "gemma2", "phi3"), (False,), CUTS[:1], ("positions",)),
+    ("mixtral", True, (1, 3), "nothing"),
+]
 SCALED = {"granite", "granitemoe"}  # logits are divided by 3, which no factor reproduces to the last bit
 
-EDGES = {
-    "no layer at the end": (2, 4),
-    "no layer at the start": (0, 2),
-    "no layer anywhere but the middle": (0, 4),
-    "no layer in the middle": (2, 2),
-    "one stage": (),
-    "one layer per stage": (1, 2, 3),
-}
 
-
-def assert_equal_to_whole(name: str, tied: bool, cuts, **arguments) -> None:
-    whole = whole_model(tiny_config(name, tied=tied))
-    description = describe(whole)
-    tokens, labels = tokens_and_labels()
-    expected_loss, expected = loss_and_gradients(whole, tokens, labels, **arguments)
-    loss, gradients = loss_and_gradients_in_stages(description, cuts, tokens, labels, **arguments)
-    assert gradients.keys() == expected.keys(), (name, tied, cuts)
-    error = max(abs(loss - expected_loss), *gradient_errors(gradients, expected).values())
-    assert error <= (ROUNDING if name in SCALED else 0.0), (name, tied, cuts)
-
-
-def test_three_stages_equal_the_whole(sample) -> None:
-    cases = [*itertools.product(FAMILIES, (False, True)), *((name, False) for name in EXPERTS), ("mixtral", True)]
-    for name, tied in sample(cases, 7):
-        assert_equal_to_whole(name, tied, (1, 3))
-
-
-def test_stages_without_layers_and_single_stages(sample) -> None:
-    families = ("llama", "gpt2", "bloom", "granite", "gemma3_text")
-    for name, edge in sample(itertools.product(families, EDGES), 4):
-        assert_equal_to_whole(name, False, EDGES[edge])
-
-
-def test_padding_on_the_right_and_a_hole(sample) -> None:
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, -4:] = mask[0, 2:5] = 0
-    for name in sample([*NAMED, *PROMISED_EXPERTS], 4):
-        assert_equal_to_whole(name, False, (1, 3), attention_mask=mask)
-
-
-def test_given_positions(sample) -> None:
-    positions = torch.stack([torch.arange(12) + 5, torch.cat([torch.arange(7), torch.arange(5)])])
-    for name in sample(("llama", "gpt2", "gemma2", "phi3"), 2):
-        assert_equal_to_whole(name, False, (1, 3), position_ids=positions)
+def test_stages_equal_the_whole(sample) -> None:
+    for name, tied, cuts, given in sample(CASES, 14):
+        case, arguments = (name, tied, cuts, given), GIVEN[given]
+        whole = whole_model(tiny_config(name, tied=tied))
+        tokens, labels = tokens_and_labels()
+        expected_loss, expected = loss_and_gradients(whole, tokens, labels, **arguments)
+        loss, gradients = loss_and_gradients_in_stages(describe(whole), cuts, tokens, labels, **arguments)
+        assert gradients.keys() == expected.keys(), case
+        error = max(abs(loss - expected_loss), *gradient_errors(gradients, expected).values())
+        assert error <= (ROUNDING if name in SCALED else 0.0), case
     stage = build_stage(describe(tiny_config("bloom")), 0, 2, is_first=True, is_last=False)
     with pytest.raises(InputError, match="BloomForCausalLM takes none"):
-        stage(torch.zeros(1, 3, 64), position_ids=torch.arange(3)[None])
+        stage(torch.zeros(2, 12, 64), position_ids=POSITIONS)
+
+
+# --- single stages ---------------------------------------------------------------------------------------------------
 
 
 def test_a_stage_holds_only_its_own_memory() -> None:
@@ -110,34 +102,6 @@ def test_nothing_is_retained_after_a_forward() -> None:
             gc.enable()
 
 
-def test_a_failing_layer_leaves_nothing_behind() -> None:
-    description = describe(whole_model(tiny_config("llama")))
-    stage = build_stage(description, 1, 3, is_first=False, is_last=False, dtype=torch.float64)
-    copy_parameters(stage, description)
-    hidden = torch.randn(1, 6, 64, dtype=torch.float64)
-    expected = stage(hidden)
-    with pytest.raises(RuntimeError):
-        stage(torch.randn(1, 6, 63, dtype=torch.float64))
-    assert stage._relay == Relay(stage._relay.argument)
-    assert torch.equal(stage(hidden), expected)
-
-
-def test_thrown_away_work_builds_no_graph() -> None:
-    """Check the graph of a middle stage: it must contain neither Granite's embedding multiplier nor its final norm."""
-    description = describe(whole_model(tiny_config("granite")))
-    middle = build_stage(description, 1, 3, is_first=False, is_last=False, dtype=torch.float64)
-    last = build_stage(description, 3, 4, is_first=False, is_last=True, dtype=torch.float64)
-    hidden = torch.randn(1, 6, 64, dtype=torch.float64)
-    frozen = [parameter.requires_grad_(False) for parameter in (*middle.parameters(), *last.parameters())]
-    assert frozen and middle(hidden).grad_fn is None and last(hidden).grad_fn is None
-    hidden.requires_grad_()
-    one_layer, two_layers = (
-        build_stage(description, 1, last, is_first=False, is_last=False, dtype=torch.float64) for last in (2, 3)
-    )
-    sizes = [len([*graph_nodes(stage(hidden))]) for stage in (one_layer, two_layers)]
-    assert sizes[1] - 1 == 2 * (sizes[0] - 1), "every node but that of the input belongs to a layer"
-
-
 def test_building_and_running_leave_the_random_state_and_the_default_dtype_alone() -> None:
     config = tiny_config("gpt2")
     torch.manual_seed(5)
@@ -148,21 +112,6 @@ def test_building_and_running_leave_the_random_state_and_the_default_dtype_alone
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
     stage(torch.zeros(1, 4, 64, dtype=torch.bfloat16))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_rotary_tables_stay_in_fp32_and_parameters_have_the_dtype_that_was_asked_for() -> None:
-    """Of Ernie too, whose routers transformers builds in fp32 for every dtype of the model."""
-    expected = dict(whole_model(tiny_config("gemma3_text"), dtype=torch.float32).named_buffers())
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        stage = build_stage(describe(tiny_config("gemma3_text")), 1, 3, is_first=False, is_last=False, dtype=dtype)
-        tables = {name: buffer for name, buffer in stage.named_buffers() if "inv_freq" in name}
-        assert len(tables) == 4 and {parameter.dtype for parameter in stage.parameters()} == {dtype}
-        assert all(
-            table.dtype == torch.float32 and torch.equal(table, expected[name]) for name, table in tables.items()
-        )
-    for dtype in (torch.float32, torch.float64):
-        stage = build_stage(describe(tiny_config("ernie4_5_moe")), 0, 4, is_first=True, is_last=True, dtype=dtype)
-        assert {parameter.dtype for parameter in stage.parameters()} == {dtype}
 
 
 class DtypesOfProducts(TorchFunctionMode):
@@ -179,6 +128,41 @@ class DtypesOfProducts(TorchFunctionMode):
             dtypes = frozenset(tensor.dtype for tensor in tensors if tensor.is_floating_point())
             self.seen.setdefault(func.__name__, set()).add(dtypes)
         return func(*args, **kwargs)
+
+
+class ValuesRead(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*args, **(kwargs or {}))
+
+
+def config_for_a_gpu(name: str) -> transformers.PreTrainedConfig:
+    """Return a config with grouped experts, as on a GPU, and without rotary tables that grow with the sequence."""
+    if name == "llama4_text":
+        chunked = {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 8}
+        config = transformers.Llama4TextConfig(**(GROUPED | chunked))
+    else:
+        config = tiny_config(name, **({"rope_parameters": None} if name == "phi3" else {}))
+    config._experts_implementation = "grouped_mm" if name in EXPERTS else None
+    return config
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, "llama4_text"])
+@pytest.mark.sampled(4)
+def test_no_value_is_read(name: str) -> None:
+    """Or the host would wait for the GPU. On the device "meta" every operation that reads a value fails."""
+    description = describe(config_for_a_gpu(name))
+    for torch_device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        for first, last in ((0, 1), (1, 3), (3, 4)):
+            ends = {"is_first": first == 0, "is_last": last == 4}
+            stage = build_stage(description, first, last, **ends, dtype=dtype, torch_device=torch_device)
+            with ValuesRead() as values:
+                stage(torch.ones(2, 12, 64, dtype=dtype, device=torch_device))
+            assert values.count == 0
 
 
 # first layer, last layer, owns the start, owns the end
@@ -215,24 +199,6 @@ def test_a_result_of_another_dtype_is_refused() -> None:
     initialize(stage, describe(config), seed=0)
     with pytest.raises(InputError, match=r"layers \[0, 2\) of MambaForCausalLM returned \[1, 3, 64\] torch.float32"):
         stage(torch.zeros(1, 3, 64, dtype=torch.bfloat16))
-
-
-def test_attention_is_what_transformers_chooses() -> None:
-    """Expect SDPA if the family supports it (for Gemma 2 this depends on the version), else eager."""
-    for name in ("llama", "gemma2", "gemma3_text"):
-        config = build_stage(describe(tiny_config(name)), 0, 1, is_first=True, is_last=False).whole.config
-        assert config._attn_implementation == whole_model(tiny_config(name)).config._attn_implementation
-        assert name == "gemma2" or config._attn_implementation == "sdpa"
-
-
-def test_dropout_is_allowed_and_draws() -> None:
-    description = describe(tiny_config("gpt2", resid_pdrop=0.5))
-    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    initialize(stage, description, seed=0)
-    hidden = torch.randn(1, 6, 64)
-    assert not torch.equal(stage(hidden), stage(hidden))
-    stage.eval()
-    assert torch.equal(stage(hidden), stage(hidden))
 
 
 def test_ranges_that_make_no_sense() -> None:

@@ -138,22 +138,14 @@ def test_members_read_only_their_experts(name: str, sample, tmp_path, read: dict
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWN)
-def test_experts_are_drawn_by_the_rule_of_the_family(name: str) -> None:
-    config = config_of(name)
-    description = describe(config)
+def test_every_expert_has_a_seed_of_its_own(name: str) -> None:
+    """`test_initialization.py` compares their distribution."""
+    description = describe(config_of(name))
     stage = stage_of(description)
     initialize(stage, description, 0)
-    torch.manual_seed(1)
-    theirs = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
-    for key in fused(description):
-        ours = stage.get_parameter(key)
-        for number, expert in enumerate(ours):
-            assert expert.std().item() == pytest.approx(theirs[key].std().item(), rel=0.1), key
-            assert expert.mean().item() == pytest.approx(theirs[key].mean().item(), abs=0.002), key
-            if theirs[key].any():
-                assert not any(torch.equal(expert, other) for other in ours[:number]), "each has its own seed"
-    layers = [stage.get_parameter(key) for key in fused(description) if key.endswith("down_proj")]
-    assert not any(torch.equal(one, other) for at, one in enumerate(layers) for other in layers[:at])
+    matrices = [stage.get_parameter(key) for key in fused(description) if key.endswith("down_proj")]
+    first_rows = [tuple(expert.flatten()[:8].tolist()) for experts in matrices for expert in experts]
+    assert len(set(first_rows)) == len(first_rows)
 
 
 @pytest.mark.sampled(1)

@@ -79,15 +79,8 @@ def test_seeds_and_names_matter_and_the_number_of_layers_does_not() -> None:
     assert all(torch.equal(shallow[key], weights[key]) for key in shallow)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_values_are_drawn_in_fp32_and_cast(dtype) -> None:
-    description = describe(tiny_config("gpt2"))
-    reference, cast = fresh(description, ()), fresh(description, (1,), dtype=dtype)
-    assert all(torch.equal(reference[key].to(dtype), cast[key]) for key in reference)
-
-
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_the_distribution_is_that_of_transformers(name) -> None:
     """Compare mean and spread of every parameter; from 4000 values the spread is known to a few percent."""
     _, settings = (FAMILIES | EXPERTS)[name]

@@ -71,16 +71,6 @@ def test_what_modules_have_set_is_carried_over(family: str, path: str, value: An
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_changed_window_and_dropout_are_in_the_stages() -> None:
-    model = whole_model(tiny_config("gpt2"), torch.float32)
-    model.transformer.h[2].mlp.dropout.p = 0.25
-    stage = build_stage(describe(model), 2, 4, is_first=False, is_last=True)
-    assert [stage.whole.transformer.h[layer].mlp.dropout.p for layer in (2, 3)] == [0.25, 0.0]
-    model = whole_model(tiny_config("gemma2"))
-    model.model.layers[2].self_attn.sliding_window = 3
-    assert build_stage(describe(model), 2, 3, is_first=False, is_last=False).layers[2].self_attn.sliding_window == 3
-
-
 def test_frequencies_that_have_grown_with_a_sequence_are_carried_over() -> None:
     rotary = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = whole_model(tiny_config("llama", rope_parameters=rotary, max_position_embeddings=16))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
 import torch
-from families import build_stages, loss_and_gradients_in_stages
+from families import build_stages
 from torch import nn
-from torch.nn import functional
 
 from evenpipe.errors import InputError
 from evenpipe.model import (
@@ -18,7 +16,6 @@ from evenpipe.model import (
     disk_tensors,
     fill_parameters,
     fill_rows,
-    gradient_errors,
     head_flops,
     layer_flops,
     self_check,
@@ -36,11 +33,6 @@ class Block(nn.Module):
         return hidden + torch.tanh(self.mix(hidden)) * self.scale
 
 
-class Scaled(nn.Embedding):
-    def forward(self, ids):
-        return super().forward(ids) * 3.0
-
-
 def parts(tied: bool = False, norm: bool = True, embedding_class=nn.Embedding):
     torch.manual_seed(0)
     embedding = embedding_class(31, 8, padding_idx=3).double()
@@ -48,23 +40,6 @@ def parts(tied: bool = False, norm: bool = True, embedding_class=nn.Embedding):
     if tied:
         head.weight = embedding.weight
     return embedding, [Block(8).double() for _ in range(4)], nn.LayerNorm(8).double() if norm else None, head
-
-
-def test_stages_equal_the_modules() -> None:
-    for cuts, tied, embedding_class in itertools.product([(), (1, 3), (0, 4), (2,)], (0, 1), (nn.Embedding, Scaled)):
-        embedding, layers, norm, head = parts(bool(tied), embedding_class=embedding_class)
-        description = describe_modules(embedding, layers, norm, head)
-        tokens, labels = torch.randint(0, 31, (2, 6)), torch.randint(0, 31, (2, 6))
-        tokens[0, 2] = 3
-        hidden = embedding(tokens)
-        for layer in layers:
-            hidden = layer(hidden)
-        expected = functional.cross_entropy(head(norm(hidden)).flatten(0, 1), labels.flatten())
-        expected.backward()
-        wanted = {name: parameter.grad for name, parameter in description.model.named_parameters()}
-        loss, gradients = loss_and_gradients_in_stages(description, cuts, tokens, labels)
-        assert loss == expected.item() and gradients.keys() == wanted.keys()
-        assert max(gradient_errors(gradients, wanted).values()) < 1e-15
 
 
 def test_names_and_facts() -> None:
@@ -133,15 +108,6 @@ def test_modules_return_what_they_receive() -> None:
         sentence += " for hidden states [1, 2, 8] torch.float32: shape and dtype have to stay the same"
         with pytest.raises(InputError, match=re.escape(sentence)):
             stage(torch.zeros(1, 2, 8))
-
-
-def test_returns_are_checked_on_the_first_call_only(monkeypatch) -> None:
-    calls = []
-    monkeypatch.setattr("evenpipe.model.modules.check_returned", lambda what, *_: calls.append(what))
-    stage = build_stage(describe_modules(*parts()), 1, 4, is_first=False, is_last=True, compute_dtype=torch.bfloat16)
-    for _ in range(3):
-        stage(torch.zeros(1, 2, 8))
-    assert calls == ["Layer 1", "Layer 2", "Layer 3", "The norm"]
 
 
 class WithMore(nn.Embedding):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from families import tiny_config
 from transformers import DeepseekV3Config, LlamaConfig
 
-from evenpipe.model import RowWork, describe, layer_flops, slice_ends
-from evenpipe.model.context_exchange import choose, heads_divide
+from evenpipe.model import RowWork, describe, slice_ends
+from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import TRANSFERS, ExpertRows
-from evenpipe.model.flops import attention_of
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
@@ -38,15 +35,6 @@ def test_closed_form() -> None:
         assert work.attention(tokens) == pytest.approx(counted(work, tokens) - work.per_token * tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_of_a_model(family: str) -> None:
-    description = describe(tiny_config(family))
-    work = RowWork.of(description)
-    matrices = sum(layer_flops(description, 1)) - work.attention(1)
-    assert work.per_token == pytest.approx(matrices)
-    assert 0 < work.share(16) < work.share(32) < 1
-
-
 def test_slices_have_equal_work_as_far_as_the_multiple_allows() -> None:
     cases = [(96, 4, 1), (96, 3, 8), (64, 8, 8), (4096, 4, 2), (12288, 5, 6), (131072, 16, 4)]
     for work, (length, slices, multiple) in itertools.product(WORKS.values(), cases):
@@ -60,13 +48,6 @@ def test_slices_have_equal_work_as_far_as_the_multiple_allows() -> None:
                 target = work.on(length) * number / slices
                 assert work.on(end - step) < target < work.on(end + step)
     assert slice_ends(WORKS["windows"], 77, 1, 11) == (77,)
-
-
-def test_another_share_of_attention() -> None:
-    work = WORKS["windows"].with_share(0.6, 100)
-    assert work.share(100) == pytest.approx(0.6)
-    assert work.on(100) == pytest.approx(WORKS["windows"].on(100))
-    assert WORKS["no attention"].with_share(0.6, 100) == WORKS["no attention"]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
@@ -118,11 +99,6 @@ def test_latent_attention_exchanges_heads() -> None:
         vocab_size=9, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
     )  # fmt: skip
     assert choose(describe(config), "auto", ranks=2, tensor_ranks=1, slices=1).exchange == "heads"
-
-
-def test_without_heads_nothing_is_exchanged() -> None:
-    none = replace(attention_of(llama(4, 4), 0), heads=0, key_value_size=0)
-    assert heads_divide(none, ranks=2, tensor_ranks=1)
 
 
 # --- members of an expert group --------------------------------------------------------------------------------------

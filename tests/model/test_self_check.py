@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import transformers
@@ -17,10 +15,9 @@ import evenpipe.model.copies as copies_file
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
-from evenpipe.model import build_stage, comparison, describe, self_check
+from evenpipe.model import comparison, describe, self_check
 from evenpipe.model.comparison import contains_cast
 from evenpipe.model.fp64 import InFp64
-from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.small_model import kinds_of_layers, small_model
 from evenpipe.model.structure import layers_of
 
@@ -290,42 +287,7 @@ def test_a_model_of_two_layers_is_checked_with_four() -> None:
     self_check(description)
 
 
-def test_what_differs_from_layer_to_layer_still_does() -> None:
-    config = transformers.AutoConfig.for_model("gemma4_text", num_key_value_heads=4, num_hidden_layers=12)
-    layers = small_copy(config, 12, [0, 1, 2, 5], **STEPS[0]).per_layer_config
-    narrow, wide = layers[0].head_dim, layers[3].head_dim
-    assert [layer.head_dim for layer in layers] == [narrow] * 3 + [wide] and wide == 2 * narrow
-    assert [layer.head_dim for layer in config.per_layer_config] == ([256] * 5 + [512]) * 2
-
-
-FOUR = (32, range(4))
-
-
-def test_multipliers_are_moved_and_dropouts_removed() -> None:
-    granite = small_copy(transformers.GraniteConfig(attention_dropout=0.3), *FOUR, **STEPS[0])
-    moved = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
-    assert all(getattr(granite, name) != 1.0 for name in moved) and granite.attention_dropout == 0.0
-    gemma = small_copy(transformers.Gemma2Config(), *FOUR, **STEPS[0])
-    assert gemma.final_logit_softcapping == gemma.attn_logit_softcapping == 3.0
-    assert gemma.query_pre_attn_scalar not in (256, gemma.head_dim)
-    kept = small_copy(transformers.GraniteConfig(), *FOUR, **STEPS[1])
-    assert all(getattr(kept, name) == 1.0 for name in moved)
-
-
-@pytest.mark.slow
-def test_the_check_does_not_change_what_is_built_afterwards() -> None:
-    description = describe(tiny_config("gemma3_text"))
-
-    def buffers() -> dict[str, torch.Tensor]:
-        return dict(build_stage(description, 0, 2, is_first=True, is_last=False).named_buffers())
-
-    before = {name: buffer.clone() for name, buffer in buffers().items()}
-    self_check(description)
-    after = buffers()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-# --- its arithmetic: what asks for fp32 gets fp64, on the thread that is in the context ------------------------------
+# --- its arithmetic: what asks for fp32 gets fp64 --------------------------------------------------------------------
 
 
 def test_what_asks_for_fp32_gets_fp64() -> None:
@@ -344,19 +306,6 @@ def test_what_asks_for_fp32_gets_fp64() -> None:
         assert wide.to(torch.bfloat16).dtype == torch.bfloat16
     assert {one.dtype for one in results} == {torch.float64}
     assert wide.float().dtype == torch.float32
-
-
-def test_it_holds_for_one_thread_and_can_be_nested() -> None:
-    seen = []
-    with InFp64():
-        with InFp64():
-            pass
-        thread = threading.Thread(target=lambda: seen.append((InFp64.is_entered(), torch.ones(1).float().dtype)))
-        thread.start()
-        thread.join()
-        assert InFp64.is_entered()
-    assert not InFp64.is_entered()
-    assert seen == [(False, torch.float32)]
 
 
 def test_a_family_that_always_computes_its_norms_in_fp32_does_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.model.placement import Box, Cut, TensorPlacement
+from evenpipe.model.placement import Cut, TensorPlacement
 
 SIZES = {"pp": 3, "dp": 2, "tp": 2, "ep": 2, "edp": 3}
 PHI_3_ROWS = (8, 2, 2)
@@ -77,29 +77,6 @@ def chunked(whole: Tensor, cut: Cut) -> Tensor:
     """torch gives fewer parts than asked for if some would be empty."""
     parts = whole.chunk(cut.parts, cut.dimension)
     return parts[cut.part] if cut.part < len(parts) else whole.narrow(cut.dimension, whole.shape[cut.dimension], 0)
-
-
-def test_an_interleaved_part_is_several_boxes() -> None:
-    at = dict.fromkeys(SIZES, 0) | {"tp": 1}
-    packed = TensorPlacement((12, 3), (cut(at, "tp", segments=PHI_3_ROWS),))
-    assert packed.local_shape == (6, 3)
-    assert packed.ranges(0) == [range(4, 8), range(9, 10), range(11, 12)]
-    assert list(packed.boxes()) == [
-        Box((slice(4, 8), slice(0, 3)), (slice(0, 4), slice(0, 3))),
-        Box((slice(9, 10), slice(0, 3)), (slice(4, 5), slice(0, 3))),
-        Box((slice(11, 12), slice(0, 3)), (slice(5, 6), slice(0, 3))),
-    ]
-    sharded = TensorPlacement((12, 3), (*packed.cuts, cut(at | {"dp": 1}, "dp")))
-    assert sharded.ranges(0) == [range(7, 8), range(9, 10), range(11, 12)]
-    with pytest.raises(AssertionError, match="of 13 entries"):
-        TensorPlacement((13, 3), packed.cuts).ranges(0)
-
-
-def test_an_empty_part_stands_where_it_would_begin() -> None:
-    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 3, 4),)).boxes()
-    assert (box.offsets, box.sizes) == ([9, 0], [0, 2])
-    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 1, 3), Cut(("dp",), 3, 4))).boxes()
-    assert (box.offsets, box.sizes) == ([6, 0], [0, 2])
 
 
 def test_state_is_cut_like_its_parameter_where_it_fits() -> None:
