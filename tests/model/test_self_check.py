@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
-from families import COMMON, EXPERTS, FAMILIES, tiny_config, whole_model
+from families import COMMON, EXPERTS, FAMILIES, GROUPED, tiny_config, whole_model
 from torch import nn
+from transformers.models.mixtral import modeling_mixtral
 
 import evenpipe.model.copies as copies_file
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import split_once
-from evenpipe.model import comparison, describe, self_check
+from evenpipe.model import RouterLoss, comparison, describe, self_check
 from evenpipe.model.comparison import contains_cast
 from evenpipe.model.fp64 import InFp64
 from evenpipe.model.small_model import kinds_of_layers, small_model
@@ -287,30 +290,91 @@ def test_a_model_of_two_layers_is_checked_with_four() -> None:
     self_check(description)
 
 
-# --- its arithmetic: what asks for fp32 gets fp64 --------------------------------------------------------------------
+# --- the loss of routers ----------------------------------------------------------------------------------------------
+
+LARGE = 0.5
+WITHOUT = {"deepseek_v3": "transformers computes no loss of its routers"}
+WITH = [name for name in EXPERTS if name not in WITHOUT]
+
+# family -> experts, choices
+NUMBERS = {"mixtral": (4, 2), "qwen3_moe": (5, 2), "olmoe": (6, 3), "gpt_oss": (4, 2), "ernie4_5_moe": (4, 2)}
 
 
-def test_what_asks_for_fp32_gets_fp64() -> None:
-    wide = torch.rand(2, dtype=torch.float64)
+def with_loss(name: str, **changes):
+    return tiny_config(name, output_router_logits=True, router_aux_loss_coef=LARGE, **changes)
+
+
+def test_its_numbers_are_read_from_the_forward(sample) -> None:
+    for name, numbers in sample(NUMBERS.items(), 3):
+        assert describe(with_loss(name)).router_loss == RouterLoss(LARGE, *numbers)
+        assert describe(tiny_config(name)).router_loss is None, "transformers does not add it unless asked"
+
+
+class AndSomethingElse(transformers.MixtralForCausalLM):
+    def forward(self, input_ids=None, labels=None, **arguments):
+        return super().forward(input_ids=input_ids, labels=labels, **arguments)
+
+
+DOGE = {**GROUPED, "is_moe": True, "num_experts": 16, "output_router_logits": True}
+OTHER_LOSSES = [
+    *((functools.partial(with_loss, name), sentence) for name, sentence in WITHOUT.items()),
+    (
+        lambda: transformers.LlamaConfig(num_hidden_layers=2, output_router_logits=True),
+        "output_router_logits = true asks for a loss that LlamaForCausalLM cannot",
+    ),
+    # routers that choose among products of two sets of keys
+    (
+        lambda: transformers.DogeConfig(**DOGE),
+        "DogeForCausalLM cannot be trained with: its loss of the routers is another",
+    ),
+    (lambda: AndSomethingElse(with_loss("mixtral")), "asks for a loss that AndSomethingElse cannot be trained with"),
+]
+
+
+def test_other_losses_are_refused(monkeypatch) -> None:
+    for source, sentence in OTHER_LOSSES:
+        with pytest.raises(InputError, match=sentence):
+            describe(source())
+    right = modeling_mixtral.load_balancing_loss_func
+    squared = functools.wraps(right)(lambda *arguments: right(*arguments) ** 2)
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", squared)
+    with pytest.raises(InputError, match="cannot be trained with: its loss of the routers is another than Mixtral's"):
+        describe(with_loss("mixtral"))
+
+
+def record_without_graph(relay, index, module, args, output) -> None:
+    """Compute the right value, but without gradients for the routers."""
+    if relay.router_logits is not None:
+        relay.router_logits.append(output[index].detach())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", WITH)
+def test_the_self_check_covers_it(name, monkeypatch) -> None:
+    """`tests/fuzz` compares it over processes."""
+    description = describe(tiny_config(name, output_router_logits=True))  # transformers' own small coefficient
+    self_check(description)
+    monkeypatch.setattr(stage_file.Relay, "record_router", record_without_graph)
+    with pytest.raises(InputError, match=r"differs from the whole in the gradient of \S+"):
+        self_check(description)
+
+
+# --- its arithmetic ---------------------------------------------------------------------------------------------------
+
+WITHOUT_CASTS = {"gpt_neox", "starcoder2", "gpt2", "phi", "phimoe"}
+"""Families that compute all in the dtype of their parameters."""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", sorted((FAMILIES | EXPERTS).keys() - {"ernie4_5_moe"}))
+def test_what_asks_for_fp32_gets_fp64(name) -> None:
+    """Norms, softmax and routers: `x.float()`, and fp32 as an argument of any function. Ernie's routers are in fp32."""
+    tokens, model = torch.arange(6).view(2, 3), whole_model(tiny_config(name))
+
+    def casts() -> bool:
+        return contains_cast(model(input_ids=tokens, use_cache=False).logits.sum())
+
+    assert casts() is (name not in WITHOUT_CASTS)
     with InFp64():
-        results = [
-            wide.float(),
-            wide.to(torch.float32),
-            wide.to(dtype=torch.float),
-            wide.type(torch.float32),
-            torch.softmax(wide, 0, dtype=torch.float32),
-            nn.functional.softmax(wide, dim=0, dtype=torch.float32),
-            torch.zeros(2, dtype=torch.float32),
-            nn.Linear(2, 2, dtype=torch.float32).weight,
-        ]
-        assert wide.to(torch.bfloat16).dtype == torch.bfloat16
-    assert {one.dtype for one in results} == {torch.float64}
-    assert wide.float().dtype == torch.float32
-
-
-def test_a_family_that_always_computes_its_norms_in_fp32_does_not() -> None:
-    tokens = torch.arange(6).view(2, 3)
-    model = whole_model(tiny_config("gemma2"))
-    assert contains_cast(model(input_ids=tokens, use_cache=False).logits.sum())
-    with InFp64():
-        assert not contains_cast(model(input_ids=tokens, use_cache=False).logits.sum())
+        assert not casts()
+    assert casts() is (name not in WITHOUT_CASTS)

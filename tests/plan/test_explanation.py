@@ -1,8 +1,10 @@
-"""What `evenpipe explain` says about a model: against arithmetic by hand, and against the planner."""
+"""What `evenpipe explain` says about a model: against arithmetic by hand, and against the planner; models as people
+train them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import planned_problems
 import pytest
 from planned_problems import MODELS
 
-from evenpipe.cli.main import COMMANDS, _module
+from evenpipe.cli.main import COMMANDS, _module, main
 from evenpipe.errors import InputError
 from evenpipe.plan.explanation import Explanation, explain
 from evenpipe.plan.problem import Problem
@@ -122,8 +124,10 @@ def test_the_picture_has_both_ways_on_one_axis_in_seconds() -> None:
     assert usual.busy[-1] == pytest.approx(8 * found.usual.busy[-1], rel=1e-6)
 
 
-def test_the_commands_to_go_on_with_are_commands() -> None:
-    found = explain(problem(LLAMA_3_8B, 4), "folder/with model", pp=4)
+def test_it_says_what_it_does_and_the_commands_to_go_on_with_are_commands() -> None:
+    lines: list[str] = []
+    found = explain(problem(LLAMA_3_8B, 4), "folder/with model", pp=4, progress=lines.append)
+    assert "alternative 1 of 9: 1f1b, first-last" in lines and "alternative 9 of 9: v-half, vocab-2, free" in lines
     for command in found.commands():
         program, name, *arguments = shlex.split(command)
         assert program == "evenpipe"
@@ -150,3 +154,35 @@ def test_layers_that_other_frameworks_do_not_cut_in_a_known_way_are_refused() ->
     asked = problem(MODELS / "gpt-oss-120b.json", 64, kernels="megatron")
     with pytest.raises(InputError, match="model_type: 'gpt_oss' has layers that are not known in closed form"):
         explain(asked, "gpt-oss", pp=8, tp=8)
+
+
+# --- dense models, mixtures, models with windows, state spaces or pictures ------------------------------------------
+
+PIPELINE = ["--pp", "8", "--sequence", "4096", "--json"]
+OPTIONS = {
+    "estimate": ["--hardware", "H100-80G", "--model"],
+    "plan": [
+        *("--gpus", "64", "--batch", "256", "--tp", "1", "--cp", "1", "--zero", "1", "--microbatch-size", "1"),
+        *("--no-cache", "--model"),
+    ],
+    "explain": ["--gpus", "64", "--tp", "1"],
+}
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("command", OPTIONS)
+@pytest.mark.slow
+def test_a_command_answers(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([command, *PIPELINE, *OPTIONS[command], str(path)])
+    out, err = capsys.readouterr()
+    if code == 2:  # it says in a sentence what is missing
+        assert out == "" and err.startswith("evenpipe: error: ") and "expected" in err and err.count("\n") == 1, err
+        return
+    found = json.loads(out)
+    if command == "estimate":
+        assert found["verdict"] in ("fits", "at risk", "does not fit") and len(found["devices"]) == 8
+    elif command == "plan":
+        assert code == (0 if found["plans"] else 1)
+        assert found["plans"] or "nearest" in found
+    else:
+        assert code == 0 and found["others"] and found["next"]

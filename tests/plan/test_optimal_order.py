@@ -106,8 +106,7 @@ def test_what_is_known_to_be_best_is_found(placement, microbatches, split, limit
         memory_limit=(limit,) * placement.devices,
     )
     result = search(problem, seconds=60)
-    assert result is not None
-    assert result.proved
+    assert result is not None and result.proved
     assert result.timeline.bubble == pytest.approx(bubble)
     assert result.named[0].value == pytest.approx(result.value)
 
@@ -121,8 +120,7 @@ def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(barriers: 
     )
     named = named_orders(problem)
     solution = solve(problem, hint=named[0].order, seconds=5)
-    assert solution.order is not None
-    assert solution.exact
+    assert solution.order is not None and solution.exact
     assert check_order(solution.order).ok
     assert solution.order.barriers == barriers
     value = problem.value(time_order(solution.order, problem.costs))
@@ -148,10 +146,8 @@ def test_a_search_that_ends_gives_the_same_order_again() -> None:
 
 def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing() -> None:
     result = search(order_problem_of(devices=2, microbatches=2, placement="1,0,0"), seconds=30)
-    assert result is not None
-    assert result.named == ()
-    assert result.source == "search"
-    assert result.proved
+    assert result is not None and result.proved
+    assert (result.named, result.source) == ((), "search")
     assert "no named schedule" in result.text()
 
 

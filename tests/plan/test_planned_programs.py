@@ -14,7 +14,7 @@ from evenpipe.costs.timed_model import OURS, arranging_model
 from evenpipe.model import RowWork, slice_ends
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.evaluation import evaluate, least_work, timed, work_of
+from evenpipe.plan.evaluation import evaluate, least_work, work_of
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.programs import extended, short_steps
 from evenpipe.plan.space import Space
@@ -142,14 +142,6 @@ def test_slices_are_timed_with_the_cut_points_of_the_runtime(long: Problem) -> N
     assert max(forwards) / min(forwards) < 1.1, "slices take equal time, not equal length"
     assert max(costs.slices["tokens"]) / min(costs.slices["tokens"]) > 1.3
     assert work_of(program_of(long, one, one.steps[0]), costs) == pytest.approx(least_work(long, one))
-
-
-def test_slices_shorten_the_bubble_by_their_number(long: Problem) -> None:
-    """1F1B: (p - 1) / (n m) of the ideal step."""
-    rates = [timed(long, configuration(long, "1f1b", "vocab-2", 4, slices=n)).bubble_rate for n in (1, 4)]
-    assert rates[1] < 0.5 * rates[0]
-    ends = [timed(long, configuration(long, "1f1b", "first-last", 4, slices=n)).seconds for n in (1, 4)]
-    assert ends[1] < ends[0]
 
 
 def test_written_plans_say_how_sequences_are_cut(long: Problem) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,7 @@ NUMBERS = {
 
 
 def test_all_published_rows_are_there() -> None:
-    found: dict[str, int] = {}
-    for row in rows():
-        found[row.group] = found.get(row.group, 0) + 1
-    assert found == NUMBERS
+    assert Counter(row.group for row in rows()) == NUMBERS
 
 
 @pytest.fixture(scope="module")

@@ -133,6 +133,23 @@ def test_ctrl_c_gives_what_was_found(small: Problem, big: bool, moment: str, mon
     assert values["layouts_left"] + values["configurations_left"] == found.left
 
 
+def test_a_second_ctrl_c_leaves_the_best_plan_unchecked(small: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_big(monkeypatch)
+    checking: list[Found] = []
+
+    def press(found: Found) -> None:
+        if found.ended:
+            checking.append(found)
+        if found.best is not None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SearchInterrupted) as ending:
+        search(small, progress=press)
+    found = ending.value.found()
+    assert checking and found.ended == "interrupt" and found.best is not None and found.best.fits
+    assert "checking best step" in progress_text(checking[0])
+
+
 def test_ctrl_c_is_ctrl_c_for_those_who_do_not_ask(small: Problem) -> None:
     """Such as the searches for what would fit, whose answers would be wrong."""
     nothing = search(replace(small, memory_bytes=4 * 2**30, known={}))
