@@ -18,8 +18,9 @@ from evenpipe.memory.estimate import estimate
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.replay import OPTIMIZER_STEP, Replay
 from evenpipe.memory.states import SINGLE, Dtypes
-from evenpipe.memory.walk import walk
+from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
 from evenpipe.model import describe
+from evenpipe.runtime import values
 from evenpipe.schedule import Order, Pass, Placement, plan_program
 
 NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
@@ -69,6 +70,10 @@ def test_what_waits_for_W_or_for_barriers_counts_as_well(p: int, m: int) -> None
     for mode, more in (("vocab-2", 1), ("vocab-1", 2)):
         assert peaks("1f1b", p, m, stored, mode) == [p - i + more for i in range(p)]
     assert max(peaks("1f1b", p, m, stored, "interlaced")) == 3 * p // 2
+
+
+def test_the_bound_of_sends_is_that_of_the_runtime() -> None:
+    assert SENDS_IN_FLIGHT == values.SENDS_IN_FLIGHT
 
 
 def test_the_step_of_the_optimizer_may_be_what_binds() -> None:
@@ -143,14 +148,8 @@ CASES = [
 @pytest.mark.sampled(2)
 def test_every_item_of_a_real_step_holds_what_is_estimated(case: Case) -> None:
     """To the byte, but for scalars of the loss: the second step, after AdamW's and without gradients."""
-    recipe = Recipe.of(
-        pp=1,
-        schedule=order_of(case),
-        vocabulary=case.mode,
-        microbatches=3,
-        sequence_length=48,
-        checkpointing=case.checkpointing,
-    )
+    options = {"schedule": order_of(case), "vocabulary": case.mode, "checkpointing": case.checkpointing}
+    recipe = Recipe.of(pp=1, microbatches=3, sequence_length=48, **options)
     # Without a token for padding, whose mask of a few bytes is not estimated.
     model, dtypes = tiny_config("llama", pad_token_id=None), Dtypes(compute="bf16") if case.bf16 else SINGLE
     pipeline = Pipeline(model, recipe=recipe, compute_dtype=torch.bfloat16 if case.bf16 else None, self_check=False)
