@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,7 @@ TRACE = {
     "costs": None,
     "devices": [DEVICE],
 }
-MANY = "9" * 5000
-HEX = "0x" + "f" * 5000
-DEEP = "[" * 500 + "]" * 500
 ESCAPE = "\x1b[31m"
-BINARY = b"\x7fELF\x00\x01" + bytes(range(256))
 HARDWARE = hardware_to_toml(KNOWN["H100-80G"])
 
 
@@ -84,51 +80,32 @@ CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
         ("", "bad.csv", "the file is empty"),
         (bytes(range(256)), "bad.csv", "not UTF-8 at byte 128"),
         ("0F0\x1b]0;title\x07,0B0\n", "row 1, column 1", "'0F0\\x1b]0;title\\x07' is not a pass"),
-        ("(" + ";".join(["0F0"] * 3000) + ")OVERLAP_F_X\n", "row 1, column 1", "...' is not a pass"),
-        ("0F0,0F1\n1F0,1B0,1Q1\n", "bad.csv: row 2, column 3 (device 1, position 2): '1Q1' is not a pass"),
     ],
     f"check {ESCAPE}.csv": [("0X0\n", "\\x1b[31m.csv: row 1")],
     "simulate --schedule bad.csv": [("0F0,0B0,0B0\n1F0,1B0,1B0\n", "bad.csv: the schedule has", "faults")],
-    "train config.toml pipeline.schedule=bad.csv": [
-        ("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", "1 fault"),
-        ("0F0,0F1\n1F0,1F1\n", "only evaluates"),
-    ],
+    "train config.toml pipeline.schedule=bad.csv": [("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", "1 fault")],
     f"{SIMULATE} --costs bad.toml": [
         ("", "bad.toml", "F is missing"),
-        (BINARY, "bad.toml is not UTF-8"),
         ("F = = 1\n", "bad.toml is not TOML", "line 1"),
-        (f"F = {HEX}\nB = 2\n", "bad.toml contains a whole number beyond 64 bits", "too large to show"),
         ("F = 1\nB = -2\n", "bad.toml", "B must be a finite number of at least 0", "-2"),
-        ('F = 1\nB = 2\n"\\u001b[31m" = 3\n', "unknown key", "\\x1b[31m"),
-        ("F = 1\nB = 2\n[links]\np2p = 3\n", "links.p2p must be a table", "3"),
         ('F = 1\nB = 2\n[links]\n"F:0-1" = {latency = 1}\n', "links: unknown key 'F:0-1', did you mean F:0>1?"),
     ],
     f"{SIMULATE} --costs bad.json": [
         ("", "bad.json is not JSON"),
-        (BINARY, "bad.json is not UTF-8"),
         ('{"F": 1, "B": "\\ud800"}', "bad.json", "an invalid character", "\\ud800"),
-        ("[1, 2]", "bad.json", "must be a table"),
-        ('{"F": NaN, "B": 1}', "F must be a finite number"),
-        (json.dumps({"F": 1, "B": ["x"] * 100_000}), "B[0] must be a finite number", "'x'"),
     ],
     "draw bad.json": [
         ("", "bad.json is not JSON"),
-        (BINARY, "bad.json is not UTF-8"),
         (device(end=1.7e308), "devices[0] has the time 1.7e+308, expected seconds"),
-        (device(start="now"), "devices[0] has the time 'now'"),
         (device(row=["0F0"]), "row is ['0F0'], expected a text"),
-        (device(passes=[["0F0", 0, 1, 0]]), "devices[0].passes are not the passes of devices[0].row"),
         (device(passes=[[["0F0"], 0, 1, 0]]), "devices[0].passes[0] is [['0F0'], 0, 1, 0]"),
-        (device(clock=3), "devices[0].clock is 3, expected a table"),
         (traced(placement=[0] * 5000), "placement has 5000 stages, but the rows have only 2"),
         (traced(placement=["0"]), "placement is ['0'], expected the device of each stage"),
         (
             device(row="0F0,0SEND_F0,0B0", transfers=[["0SEND_F0", 1, 1, None]]),
             "transfers[0] is '0SEND_F0', a transfer that no pass of this placement needs",
         ),
-        (traced(about=[1]), "about is [1], expected a table"),
         (traced(devices=[], placement=[]), "bad.json"),
-        (traced(about={"schedule": "\ud800"}), "an invalid character"),
     ],
     "profile --from bad.json": [(device(end=1.7e308), "bad.json: devices[0] has the time 1.7e+308")],
     "profile -o kept.toml --from bad.json": [("", "bad.json is not JSON")],
@@ -136,25 +113,20 @@ CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
         (HARDWARE.replace('name = "H100-80G"', "name = [1]"), "hardware: name is [1], expected a text"),
         (HARDWARE.replace('torch_device = "cuda"', 'torch_device = "tpu"'), "torch_device is 'tpu'"),
         (HARDWARE.replace("units = 1\n", "units = 1e300\n"), "units is 1e+300, expected a number above 0"),
-        (HARDWARE.replace("units = 1\n", "units = 0\n"), "units is 0, expected a number above 0"),
         (HARDWARE.replace("[peak_flops]", "[peaks]"), "unknown key 'peaks', did you mean peak_flops"),
     ],
     "estimate --model bad.json": [
         ("", "bad.json"),
-        ("{", "bad.json"),
         (json.dumps({"model_type": "lama"}), "'bad.json'", "model type `lama`"),
     ],
     "init --data bad.txt": [("", '--data is "bad.txt"', "empty; expected text")],
     "train bad.toml": [
         ("", "model needs either source or architecture"),
-        (BINARY, "bad.toml", "not UTF-8"),
-        (TOML.replace("= 300", f"= {MANY}"), "bad.toml", "is not TOML", "thousands of digits"),
         (TOML + '"a\\u001b[31m\\nb" = 1\n', "output.a\\x1b[31m\\nb is no field"),
     ],
     "train config.toml pipeline.costs=bad.toml": [("", "bad.toml", "F is missing")],
 }
 
-LONG = "x" * 300
 ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     # beginning of the command: its other arguments, words of the sentence
     "": [
@@ -171,82 +143,53 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         (".", ". cannot be read", "Is a directory"),
         ("''", "the name of a file is empty"),
         ("'a\nb.csv'", "a\\nb.csv cannot be read", "No such file"),
-        (f"{LONG}.csv", "cannot be read", "too long"),
         ("\udcff.csv", "'\\udcff.csv' is not UTF-8"),
         ("a\0b.csv", "'a\\x00b.csv'", "contains NUL"),
         (f"order.csv --{ESCAPE}", "has no argument --\\x1b[31m"),
-        ("vocabulary.csv --costs costs.toml", "is missing, but the order has"),
     ],
     "simulate": [
-        (f"--schedule {ESCAPE}", "'\\x1b[31m' is unknown"),
         ("--schedule zvb", "schedule 'zvb' is unknown, did you mean 'zbv'?", "Accepted: gpipe, 1f1b"),
-        ("--schedule nowhere.csv", "nowhere.csv cannot be read", "No such file"),
         ("--schedule costs.json", "'costs.json' is not the name of a schedule", "must end in .csv"),
         ("--schedule order.csv --devices 3", "'order.csv' is for 2 devices", "not 3"),
         ("--schedule transfers.csv --vocabulary vocab-1", "transfers.csv", "has transfers"),
         ("--schedule 1f1b", "devices: not given", "at least 1"),
-        ("--schedule 1f1b --devices 4", "microbatches", "not given"),
         ("--schedule 1f1b --devices 1000000000 --microbatches 2", "2000000000", "too many to simulate"),
     ],
     "simulate --devices 2 --microbatches 2": [
         ("", "--schedule"),
-        ("--compare 1f1b,zb", "'zb' is unknown"),
-        ("--compare 1f1b,zbv --group-size 2", "none of 1f1b, zbv has this option"),
         ("--compare 1f1b,zbv --sort x", "--sort: invalid choice: 'x'", "choose from", "--help"),
         ("--schedule 1f1b,zbv", "takes one schedule", "use --compare 1f1b,zbv for several"),
-        ("--schedule zbv --stages-per-device 4", "'zbv' has 2 stages per device, not 4"),
-        ("--schedule gis --stages-per-device 0", "stages_per_device", "at least 1"),
-        ("--schedule looped-bfs --group-size 2", "its options: stages_per_device"),
-        ("--schedule zb-h1 --costs costs.toml", "is missing, but the order has"),
         ("--schedule dualpipe-v --slices 2", "must be passes of their own"),
     ],
     SIMULATE: [
         ("--microbatches 0", "microbatches", "at least 1", "0"),
-        ("--stages-per-device 2", "'1f1b' has 1 stage per device, not 2"),
         ("--memory-limit many", "--memory-limit is 'many'", "number"),
-        ("--memory-limit 0", "memory_limit", "above 0"),
         ("--vocabulary vocab-3", "'vocab-3' is unknown, did you mean 'vocab-2'?", "Accepted: first-last"),
         ("--vocabulary ,", "--vocabulary is ','", "vocab-2"),
-        ("--vocabulary vocab-2 --costs costs.toml", "costs: ", " is missing, but the order has "),
         ("--sort step", "--sort is given, but there is only one schedule", "--compare"),
-        ("--offload some", "offload: 'some', expected one of scheduled, none, free, all"),
-        ("--offload nan", "offload", "nan"),
-        ("--slices 0", "slices must be", "at least 1, not 0"),
         ("--edges 0-1", "'0-1' is not an edge"),
-        ("--costs config.toml", "unknown key 'model'", "Accepted: F, B"),
-        ("--costs .", ". cannot be read: Is a directory"),
     ],
     "draw": [
         ("nowhere.json", "nowhere.json cannot be read"),
-        ("--schedule nowhere.txt", "'nowhere.txt' is not the name of a schedule", "must end in .csv"),
         ("trace.json --unit-seconds 1e308", "--unit-seconds is 1e+308", "1e+100"),
-        ("trace.json --unit-seconds nan", "--unit-seconds is nan"),
         ("trace.json --devices 2", "--devices is given", "leave one of them out"),
         ("trace.json --reshard", "--reshard is given", "leave one of them out"),
-        ("trace.json --data-parallel shard", "--data-parallel is given", "leave one of them out"),
     ],
     "draw --schedule 1f1b --devices 2 --microbatches 2": [
         ("-o /proc/x.svg", "/proc/x.svg cannot be written"),
-        ("-o /dev/null/x.svg", "there is no folder '/dev/null'"),
         ("-o folder.svg", "folder.svg cannot be written", "Is a directory"),
-        (f"-o {LONG}.svg", "cannot be written", "too long"),
         (f"-o {ESCAPE}/x.svg", "there is no folder '\\x1b[31m'"),
         ("-o x.pdf", "'x.pdf' cannot be drawn", ".html", ".svg", ".png", ".json"),
         ("-o kept.svg --costs nowhere.toml", "nowhere.toml cannot be read"),
     ],
     "search --devices 2 --microbatches 2": [
         ("-o 'a\nb.txt'", "'a\\nb.txt'", "must end in .csv"),
-        ("-o nowhere/best.csv", "there is no folder 'nowhere'"),
         ("--placement y", "placement is 'y', expected linear, looped, v"),
-        ("--placement 0,5", "stage 1 is placed on device 5", "devices are 0 to 1"),
         ("--placement v --stages-per-device 3", "placement 'v' has 2 stages per device, not 3"),
-        ("--memory-limit -1", "memory_limit", "above 0"),
         ("--seconds 0", "seconds", "above 0"),
-        ("--microbatches 0", "microbatches", "at least 1"),
         ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "4800 passes"),
     ],
     "estimate --model": [
-        (f"{ESCAPE}.json", "'\\x1b[31m.json'", "no such file"),
         ("nowhere.json", "the model is 'nowhere.json', but there is no such file"),
         ("nowhere/x", "model = 'nowhere/x' is neither a folder", "nor a model that the hub"),
         ("empty", "model = 'empty' is neither a folder with a config.json"),
@@ -254,47 +197,29 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     "estimate --model model.json": [
         ("--gpu-memory 1000000000000000000000000000000B", "--gpu-memory", "less than 8 EiB"),
         ("--gpu-memory 80", "--gpu-memory is '80', which has no unit, expected a number and a unit", "as in 80GiB"),
-        ("--memory-limit nan", "memory_limit", "nan"),
-        ("--schedule 1f1c", "schedule '1f1c' is unknown, did you mean '1f1b'"),
-        ("--kernels fuse", "kernels is 'fuse', expected one of transformers, fused"),
-        ("--checkpointing all", "checkpointing: 'all', expected one of"),
         ("--sequence 0", "sequence is 0, expected a whole number of at least 1"),
-        ("--sequence 64 --cp 3", "sequence is 64, expected a multiple of cp = 3"),
-        ("--traced --cp 2 --kernels megatron", "traced: with cp = 2", "expected 1"),
-        ("--dp 0", "dp is 0, expected a whole number of at least 1"),
         ("--pp 33", "33 with 33 stages, but the model has 4 layers"),
-        ("--pp 1000000000", "too many to simulate"),
         ("--zero 4", "--zero: invalid choice: 4", "choose from 0, 1, 2, 3"),
         ("--layers-per-stage a", "--layers-per-stage is 'a', expected whole numbers such as 1,2,4"),
-        ("--layers-per-stage 1,2", "layers_per_stage: [1, 2]", "add up to the model's 4 layers"),
         ("-o x.pdf", "--output is 'x.pdf', but the name of the picture must end in .svg"),
-        ("-o text.txt/x.svg", "there is no folder 'text.txt'"),
         ("--gpus 8", "estimate has no argument --gpus, did you mean --"),
     ],
     "explain": [
         ("model.json --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
-        ("model.json --gpus 1", "gpus is 1, expected at least 2"),
         ("model.json --gpus 1000000000", "--gpus is 1000000000", "at most 100000"),
     ],
     "explain model.json --gpus 4": [
-        (f"--hardware {ESCAPE}", "hardware '\\x1b[31m' is unknown"),
         ("--hardware H100", "hardware 'H100' is unknown, did you mean 'H100-80G'?"),
-        (f"--gpu-memory {'9' * 400}GiB", "--gpu-memory", "less than 8 EiB"),
-        ("--gpu-memory 80", "80"),
         ("--tp 3", "tp"),
-        ("--kernels fast", "kernels is 'fast', expected one of"),
         ("-o picture.pdf", "picture.pdf"),
     ],
     "plan": [
         ("--model empty --gpus 4", "neither a folder with a config.json nor a model that the hub gives out"),
         ("--model model --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
-        ("--model model --gpus 1000000000", "--gpus is 1000000000", "at most 100000"),
     ],
     "plan --model model --gpus 4 --no-cache --workers 1": [
-        ("--gpu-memory 80", "has no unit"),
         ("--tp two", "--tp is 'two', expected whole numbers such as 1,2,4"),
         ("--vocabulary x", "vocabulary mode 'x' is unknown", "Accepted: first-last"),
-        ("--kernels fast", "kernels is 'fast', expected one of"),
         ("--best 0", "--best is 0, expected at least 1"),
         ("--batch -3", "sequences per step is -3"),
         ("--minutes 0", "--minutes is "),
@@ -305,58 +230,41 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("", "either CONFIG.toml or --from TRACE.json, but neither is given"),
         ("config.toml --steps 0", "steps is 0, expected a whole number of at least 1"),
         ("--hardware --processes 0", "processes is 0, expected at least 1"),
-        ("--from trace.json --processes 2", "--processes needs --hardware"),
-        ("--from trace.json -o x.csv", "'x.csv' cannot be written", "must end in .toml"),
         ("--from trace.json -o /proc/x.toml", "/proc/x.toml cannot be written"),
     ],
     "init": [
-        ("--data nowhere.txt", '--data is "nowhere.txt"', "no such file or folder"),
         ("--data modl.json", '--data is "modl.json", but there is no such file or folder; did you mean "model.json"?'),
-        ("--data empty", '--data is "empty"', "that folder has no text, JSON lines or parquet"),
         ("--data folder.svg --example zbv", "--example is a complete configuration"),
         ("--processes 0", "--processes is 0, but must be at least 1"),
         ("--example zvb", '--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?'),
         ("-o x.csv", "--output is 'x.csv'", "must end in .toml"),
         ("-o kept.toml", '"kept.toml" exists already', "-o names another one"),
-        ("extra", "init has no argument extra", "evenpipe init --help"),
     ],
     "export": [
         ("run", "required: -o/--output"),
         ("empty -o out", "'empty' has no checkpoint", "expected a checkpoint's folder"),
-        ("nowhere -o out", "nowhere"),
     ],
     "generate": [
         ("", "required: FOLDER", "evenpipe generate --help"),
-        ("\udcff", "'\\udcff' is not UTF-8"),
         ("empty", '"empty" is not a model folder', "config.json"),
-        (ESCAPE, "\\x1b[31m"),
-        ("text.txt", "text.txt"),
         ("empty --seed x", "argument --seed: expected a whole number, not 'x'", "evenpipe generate --help"),
     ],
     "train": [
-        (".", 'the configuration "." cannot be read: Is a directory'),
-        ("nowhere.toml", 'the configuration "nowhere.toml" cannot be read: No such file or directory'),
         (f"{ESCAPE}.toml", '"\\x1b[31m.toml" cannot be read'),
     ],
     "train config.toml": [
         ("output.folder=\udcff", "\\udcff", "not UTF-8"),
-        (f"training.steps={MANY}", "training.steps is", "must be an integer"),
+        (f"training.steps={'9' * 5000}", "training.steps is", "must be an integer"),
         ("optimizer.learning_rate=1e309", "optimizer.learning_rate is inf", "finite number"),
         ("optimizer.learning_rate=1e200", "optimizer.learning_rate is 1e+200", "below 1e+100"),
-        (f"optimizer.betas={DEEP}", "optimizer.betas is", "list of 2 numbers"),
         ("pipeline.timeout_seconds=1e50", "pipeline.timeout_seconds is 1e+50", "at most 1e+09"),
         ("tokenizer.vocabulary_size=4000000000", "tokenizer.vocabulary_size is 4000000000", "at most 10000000"),
-        ("pipeline.processes=1000000000", "pipeline.processes is 1000000000", "at most 4"),
         ("pipeline.microbatches=1000000000", "order of 2000000000 forwards"),
-        (f"pipeline.schedule={ESCAPE}", 'pipeline.schedule is "\\x1b[31m"'),
         ("'pipeline.schedule={a = 1}'", "pipeline.schedule"),
-        (f"{ESCAPE}.a=1", "[\\x1b[31m] is no section"),
         ("steps=3", 'the override "steps=3" must be written section.key=value; did you mean training.steps'),
         ("offload.host_memory=1000000000000000000000000000000B", "offload.host_memory", "less than 8 EiB"),
-        ("offload.copy_time=inf", "offload.copy_time", "finite number"),
         ("offload.directory=/proc/x", 'offload.directory is "/proc/x"', "an existing directory"),
         ("output.folder=/proc/x", 'output.folder is "/proc/x"', "a folder that can be written"),
-        ("output.folder=/dev/null/x", 'output.folder is "/dev/null/x"', "Not a directory"),
         ("output.export_folder=/proc/x/y", "output.export_folder", "a folder that can be written"),
         ("checkpoint.folder=/proc/x", 'checkpoint.folder is "/proc/x"', "a folder that can be written"),
         ("model.config.hidden_size=0", "hidden_size is 0", "from 1 to 1048576"),
@@ -366,7 +274,6 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("--data.sequence-length 8", "data.sequence_length=8"),
         ("--source", "model.source=VALUE or tokenizer.source=VALUE"),
         ("--forse", "no argument --forse, did you mean --force?"),
-        ("--trace training.steps=many", 'training.steps is "many"'),
         ("--trace output.tensorboard=false training.steps=many", 'training.steps is "many"'),
         ("--trace text.txt/x", 'output.trace_folder is "text.txt/x"', "Not a directory"),
     ],
@@ -404,22 +311,22 @@ def fault_of(arguments: list[str], words: Iterable[str], capsys: pytest.CaptureF
     return f"{arguments}: {shown.err!r}: {'; '.join(faults)}" if faults else ""
 
 
-def test_wrong_files(sample: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    cases = [(command, *case) for command, contents in CONTENTS.items() for case in contents]
+def test_wrong_files(capsys: pytest.CaptureFixture[str]) -> None:
     faults = []
-    for command, content, *words in sample(cases, 40):
+    for command, contents in CONTENTS.items():
         file = Path(command.replace("=", " ").split()[-1])
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        faults.append(fault_of(command.split(), words, capsys))
-        file.write_text("# of another day\n") if file.name == "kept.toml" else file.unlink()
+        for content, *words in contents:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+            faults.append(fault_of(command.split(), words, capsys))
+        file.unlink()
     assert not list(filter(None, faults))
 
 
-def test_wrong_arguments(sample: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     """Every other command that can print JSON is asked to."""
     cases = [(command, *case) for command, others in ARGUMENTS.items() for case in others]
     faults = []
-    for number, (command, others, *words) in enumerate(sample(cases, 100)):
+    for number, (command, others, *words) in enumerate(cases):
         arguments = [*command.split(), *shlex.split(others)]
         json_too = number % 2 and arguments[0] in WITH_JSON
         faults.append(fault_of([*arguments, *(["--json"] if json_too else [])], words, capsys))

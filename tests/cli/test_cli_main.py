@@ -70,15 +70,6 @@ def test_how_a_command_ends(command, capsys):
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-def test_unknown_arguments_name_the_nearest(command, capsys):
-    meant = ", did you mean --number?"
-    for argument, near in (("--numbre", meant), ("--number-of=3", meant), ("more", ";")):
-        assert command(lambda arguments: 0, argument) == 2
-        assert capsys.readouterr().err == (
-            f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists all of them\n"
-        )
-
-
 def test_it_runs_as_a_module():
     for module in ("evenpipe", "evenpipe.cli.main"):
         command = [sys.executable, "-m", module, "--version"]

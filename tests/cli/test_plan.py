@@ -13,8 +13,6 @@ from transformers import LlamaConfig
 from evenpipe.cli import printing
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, write_hardware
-from evenpipe.errors import InputError
-from evenpipe.plan import runnable
 from evenpipe.train.config_file import load_config
 
 TRAINING = """
@@ -138,15 +136,6 @@ def test_a_plan_gets_folders_of_its_own(capsys, sample):
 
 
 @pytest.mark.slow
-def test_plans_for_a_described_model_are_written_too(capsys):
-    out = printed(capsys, *SMALL[:-2], "--schedule", "1f1b", "-o", "planned.toml")
-    assert "wrote planned.toml" in out
-    config = load_config("planned.toml")
-    assert config.model.architecture == "llama" and config.model.config["vocab_size"] == 128256
-    assert config.data.sequence_length == 2048 and config.pipeline.sequences_per_step == 32
-
-
-@pytest.mark.slow
 def test_estimates_only_are_called_so(capsys):
     plan = ["--dp", "2", "--schedule", "1f1b", "--best", "1"]
     assert "estimate only" not in printed(capsys, *SMALL[:-2], *plan)
@@ -157,7 +146,7 @@ def test_estimates_only_are_called_so(capsys):
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkeypatch):
+def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys):
     """Three groups of heads: three ranks share them. Two would need half a head of keys and values."""
     model = LlamaConfig(
         hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=3
@@ -171,15 +160,6 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys, monkey
     assert (pipeline.processes, pipeline.tensor_parallel, pipeline.devices) == (6, 3, 2)
     error = refused(capsys, "plan", *plan, "--tp", "2", *QUICK)
     assert "self_attn cannot be cut so: 2 ranks cannot share 3 heads of keys and values" in error
-
-    def refuse(*_: object) -> None:
-        raise InputError("tensor_parallel: it would be trained wrongly")
-
-    monkeypatch.setattr(runnable, "cut_of_model", refuse)
-    assert {row["tp"] for row in planned(capsys, *plan, "--best", "40")["plans"]} == {1}
-    three = ["--tp", "3", "--dp", "1", "--pp", "2", "--best", "1"]
-    assert "tensor_parallel: it would be trained wrongly" in refused(capsys, "plan", *plan, *three, *QUICK)
-    assert "estimate only" in printed(capsys, *plan, *three, "--kernels", "megatron")
 
 
 @pytest.mark.slow
