@@ -261,6 +261,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("tokenizer.vocabulary_size=4000000000", "tokenizer.vocabulary_size is 4000000000", "at most 10000000"),
         ("pipeline.microbatches=1000000000", "order of 2000000000 forwards"),
         ("'pipeline.schedule={a = 1}'", "pipeline.schedule"),
+        ("training.callbacks=nowhere:Mine", "training.callbacks[0]", "there is no module nowhere"),
         ("steps=3", 'the override "steps=3" must be written section.key=value; did you mean training.steps'),
         ("offload.host_memory=1000000000000000000000000000000B", "offload.host_memory", "less than 8 EiB"),
         ("offload.directory=/proc/x", 'offload.directory is "/proc/x"', "an existing directory"),

@@ -1,4 +1,4 @@
-"""Tokens, rows and batches: the file, the validation rows, and the order of the data."""
+"""Tokens, rows and batches: the file, the validation rows, the order of the data, and where a run continues in it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_of_runs import LENGTH, prepared
+from rows_of_runs import batches as rows_of_run
 
 from evenpipe.train import packing
 from evenpipe.train.packing import Batches, open_ends, open_rows, positions_of, split_rows, write_tokens
+from evenpipe.train.position import resumed_position
 
 END = 0
 
@@ -109,41 +112,6 @@ def test_rows_are_held_back_evenly_and_nothing_is_lost(rows, fraction):
         assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 
 
-@settings(max_examples=50)
-@given(
-    rows=st.integers(1, 30), batch_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1), place=st.integers(0, 999)
-)
-def test_a_batch_depends_on_seed_and_position_alone(rows, batch_size, seed, place):
-    walked = batches(rows, batch_size, seed)
-    for earlier in range(max(0, place - 2), place):
-        walked.batch(earlier)
-    assert torch.equal(walked.batch(place).input_ids, batches(rows, batch_size, seed).batch(place).input_ids)
-
-
-def test_replicas_share_a_batch_in_turn():
-    data = batches(60, 6, seed=2, validation_fraction=0.1)
-    for take in (
-        lambda *part: data.batch(18, *part).input_ids,
-        lambda *part: data.validation_batch(0, *part).labels,
-    ):
-        parts = [take(replica, 3) for replica in range(3)]
-        assert [tuple(part.shape) for part in parts] == [(2, data.sequence_length)] * 3
-        assert torch.equal(torch.cat(parts), take())
-
-
-@settings(max_examples=50)
-@given(rows=st.integers(2, 40), batch_size=st.integers(1, 7), seed=st.integers(0, 9))
-def test_every_epoch_has_each_training_row_once(rows, batch_size, seed):
-    data = batches(rows, batch_size, seed, validation_fraction=0.2)
-    training = len(data.training_rows)
-    assert not set(data.training_rows.tolist()) & set(data.validation_rows.tolist())
-    assert data.tokens_per_batch == 4 * batch_size == data.batch(0).input_ids.numel()
-    steps = -(-3 * training // batch_size)
-    order = [row for step in range(steps) for row in data.row_numbers(step * batch_size)][: 3 * training]
-    for epoch in range(3):
-        assert sorted(order[epoch * training : (epoch + 1) * training]) == data.training_rows.tolist()
-
-
 def test_epochs_and_seeds_have_orders_of_their_own_which_are_the_same_on_every_machine():
     orders = [batches(50, 50, seed).row_numbers(50 * epoch) for seed in (1, 2) for epoch in (0, 1)]
     assert len({tuple(rows) for rows in [*orders, range(50)]}) == 5
@@ -195,3 +163,37 @@ def test_steps_of_epochs():
         for done in range(steps + 1):  # at any point as many are left; none is more than all
             assert done + data.steps_of(epochs, done * batch_size) == steps
         assert data.steps_of(epochs, (steps + 1) * batch_size) == 0
+
+
+# ---- the position in the data of a run that is resumed (that each row is read once per epoch: tests/fuzz)
+
+
+def state_of_old_version(step, size, *, tokens=None, length=LENGTH, fraction=0.0):
+    """What a checkpoint without a position says."""
+    identity = {"data.sequence_length": length, "data.validation_fraction": fraction, "sequences per step": size}
+    return {"data": identity, "tokens": step * size * length if tokens is None else tokens}
+
+
+OTHER_SIZES = [
+    # state, step, rows per epoch now, rows per step now, position
+    # a checkpoint of an older version says how many rows its steps had
+    (state_of_old_version(6, 4), 6, 40, 4, 24),
+    (state_of_old_version(6, 4), 6, 40, 3, 24),
+    (state_of_old_version(0, 4), 0, 40, 8, 0),
+    # with other rows it continues at the same share of the epoch
+    ({"position": {"rows": 30, "rows_per_epoch": 20}}, 3, 40, 2, 60),  # half of the second epoch, rows half as long
+    ({"position": {"rows": 40, "rows_per_epoch": 20}}, 3, 7, 2, 14),  # two whole epochs
+    ({"position": {"rows": 1, "rows_per_epoch": 20}}, 3, 10, 2, 0),  # rather once more than not at all
+    # rows were of 8 tokens, and a quarter of them validation rows; 15 of 15 training rows were read
+    (state_of_old_version(5, 3, length=8, fraction=0.25), 5, 40, 2, 40),
+]
+
+
+def test_a_run_with_other_rows_or_steps_continues_at_the_same_place():
+    for state, step, rows, size, position in OTHER_SIZES:
+        assert resumed_position(state, step, prepared(rows * LENGTH), rows_of_run(rows, size)) == (position, [])
+    # three steps of 8 rows, then three of 4: at the position that the older version would have gone on from
+    state = state_of_old_version(6, 4, tokens=(3 * 8 + 3 * 4) * LENGTH)
+    position, (remark,) = resumed_position(state, 6, prepared(40 * LENGTH), rows_of_run(40, 4))
+    assert position == 24
+    assert "continues after 24 rows, and some rows of this epoch may be read twice or not at all" in remark

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import socket
 import threading
@@ -128,14 +127,6 @@ def test_the_end_of_text_within_a_document_does_not_end_it(config, corpus):
 # ---- the cache
 
 
-def test_the_same_text_gives_the_same_tokenizer_and_tokens(config, tmp_path):
-    first, second = prepare(config()), prepare(config(data={"cache_folder": str(tmp_path / "elsewhere")}))
-    assert first.fingerprint == second.fingerprint
-    assert first.tokens_path.read_bytes() == second.tokens_path.read_bytes()
-    contents = [{path.name: path.read_bytes() for path in data.tokenizer_folder.iterdir()} for data in (first, second)]
-    assert "tokenizer.json" in contents[0] and contents[0] == contents[1]
-
-
 def test_a_second_run_uses_what_is_there(config, monkeypatch):
     first = prepare(config())
     written = first.tokens_path.stat()
@@ -208,24 +199,6 @@ def test_a_second_process_waits_for_the_first(config):
         assert not done
     waiting.join()
     assert done[0].is_complete()
-
-
-def hold_and_die(path: Path, ready: Any) -> None:
-    with locked(path):
-        ready.set()
-        threading.Event().wait()
-
-
-def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold_and_die, args=(tmp_path / "lock", ready))
-    process.start()
-    assert ready.wait(timeout=600)
-    process.kill()
-    process.join()
-    with locked(tmp_path / "lock"):
-        pass
 
 
 def test_a_full_disk_is_a_failed_run_and_leaves_nothing_behind(config, corpus):

@@ -91,12 +91,6 @@ def test_in_a_folder_of_text_every_file_is_a_document(tmp_path):
     assert read(tmp_path, dataset=str(folder)) == read(tmp_path, files=(f"{folder}/*.txt",)) == TEXTS
 
 
-def saved(folder, splits):
-    """What `save_to_disk` writes: of one data set, or of several splits."""
-    sets = {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
-    (datasets.DatasetDict(sets) if len(sets) > 1 else sets["train"]).save_to_disk(folder)
-
-
 SPLITS = [
     ({"train": TEXTS}, "train", TEXTS),
     ({"train": TEXTS}, "train[1:]", TEXTS[1:]),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
@@ -90,13 +88,6 @@ def test_what_a_divergence_does_does_not_become_usual() -> None:
     before = health_after(noisy(3.0, 0.1, 100))
     after = health_after([*noisy(3.0, 0.1, 100), *noisy(9.0, 1.0, 5000)])
     assert (after.usual, after.limit) == (before.usual, before.limit)
-
-
-def test_it_goes_on_from_a_checkpoint_to_the_last_bit() -> None:
-    losses = [*falling(77), 30.0, 31.0]
-    whole, resumed = health_after(losses), Health(**json.loads(json.dumps(asdict(health_after(losses[:78])))))
-    resumed.add(losses[78])
-    assert resumed == whole
 
 
 FINITE = [

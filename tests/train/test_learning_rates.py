@@ -1,9 +1,6 @@
-"""Learning rates are those of transformers' `get_scheduler`, one step later and with one step more of warm-up; and the
-cosine keeps its bits."""
+"""Learning rates are those of transformers' `get_scheduler`, one step later and with one step more of warm-up."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -63,17 +60,6 @@ def test_the_decay_of_warmup_stable_decay_ends_at_the_lowest_rate_as_theirs() ->
     assert found[6:] == pytest.approx(expected[6:])
     assert found[-1] == pytest.approx(LOW * RATE)
     assert found[0] < expected[0]
-
-
-def test_the_cosine_keeps_its_bits() -> None:
-    """The formula that runs before there were other schedules were made with."""
-    for steps, warmup in ((1, 0), (1, 100), (2, 100), (50, 7), (1000, 100), (7, 0)):
-        first = min(warmup, steps - 1)
-        expected = [RATE * (step + 1) / (first + 1) for step in range(first)]
-        for step in range(first, steps):
-            progress = (step - first) / max(1, steps - 1 - first)
-            expected.append(RATE * (LOW + (1 - LOW) * 0.5 * (1 + math.cos(math.pi * progress))))
-        assert ours(steps, warmup_steps=warmup) == expected
 
 
 def test_a_run_may_be_shorter_than_its_warm_up_and_its_decay() -> None:

@@ -91,13 +91,11 @@ def begun(pipeline: FakePipeline, state: dict[str, Any] | None = None, step: int
 
 
 def test_steps_3_to_6_are_recorded_and_then_one_of_100() -> None:
-    arrangement = begun(FakePipeline())
-    recorded = []
-    for step in range(1, 310):
-        if arrangement.records(step):
-            recorded.append(step)
-            arrangement.after(step, SimpleNamespace())
-    assert recorded == [3, 4, 5, 6, 106, 206, 306]
+    arrangement, steps = begun(FakePipeline()), []
+    for step in filter(arrangement.records, range(1, 310)):
+        steps.append(step)
+        arrangement.after(step, SimpleNamespace())
+    assert steps == [3, 4, 5, 6, 106, 206, 306]
 
 
 def test_a_slow_device_gets_another_order() -> None:
@@ -125,30 +123,18 @@ def test_passes_that_drift_are_measured_again() -> None:
     assert arrangement.records(310)
 
 
-def test_nothing_is_recorded_where_the_order_stays() -> None:
-    for options, changes in (({}, {"arrange": "auto"}), ({"order_matters": True}, {}), ({"devices": 1}, {})):
-        assert recorded(begun(FakePipeline(takes=SLOW, **options), **changes), range(1, 300)) == []
-
-
-def test_a_resumed_run_has_the_order_of_before() -> None:
-    pipeline, resumed = FakePipeline(takes=SLOW), FakePipeline(takes=SLOW)
-    before = begun(pipeline)
-    run(before, range(1, 50))
-    arrangement = begun(resumed, before.state(), step=50)
-    assert (resumed.arranged, resumed.program) == (pipeline.arranged, pipeline.program)
-    assert recorded(arrangement, range(51, 200)) == [106]
-    assert arrangement.state() == before.state()
-    other = FakePipeline(takes=SLOW)
-    arrangement = begun(other, before.state(), step=50, microbatches=4)
-    assert not other.arranged, "times of another layout do not count"
-    assert recorded(arrangement, range(51, 100)) == [53, 54, 55, 56]
-
-
-def test_a_run_that_is_resumed_in_the_middle_measures_again() -> None:
+def test_a_resumed_run_measures_again_in_the_middle_and_with_another_layout() -> None:
+    """Where nothing has changed it has the order of before: tests/multiprocess/test_arrangement.py."""
     before = begun(FakePipeline(takes=SLOW))
     run(before, range(1, 5))
     arrangement = begun(FakePipeline(takes=SLOW), before.state(), step=4)
     assert recorded(arrangement, range(5, 20)) == [7, 8, 9, 10]
+    run(before, range(5, 50))
+    assert recorded(begun(FakePipeline(), before.state(), step=50), range(51, 200)) == [106]
+    other = FakePipeline(takes=SLOW)
+    arrangement = begun(other, before.state(), step=50, microbatches=4)
+    assert not other.arranged, "times of another layout do not count"
+    assert recorded(arrangement, range(51, 100)) == [53, 54, 55, 56]
 
 
 def test_an_order_with_more_in_flight_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +154,3 @@ def test_times_that_arrange_nothing_end_no_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(FakePipeline, "layout_by", refuse)
     (said,) = run(begun(pipeline), range(1, 10))
     assert said == "the order stays: it cannot be arranged by measured passes (costs: R has no time)"
-
-    def unknown(traces: Any, tokens: Any) -> Costs:
-        raise InputError("some stages have no forward in the traces")
-
-    monkeypatch.setattr("evenpipe.train.arrangement.costs_of", unknown)
-    assert run(begun(pipeline), range(1, 10)) == []

@@ -14,7 +14,6 @@ from evenpipe.train.report import (
     RunReport,
     ScheduleReport,
     TrainingReport,
-    bytes_text,
     report_text,
     write_report,
 )
@@ -108,8 +107,3 @@ def test_the_report_as_json(tmp_path):
     assert content["baseline"]["busy"] == [4.0, 12.0]
     assert content["schedule"]["in_flight"] == [5, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-
-
-def test_bytes_in_words():
-    sizes = [0, 1023, 1024, 1536 * 2**20, 2**50]
-    assert [bytes_text(size) for size in sizes] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1024.0 TiB"]
