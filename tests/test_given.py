@@ -1,4 +1,4 @@
-"""Texts of others in our messages: no controls, no endless values; and files of others, read or refused."""
+"""Texts of others and numbers in our messages; and files of others, read or refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import LONGEST, plain, plain_lines, read_json, read_toml, shortened, shown, write_text
+from evenpipe.words import count, join, quoted
 
 PLAIN = [
     # text, in one line, in lines
@@ -87,3 +88,24 @@ def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match="cannot be written: No space left"):
         write_text(tmp_path / "x", "")
+
+
+COUNTED = [
+    (1, "layer", "", "1 layer"),
+    (0, "layer", "", "0 layers"),
+    (2, "microbatch", "", "2 microbatches"),
+    (4, "process", "", "4 processes"),
+    (3, "entry", "", "3 entries"),
+    (2, "key", "", "2 keys"),
+    (2000, "token", ",", "2,000 tokens"),
+    (1.0, "activation", "g", "1 activation"),
+    (1.5, "activation", "g", "1.5 activations"),
+]
+
+
+def test_numbers_lists_and_quotes() -> None:
+    for number, noun, form, says in COUNTED:
+        assert count(number, noun, form) == says
+    joined = [join(list("abc")), join(["a"]), join([]), join(list("abcd"), 3)]
+    assert joined == ["a, b and c", "a", "", "a, b and 2 more"]
+    assert quoted("2F0") == "'2F0'" and quoted("x" * 5000) == f"'{'x' * 57}...'"

@@ -1,15 +1,13 @@
-"""The benchmarks of one GPU: what fails, or takes long, costs no other arm its figures; and what is timed."""
+"""The benchmarks of one GPU: what fails, or takes long, costs no other arm its figures."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from types import SimpleNamespace
 
 import output_layer
 import passes
 import peers
-import pytest
 import shards
 import timing
 import torch
@@ -68,56 +66,6 @@ def test_failures_keep_their_reason(monkeypatch) -> None:
     assert timing.attempt(lambda: 1 // 0) == by_zero
 
 
-# -- what is timed ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("queued", "seconds"), [(0.0, 0.0005), (0.002, 0.004), (9.0, 0.05)])
-def test_the_stream_is_held_up_until_all_is_queued(queued: float, seconds: float, monkeypatch) -> None:
-    done: list[object] = []
-    now = iter([0.0, queued])
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def query(self) -> bool:
-            return False
-
-        def synchronize(self) -> None:
-            done.append("wait")
-
-        def elapsed_time(self, _) -> float:
-            return 3000.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda count: done.append(count))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = timing.Clock(CPU)
-    clock._cuda, clock._flushed = True, SimpleNamespace(zero_=lambda: done.append("flush"))
-    arm = Arm(lambda _: done.append("run"), lambda _: done.append("prepare"))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    held_up = clock.hold_up(arm)
-    done.clear()
-    assert clock.seconds(arm, 0, held_up) == (3.0, False)
-    cycles = pytest.approx(seconds * timing.CYCLES_PER_SECOND)
-    assert done == ["prepare", "flush", cycles, "event", "run", "event", "wait"]
-
-
-def test_labels_as_in_text() -> None:
-    weight = passes.random_weight(1000, 16, torch.float32, CPU)
-
-    def share_of_first(drawn: str) -> float:
-        (batch,) = passes.random_batches(1, 20_000, weight, drawn=drawn)
-        return float((batch.labels == 0).double().mean())
-
-    harmonic = sum(1 / rank for rank in range(1, 1001))
-    assert share_of_first("text") == pytest.approx(1 / harmonic, rel=0.1)
-    assert share_of_first("even") == pytest.approx(1 / 1000, abs=0.001)
-
-
 # -- scripts ---------------------------------------------------------------------------------------
 
 
@@ -144,20 +92,6 @@ def test_the_output_layer_without_what_fails(monkeypatch, tmp_path, capsys) -> N
     assert len(timed) == 1 + 4 + 4 + 3 + 3 + 1 and len(cases) == len(timed) + 2
     assert timed["eager"]["share"] > 0 and timed["eager"]["repetitions"] == 5
     assert "did not run: later: RuntimeError: later" in capsys.readouterr().out
-
-
-def test_without_bare_products_or_a_reference_the_rest_is_timed(monkeypatch) -> None:
-    def no_memory(*_) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(output_layer, "bare_products", no_memory)
-    monkeypatch.setattr(output_layer.Exact, "of", no_memory)
-    some = given(arms=["F.cross_entropy"], kernels=["torch"], ignored=0.0)
-    monkeypatch.setattr(output_layer, "LOSSES", {"F.cross_entropy": lambda: peers.eager})
-    rows = output_layer.measure("32x16x64", "random", some, CPU, Results(some, CPU))
-    output_layer.show(rows, some)
-    assert [row.get("reason") for row in rows] == ["OutOfMemoryError: no memory", None]
-    assert rows[1]["seconds"] > 0 and rows[1]["share"] is None
 
 
 def test_a_shard_without_the_pass_that_fails(monkeypatch) -> None:

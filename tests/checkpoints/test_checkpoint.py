@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from evenpipe.checkpoints import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
-from evenpipe.checkpoints.state import plan_state
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.optimizer import MOMENTS, HostAdamW
 from evenpipe.model.placement import Held
@@ -75,16 +74,6 @@ def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path: P
     assert_same(run.tensors(), other.tensors())
 
 
-def test_other_optimizers_of_torch(tmp_path: Path) -> None:
-    for optimizer in ("SGD", "Adagrad", "RMSprop"):
-        run = Run(optimizer=optimizer)
-        run.take_step(1)
-        path = run.save(tmp_path / optimizer, 1)
-        if optimizer == "SGD":  # keeps None where there is no momentum
-            run.optimizer.state.clear()
-        assert_same(run.tensors(), reloaded(path, optimizer=optimizer).tensors())
-
-
 def on_the_host(run: Run, share: float = 1.0, **changes: object) -> HostAdamW:
     return HostAdamW([shard.tensor for shard in run.shards.values()], share=share, lr=0.01, **changes)
 
@@ -135,51 +124,12 @@ def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(saved: tuple[
         same.take_step(step)
 
 
-def test_moments_of_the_host_need_no_room_on_the_device(saved, monkeypatch):
-    """The device is "meta" here, and locked memory is ordinary memory."""
-    _, path = saved
-    device = Run()
-    for name, shard in device.shards.items():
-        device.shards[name] = replace(shard, tensor=nn.Parameter(shard.tensor.to("meta")))
-    empty = torch.empty
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-        optimizer = on_the_host(device, 0.8)
-    plan = plan_state(read_manifest(path), device.shards, optimizer)
-    places = set()
-    for name, shard in device.shards.items():
-        for moment in MOMENTS:
-            place = plan.state[f"optimizer.{moment}.{name}"].tensor
-            hosted = shard.tensor in optimizer.hosted
-            assert place.device.type == ("cpu" if hosted else "meta")
-            assert not hosted or place is optimizer.moment_on_host(shard.tensor, moment)
-            places.add(place.device.type)
-    assert places == {"cpu", "meta"}
-    stepped = next(iter(optimizer.hosted))
-    optimizer.state[stepped] = {name: optimizer.moment_on_host(stepped, name) for name in MOMENTS}
-    plan = plan_state(read_manifest(path), device.shards, optimizer)
-    (fresh,) = [state for _, parameter, state in plan.optimizer_states if parameter is stepped]
-    for moment in MOMENTS:  # in use: not overwritten before all has been read, and on the host nevertheless
-        assert fresh[moment].device.type == "cpu"
-        assert fresh[moment].data_ptr() != optimizer.state[stepped][moment].data_ptr()
-
-
 def test_parameters_load_without_an_optimizer_and_in_place(saved: tuple[Run, Path]) -> None:
     (run, path), other = saved, Run(seed=5)
     views = {name: shard.tensor.detach() for name, shard in other.shards.items()}
     load(open_checkpoint(path), other.shards)
     for name, shard in run.shards.items():
         assert torch.equal(views[name], shard.tensor)
-
-
-def test_a_second_copy_is_loaded_but_not_saved(saved: tuple[Run, Path], tmp_path: Path) -> None:
-    (run, path), other = saved, Run(seed=5)
-    for name, shard in other.shards.items():
-        other.shards[name] = replace(shard, placement=replace(shard.placement, copied_along=frozenset({"dp"})))
-    load(open_checkpoint(path), other.shards, other.optimizer)
-    assert_same(run.tensors(), other.tensors())
-    path = other.save(tmp_path / "nothing", 1)
-    assert not read_manifest(path).tensors
 
 
 def test_the_folder_holds_what_its_manifest_says_and_nothing_else(three: Path) -> None:
@@ -205,12 +155,6 @@ def test_torch_reads_it_without_us(three: Path, tmp_path: Path) -> None:
     assert whole.keys() == open_checkpoint(three / "step-00000003").manifest.tensors.keys()
     for name, shard in run.shards.items():
         assert torch.equal(whole[f"parameters.{name}"], shard.tensor)
-
-
-def test_the_latest_is_found(three: Path) -> None:
-    latest = find_latest(three)
-    assert (latest.checkpoint.step, latest.rejected) == (3, ())
-    assert latest.checkpoint.metadata["step"] == 3
 
 
 def test_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
@@ -273,6 +217,66 @@ def test_what_cannot_be_saved_is_refused(three: Path) -> None:
         with pytest.raises(InputError, match=says):
             save(three, 4, **arguments)
         assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+# ---- parameters whose optimizer state begins anew: one warning says which ones
+
+NAMES = {"embed": "model.embed_tokens.weight", "mlp": "model.layers.0.mlp.weight", "norm": "model.norm.weight"}
+
+
+def trained(run: Run, names: str, optimizer: str = "AdamW") -> Run:
+    """The run with an optimizer of these parameters only; all others are frozen."""
+    for short, name in NAMES.items():
+        run.shards[name].tensor.requires_grad_(short in names.split())
+    parameters = [shard.tensor for shard in run.shards.values() if shard.tensor.requires_grad]
+    run.optimizer = getattr(torch.optim, optimizer)(parameters, lr=0.01)
+    return run
+
+
+EMBED, MLP, NORM = (repr(name) for name in NAMES.values())
+
+BEGINS = "which is trained now: its state begins"
+NEWLY_TRAINED = [
+    # trained before, optimizer, steps, trained now, what the warning says after the checkpoint's name
+    ("embed mlp", "AdamW", 1, "embed mlp norm", f"no optimizer state of {NORM}, {BEGINS}"),
+    ("norm", "AdamW", 1, "embed mlp norm", f"no optimizer state of {EMBED} and {MLP}, which are trained now: theirs b"),
+    ("norm", "RMSprop", 3, "embed norm", f"no optimizer state of {EMBED}, {BEGINS}"),
+    ("embed", "AdamW", 1, "mlp norm", f"no optimizer state of {MLP} and {NORM}, which are"),
+    ("embed mlp norm", "AdamW", 1, "embed mlp norm", None),
+    ("embed mlp norm", "AdamW", 1, "norm", None),
+    ("norm", "AdamW", 0, "embed mlp norm", None),
+    ("norm", "SGD", 2, "embed mlp norm", None),
+]
+
+
+def test_which_parameters_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, (before, optimizer, steps, now, said) in enumerate(NEWLY_TRAINED):
+        run = trained(Run(), before, optimizer)
+        for step in range(steps):
+            run.take_step(step)
+        if optimizer == "SGD":  # keeps None where there is no momentum
+            run.optimizer.state.clear()
+        path = run.save(tmp_path / str(number), steps)
+        other = trained(Run(seed=5), now, optimizer)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(open_checkpoint(path), other.shards, other.optimizer)
+        loaded, state = run.tensors(), other.tensors()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items() if name in loaded)
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == (said is not None), warnings
+        assert not warnings or warnings[0].startswith(f"the checkpoint '{path}' has {said}")
+
+
+def test_a_checkpoint_without_an_optimizer_names_the_first_and_counts_the_others(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("evenpipe.checkpoints.checkpoint.SHOWN_NAMES", 1)
+    run = Run()
+    path = save(tmp_path, 3, run.shards, None, METADATA)
+    load(open_checkpoint(path), run.shards, run.optimizer)
+    (record,) = caplog.records
+    assert f"no optimizer state of {EMBED} and 2 more parameters, which are trained now" in record.getMessage()
+    load(open_checkpoint(path), run.shards)
+    assert len(caplog.records) == 1, "without an optimizer there is nothing to begin"
 
 
 # ---- old ones

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
+import json
 import os
 import pickle
 import random
@@ -23,8 +25,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageM
 
 from evenpipe.checkpoints import checkpoint as module
 from evenpipe.checkpoints import find_latest, load, open_checkpoint
-from evenpipe.checkpoints.folder import discard
-from evenpipe.checkpoints.manifest import MANIFEST, Manifest, hash_file, read_manifest
+from evenpipe.checkpoints.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    hash_file,
+    read_manifest,
+)
 from evenpipe.checkpoints.state import tensors_to_save
 from evenpipe.checkpoints.storage import tensor_entries
 from evenpipe.errors import InputError, RunError
@@ -105,10 +113,70 @@ def test_half_written_and_foreign_folders_are_no_candidates(three: Path) -> None
     assert (found.checkpoint.step, found.rejected) == (2, ())
 
 
-def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"manifest\.json is missing: this is not a checkpoint"):
-            open_checkpoint(path)
+# ---- the manifest
+
+
+VERSION_1 = b"""{
+ "files": {
+  "a": {
+   "bytes": 3,
+   "sha256": "aa"
+  }
+ },
+ "format": "evenpipe checkpoint",
+ "sha256": "041b83ce56a0d8edd4240c6a4ee83dc6f637c37cdc55b0eb3edcc4746ddba9e3",
+ "step": 7,
+ "tensors": {},
+ "version": 1,
+ "versions": {}
+}
+"""
+"""Written by evenpipe before version 2 of the format."""
+
+
+def test_every_flipped_bit_truncation_and_addition_is_noticed() -> None:
+    assert Manifest.from_bytes(VERSION_1) == Manifest(7, {"a": FileEntry(3, "aa")}, {})
+    flipped = []
+    for position, byte in enumerate(VERSION_1):
+        flipped += [VERSION_1[:position] + bytes([byte ^ (1 << bit)]) + VERSION_1[position + 1 :] for bit in range(8)]
+    cut = [VERSION_1[:length] for length in range(len(VERSION_1))]
+    for damaged in (*flipped, *cut, VERSION_1 + b"\n", b" " + VERSION_1):
+        with pytest.raises(DamagedError):
+            Manifest.from_bytes(damaged)
+
+
+def with_own_hash(**changes: object) -> bytes:
+    """A manifest that someone else has made: sound in itself, whatever it says."""
+    content = json.loads(VERSION_1) | changes
+    content.pop("sha256")
+    digest = hashlib.sha256(as_text(content)).hexdigest()
+    return as_text({**content, "sha256": digest})
+
+
+def as_text(content: dict[str, object]) -> bytes:
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+NOT_A_FILE = "which is not one of its folder"
+FORGED = [
+    ({"version": 3}, "is of version 3, and this evenpipe reads 1 and 2"),
+    ({"format": "something else"}, "does not say"),
+    *(({"files": {name: {"bytes": 1, "sha256": ""}}}, NOT_A_FILE) for name in ("../secret", "..", "/etc/passwd")),
+    *(({"files": {name: {"bytes": 1, "sha256": ""}}}, NOT_A_FILE) for name in ("manifest.json", "a\0b")),
+    ({"files": []}, "does not have the fields"),
+    ({"version": 2}, "does not have the fields"),
+    ({"version": 2, "id": 3}, "does not have the fields"),
+    ({"version": 2, "id": "../../etc"}, "does not have the fields"),
+    ({"id": "0" * 32}, "does not have the fields"),
+    ({"tensors": {"x": {"dtype": "float32"}}}, "does not have the fields"),
+]
+
+
+def test_a_forged_manifest_is_refused() -> None:
+    assert Manifest.from_bytes(with_own_hash(step=21)).step == 21, "the forger of these tests cannot forge"
+    for changes, says in FORGED:
+        with pytest.raises(DamagedError, match=says):
+            Manifest.from_bytes(with_own_hash(**changes))
 
 
 # ---- files of two saves in one folder
@@ -180,22 +248,6 @@ def test_a_save_that_does_not_stand_there_is_an_error(three: Path, monkeypatch: 
     monkeypatch.setattr(module, "_put_in_place", lambda temporary, published: None)
     with pytest.raises(RunError, match="step 5 was not saved"):
         Run().save(three, 5)
-
-
-def test_one_that_cannot_be_put_in_place_leaves_the_former(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run has moved what was to be published."""
-    run = Run()
-    wait_for_disk = module.sync_folder
-
-    def take_away(folder: Path) -> None:
-        wait_for_disk(folder)
-        discard(folder)
-
-    monkeypatch.setattr(module, "sync_folder", take_away)
-    with pytest.raises(RunError, match=r"step 3 was not saved: process 0: No such file or directory"):
-        run.save(three, 3)
-    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
-    assert find_latest(three).checkpoint.metadata["step"] == 3
 
 
 # ---- an index that would run code

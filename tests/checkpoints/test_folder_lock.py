@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.checkpoints import lock as module
-from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
+from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, release
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.signs import machine, started
 
@@ -117,7 +117,6 @@ HOLDERS: dict[str, tuple[Callable[[], dict[str, object] | None], Callable[[Path]
     "released elsewhere": (lambda: process(**FAR, released=True), nothing, None, 0),
     "in a container": (lambda: process(host="a box"), touch, rf"process {os.getppid()} on a box", BEAT_SECONDS),
     "a copy of a folder in use": (lambda: process(inode=1), nothing, None, SILENCE_SECONDS),
-    "a copy of one on another machine": (lambda: process(**FAR, inode=1), nothing, None, SILENCE_SECONDS),
     "a file system without lasting inodes": (lambda: process(inode=1), touch, r"process \d+ on", BEAT_SECONDS),
     "killed while it was written": (lambda: None, nothing, None, SILENCE_SECONDS),
     "looked at too early": (lambda: None, finish_writing, rf"process {os.getppid()} on", BEAT_SECONDS),
@@ -215,28 +214,6 @@ def test_a_released_lock_is_free_and_its_number_is_not_used_again(tmp_path: Path
     release([second])  # not its own any more
     assert "released" not in json.loads((tmp_path / ".evenpipe-lock-3").read_text())
     assert not (tmp_path / ".evenpipe-lock-2").exists()
-
-
-def test_another_process_of_the_run_may_write_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = claim(tmp_path)
-    monkeypatch.setattr(module, "_claims", {})
-    monkeypatch.setattr(module, "_taken_by", {})
-    with pytest.raises(InputError, match=f"which process {os.getpid()} on"):
-        claim(tmp_path)
-    join([held])
-    assert claim(tmp_path) == held
-    check(tmp_path)
-    release([held])  # nothing of this process
-    check(tmp_path)
-    assert "released" not in json.loads((tmp_path / LOCK).read_text())
-
-
-def test_one_that_looked_too_early_does_not_get_a_number_of_the_past(tmp_path: Path) -> None:
-    """Between its look and its creation of number 2, others have come and gone."""
-    write(tmp_path / ".evenpipe-lock-3", process())
-    assert module._take(str(tmp_path), 2, None) is None
-    assert module._take(str(tmp_path), 3, None) is None
-    assert [path.name for path in tmp_path.iterdir()] == [".evenpipe-lock-3"]
 
 
 def test_a_folder_that_holds_no_file_raises_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,26 +23,10 @@ def test_the_layout_of_deepseek_v3() -> None:
     assert layout.stages[30] == StageLayout(embedding=False, layers=0, prediction_layers=1, loss=False)
 
 
-LAYERS = {
-    "EL": (0,),
-    "EtL": (1,),
-    "Et|tL": (1, 1),
-    "E,t,t|t,t,L": (2, 2),
-    "Et,*,2|tL,": (2, 1),
-    "E|t*10|L": (0, 10, 0),
-    "E(tt|t)*2|L": (2, 3, 1, 0),
-    "E|(t*2|)*3L": (0, 2, 2, 2, 0),
-    "Et|*3L": (1, 0, 0, 0),
-    "E||L": (0, 0, 0),
-    "E|tt*2|L": (0, 3, 0),
-    "Et(t|)*0|tL": (1, 1),
-    "E*1t*01|L": (1, 0),
-    "Et|tm*2L": (1, 1),
-}
-
-
 def test_layers_per_stage() -> None:
-    assert {text: from_megatron(text).layers for text in LAYERS} == LAYERS
+    """Repeated letters and groups: below."""
+    layers = {"EL": (0,), "E,t,t|t,t,L": (2, 2), "Et,*,2|tL,": (2, 1), "E||L": (0, 0, 0), "Et|tm*2L": (1, 1)}
+    assert {text: from_megatron(text).layers for text in layers} == layers
 
 
 pieces = st.one_of(
@@ -72,30 +56,23 @@ def test_any_layout_is_what_it_is_written_out(texts: tuple[str, str]) -> None:
 REFUSED = [
     # layout, message
     ("", "layout '' has no layers; it must start with E and end with L, as in Et|tL"),
-    ("||", "has no layers"),
     ("tE|L", "layout 'tE|L', position 1: t is first, where the embedding, E, is expected"),
     ("Et|t", "layout 'Et|t', position 4: t is last, where the loss, L, is expected"),
     ("Et|EtL", "position 4: a second E; the embedding must appear exactly once"),
     ("Et|LtL", "position 4: a second L; the loss must appear exactly once"),
-    ("E*2tL", "position 1: a second E"),
     ("Et|mt|L", "position 5: t after an m; multi-token prediction comes after all decoder layers"),
     ("Et|m|mL", "position 6: m on a second stage; all multi-token prediction layers must be on one stage"),
-    ("E(m|)*2L", "position 3: m on a second stage"),
     ("Et*|L", "position 3: a * without a number after it"),
-    ("Et*L", "position 3: a * without a number after it"),
     ("Et*2*3L", "position 5: '*' where E, t, m, L, | or ( is expected"),
     ("E(tt|L", "position 2: a group that is not closed"),
-    ("E(t", "position 2: a group that is not closed"),
     ("Ett|)L", "position 5: ')' where E, t, m, L, | or ( is expected"),
     ("E(tt|)L", "position 7: no * and number after the group that opens at position 2"),
-    ("E(tt|)", "position 7: no * and number after the group that opens at position 2"),
     ("E()*2L", "position 2: an empty group"),
     ("E((t)*2|)*2L", "position 3: a group inside the one that opens at position 2; groups do not nest"),
     ("E t|L", "position 2: ' ' where E, t, m, L, | or ( is expected"),
     ("Ex|L", "position 2: 'x' where E, t, m, L, | or ( is expected"),
     ("E(x)*2|L", "position 3: 'x' where E, t, m, L, | or ) is expected"),
     ("Et*999999999999999999L", "position 2: more than 100000 layers and stages"),
-    ("E(t*99999|)*99999L", "position 2: more than 100000 layers and stages"),
 ]
 
 

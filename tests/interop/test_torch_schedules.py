@@ -13,7 +13,6 @@ from torch_orders import Size, file_of_torch, load_into_torch
 from evenpipe.errors import InputError
 from evenpipe.interop import from_torch, to_torch
 from evenpipe.schedule import (
-    EQUAL_COSTS,
     SCHEDULES,
     Costs,
     Order,
@@ -51,15 +50,6 @@ def test_parameters_of_three_stages_are_gathered_at_a_time() -> None:
         "0UNSHARD,1UNSHARD,2UNSHARD,0F0,0RESHARD,3UNSHARD,1F0,2F0,3F0,3B0,3REDUCE_GRAD,3RESHARD,0UNSHARD,"
         "2B0,2REDUCE_GRAD,2RESHARD,1I0,1W0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD\n"
     )
-
-
-def test_both_parts_of_passes_run_as_one_count() -> None:
-    order = Order.from_csv("0F0,1F0,1B0,0F1,(1F1;0B0)OVERLAP_F_B,1B1,0B1")
-    assert to_torch(order, lowered=True) == (
-        "0UNSHARD,1UNSHARD,0F0,1F0,1B0,0F1,(1F1;0B0)OVERLAP_F_B,1B1,1REDUCE_GRAD,1RESHARD,0B1,0REDUCE_GRAD,0RESHARD\n"
-    )
-    order = Order.from_csv("0F0,1F0,0F1,1F1,1B1,(1B0;0B1)OVERLAP_F_B,0B0")
-    assert "(1B0;0B1)OVERLAP_F_B,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD" in to_torch(order, lowered=True)
 
 
 def test_what_a_program_has_already_is_kept() -> None:
@@ -216,11 +206,3 @@ def test_ours_are_no_longer_and_hold_no_more(sample, tmp_path: Path) -> None:
         assert ours.span <= theirs.span, (schedule, devices, of_passes)
         assert ours.makespan <= theirs.makespan, (schedule, devices, of_passes)
         assert max(ours.peak_in_flight) <= max(theirs.peak_in_flight), (schedule, devices, of_passes)
-
-
-def test_dualpipe_v_one_by_one_is_shorter_than_theirs(tmp_path: Path) -> None:
-    theirs = timed(from_torch(file_of_torch("DualPipeV", Size(8, 2, 32), tmp_path, "compute_only")), EQUAL_COSTS)
-    ours = timed(generate("dualpipe-v", 8, 32, overlap=False), EQUAL_COSTS)
-    assert (ours.bubble, theirs.bubble) == (7, 14)
-    assert (ours.makespan, theirs.makespan) == (199, 206)
-    assert ours.peak_in_flight == theirs.peak_in_flight

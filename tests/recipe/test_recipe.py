@@ -1,4 +1,4 @@
-"""A recipe: what it is given as, what it is afterwards, and what it refuses."""
+"""A recipe: what it is given as, what it is afterwards, what it refuses, and the stages that it lays out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
@@ -84,18 +85,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, "pp is 0, expected a whole number of at least 1"),
     ({"dp": 4, "ep": 3}, "ep is 3, expected a divisor of dp = 4"),
     ({"context_exchange": "star"}, "context_exchange is 'star', expected auto, keys or heads"),
-    ({"data_parallel": "zero"}, "data_parallel: 'zero', expected 'replicate' or 'shard', or, for estimates and plans,"),
-    ({"slices": 0}, "slices: 0, expected a whole number of at least 1 or 'auto'"),
     ({"slices": "all"}, "slices: 'all', expected a whole number of at least 1 or 'auto'"),
     ({"microbatch_size": True}, "microbatch_size: True, expected a whole number of at least 1"),
     ({"sequence_length": 1.5}, "sequence_length: 1.5, expected a whole number of at least 1"),
-    ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
     ({"communicators": "two"}, "communicators: 'two', expected one of per-pair, per-kind, one"),
-    ({"layers_per_stage": "12"}, "layers_per_stage: '12', expected whole numbers, one per stage, or None"),
-    ({"compile_layers": 1}, "compile_layers: 1, expected True or False"),
-    ({"offload": "all"}, "offload: 'all', expected OffloadOptions, or None"),
-    ({"schedule": ORDER, "schedule_options": {"group_size": 2}}, "schedule_options: group_size given, but only a"),
-    ({"schedule_options": {"costs": None, "devices": 2}}, "schedule_options: devices is not an option of a schedule"),
 ]
 
 
@@ -119,3 +112,56 @@ def test_what_is_not_accepted_is_refused_in_one_sentence() -> None:
             assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
     with pytest.raises(TypeError, match="unknown argument 'microbatch', did you mean 'microbatches'"):
         Recipe.of(microbatch=2)  # type: ignore[call-arg]
+
+
+# ---- from a model's layers and a recipe to stages and programs
+
+
+def layout(schedule: Any, *, layers: int = 8, devices: int = 2, microbatches: int = 4, **options: Any) -> Layout:
+    options = {"vocabulary": "vocab-2", **options}
+    model = ModelCosts(layers=(1.0,) * layers, head=2.0)
+    return Layout.of(
+        Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options), model, rows=100, tied=False
+    )
+
+
+STAGES = [
+    # schedule, options, devices, layers, layers of each stage
+    ("1f1b", {}, 2, 8, [4, 4]),
+    ("interleaved", {}, 2, 8, [2, 2, 2, 2]),
+    ("interleaved", {"stages_per_device": 3}, 2, 8, [2, 2, 1, 1, 1, 1]),
+    ("gis", {"stages_per_device": 3, "group_size": 2}, 2, 6, [1] * 6),
+    ("zbv", {"stages_per_device": 2}, 2, 4, [1] * 4),
+]
+
+
+def test_options_of_a_named_schedule() -> None:
+    for schedule, options, devices, layers, expected in STAGES:
+        made = layout(schedule, layers=layers, devices=devices, schedule_options=options)
+        assert sorted((last - first for first, last in made.layers), reverse=True) == expected
+        assert made.program.placement == generate(schedule, devices, 4, **options).placement
+
+
+MISFITS = [
+    # schedule, layers, options, what the sentence says
+    ("1f1b", 1, {}, "2 stages, but the model has 1 layer: .* take fewer devices, or a schedule with fewer stages"),
+    ("interleaved", 3, {}, "4 stages, but .* 3 layers: .* or a smaller stages_per_device in schedule_options"),
+    ("zbv", 3, {}, "4 stages, but .* 3 layers: .* or a schedule with fewer stages per device"),
+    (lambda p, m: generate("zbv", p, m), 3, {}, "4 stages, but .* 3 layers: .* take an order with fewer stages"),
+    ("1f1b", 8, {"microbatches": 2}, "schedule_options: microbatches is not an option of a schedule"),
+    (generate("1f1b", 2, 4), 8, {"stages_per_device": 1}, "stages_per_device given, but only a schedule with a name"),
+]
+
+
+def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
+    for schedule, layers, options, says in MISFITS:
+        with pytest.raises(InputError, match=says) as caught:
+            layout(schedule, layers=layers, schedule_options=options)
+        assert "\n" not in str(caught.value)
+
+
+def test_communicators() -> None:
+    for communicators, expected in (("per-pair", 6), ("per-kind", 6), ("one", 1)):
+        made = layout("1f1b", communicators=communicators)
+        assert len(made.communicators) == len(made.program.communicators) == expected
+        assert made.evaluation.communicators.items() <= made.communicators.items()
