@@ -18,7 +18,7 @@ from small_run import printed, refused
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from evenpipe.errors import InputError
-from evenpipe.train.config_file import load_config
+from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.data import prepare
 from evenpipe.train.examples import example_configurations, examples
 from evenpipe.train.found_data import find_data
@@ -86,7 +86,6 @@ FOLDERS: list[tuple[dict[str, str | bytes], list[str], dict[str, str]]] = [
         ["data/BSD", "data/GPL", "data/old/APACHE-2", "data/**/*.txt"],
         {},
     ),
-    ({"GPL": TEXT, "a/BSD": TEXT}, ["data/**/*"], {}),
     (
         {"GPL": TEXT, "BSD": TEXT, "logo": GIF, "a.gif": GIF, "b.gif": GIF, ".git/config": "x", ".hidden": "x"},
         ["data/BSD", "data/GPL"],
@@ -110,10 +109,8 @@ FOLDERS: list[tuple[dict[str, str | bytes], list[str], dict[str, str]]] = [
     (
         {"a.txt": TEXT, "chat.jsonl": CHAT, **{f"{number}.bin": b"\xff\x00" for number in range(9)}},
         ["data/**/*.txt"],
-        {
-            "1 file, chats, on which evenpipe cannot train yet": "chat.jsonl",
-            "9 files, not UTF-8 text": "0.bin, 1.bin, 2.bin and 6 more",
-        },
+        {"1 file, chats, on which evenpipe cannot train yet": "chat.jsonl"}
+        | {"9 files, not UTF-8 text": "0.bin, 1.bin, 2.bin and 6 more"},
     ),
     ({"[a]/x[1].txt": TEXT, "[a]/y.bin": GIF}, ["data/**/*.txt"], {"1 file, not UTF-8 text": "[a]/y.bin"}),
 ]
@@ -134,15 +131,6 @@ def test_every_file_is_trained_on_or_listed(number, capsys):
     assert set(find_files(config.data.files)) == texts - refused
 
 
-def test_records_with_text_in_another_field(capsys):
-    records = [{"id": "1", "body": TEXT}, {"id": "2", "body": None}]
-    write({"a.jsonl": "\n".join(map(json.dumps, records)), "b.jsonl": '{"id": "3"}'})
-    field, left_out, _ = init(capsys).splitlines()
-    assert field == 'the text in "body" of each record is read, not in "id"; data.text_field names another field'
-    assert left_out.startswith("left out 1") and "b.jsonl" in left_out
-    assert (accepted().data.files, accepted().data.text_field) == (("data/a.jsonl",), "body")
-
-
 def test_links_and_what_is_no_file(folder, capsys):
     """A link to a folder above, one to nothing, one to text elsewhere, and a pipe that nobody writes to."""
     write({"a": TEXT})
@@ -153,28 +141,24 @@ def test_links_and_what_is_no_file(folder, capsys):
     os.mkfifo(folder / "data" / "pipe")
     assert "left out 2 files, not a file, or a link to nothing: nothing, pipe" in init(capsys)
     assert accepted().data.files == ("data/a", "data/b")
-
-
-def test_a_folder_whose_name_is_a_pattern_and_a_single_file(capsys):
-    Path("[x]").mkdir()
-    Path("[x]", "a.txt").write_text(TEXT)
-    init(capsys, "--data", "[x]", "-o", "a.toml")
-    assert find_files(accepted("a.toml").data.files) == [Path("[x]/a.txt")]
-    init(capsys, "--data", "[x]/a.txt", "-o", "b.toml")
-    assert accepted("b.toml").data.files == ("[x]/a.txt",)
+    (folder / "data").rename("[x]")  # a folder whose name is a pattern, and a single file
+    init(capsys, "--data", "[x]/a", "-o", "one.toml")
+    assert accepted("one.toml").data.files == ("[x]/a",)
 
 
 def table(rows: list[dict[str, Any]]) -> None:
     parquet.write_table(pa.Table.from_pylist(rows), "data/a.parquet")
 
 
+def saved(rows: list[dict[str, Any]]) -> None:
+    datasets.Dataset.from_list(rows).save_to_disk("data")
+
+
 CHATS = {
     "lines": lambda: write({"chat.jsonl": CHAT * 9, "README.md": "# Chats"}),
     "sharegpt": lambda: write({"a.json": json.dumps({"conversations": [{"from": "human", "value": "x"}], "id": "1"})}),
-    "parquet": lambda: table([{"messages": [{"role": "user", "content": "x"}], "source": "a"}]),
-    "saved": lambda: datasets.Dataset.from_list(
-        [{"messages": [{"role": "user", "content": "x"}], "source": "a"}]
-    ).save_to_disk("data"),
+    "parquet": lambda: table([json.loads(CHAT)]),
+    "saved": lambda: saved([json.loads(CHAT)]),
 }
 
 
@@ -182,12 +166,11 @@ CHATS = {
 def test_chats_are_refused_by_init_and_by_training(kind, capsys):
     CHATS[kind]()
     assert NO_CHAT in refused(capsys, "init", "--data", "data") and not Path("train.toml").exists()
-    where = "dataset=data" if kind == "saved" else 'files=["data/*[!d]"]'
+    data = {"dataset": "data"} if kind == "saved" else {"files": ["data/*[!d]"]}
     for text_field in ("text", "messages"):
-        overrides = [f"data.{where}", f"data.text_field={text_field}", "output.folder=run"]
-        Path("mine.toml").write_text('[model]\narchitecture = "llama"\n[model.config]\nhidden_size = 16\n[data]\n')
+        tables = {"model": {"architecture": "llama"}, "data": {**data, "text_field": text_field}}
         with pytest.raises(InputError, match=NO_CHAT):
-            prepare(load_config("mine.toml", overrides), lambda text: None)
+            prepare(config_from_dict({**tables, "output": {"folder": "run"}}), lambda text: None)
 
 
 BROKEN = {
@@ -210,20 +193,23 @@ def test_a_file_that_cannot_be_trained_on(capsys):
         Path("data", name).unlink()
 
 
-def test_tables_whose_text_is_in_another_column(capsys):
+def test_text_in_another_field(capsys):
     write({"a.jsonl": json.dumps({"text": TEXT, "messages": []}) + "\n"})
     init(capsys, "-o", "a.toml")
     assert accepted("a.toml").data.text_field == "text", "messages beside it do not make it a chat"
-    Path("data/a.jsonl").unlink()
+    records = [{"id": "1", "body": TEXT}, {"id": "2", "body": None}]
+    write({"a.jsonl": "\n".join(map(json.dumps, records)), "b.jsonl": '{"id": "3"}'})
+    field, left_out, _ = init(capsys).splitlines()
+    assert field == 'the text in "body" of each record is read, not in "id"; data.text_field names another field'
+    assert left_out.startswith("left out 1") and "b.jsonl" in left_out
+    assert (accepted().data.files, accepted().data.text_field) == (("data/a.jsonl",), "body")
     table([{"id": "1", "body": "a long text"}])
-    assert find_data("data").table == {"files": ["data/**/*.parquet"], "text_field": "body"}
-    datasets.Dataset.from_list([{"text": TEXT}]).save_to_disk("plain")
-    assert new_tables(None, find_data("plain"), 2, "run")["data"]["dataset"] == "plain"
+    assert find_data("data/a.parquet").table == {"files": ["data/a.parquet"], "text_field": "body"}
     rows = datasets.Dataset.from_list([{"number": 1, "content": TEXT}])
     datasets.DatasetDict({"all": rows}).save_to_disk("saved")
     init(capsys, "--data", "saved", "-o", "b.toml")
     config = accepted("b.toml")
-    assert (config.data.dataset_split, config.data.text_field) == ("all", "content")
+    assert (config.data.dataset, config.data.dataset_split, config.data.text_field) == ("saved", "all", "content")
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
@@ -267,31 +253,20 @@ def test_a_length_that_nobody_wrote_is_called_the_default():
         check_pipeline(load_config("own.toml", ["pipeline.processes=2", "data.sequence_length=300"]))
 
 
-LITTLE = {
-    # data that is enough, by the tokens that a tokenizer makes of it and not by its size
-    "words": "one two three four five six seven\n" * 30,
-    "one word again and again": "again " * 4000,
-    "one letter": "x" * 40_000,
-}
-
-
-def test_little_data_trains_or_is_refused(capsys):
-    for number, text in enumerate(LITTLE.values()):
+def test_the_length_of_sequences_follows_from_the_tokens_of_the_data(capsys):
+    """Also of one word or letter again and again, and of records that are mostly other fields."""
+    for text in ("one two three four five six seven\n" * 30, "again " * 4000, "x" * 40_000):
         write({"a.txt": text})
-        init(capsys, "-o", f"{number}.toml")
-        accepted(f"{number}.toml")
+        init(capsys, "-o", "little.toml")
+        accepted("little.toml")
+        Path("little.toml").unlink()
+    for numbers, length in ((400, 16), (20_000, 256), (2_000_000, 1024)):
+        write({"a.txt": " ".join(map(str, range(numbers)))})
+        assert new_tables(None, find_data("data"), 2, "run")["data"]["sequence_length"] == length
     write({"a.txt": "one two three"})
     words = "tokens, but must have at least 48: a sequence of 16 for each of 2 processes"
     assert words in refused(capsys, "init", "--data", "data", "--processes", "2")
-
-
-def test_the_length_of_sequences_follows_from_the_data(capsys):
-    lengths = []
-    for numbers in (400, 20_000, 2_000_000):
-        write({"a.txt": " ".join(map(str, range(numbers)))})
-        lengths.append(new_tables(None, find_data("data"), 2, "run")["data"]["sequence_length"])
-    assert lengths == [16, 256, 1024]
-    Path("data/a.txt").unlink()  # records that are mostly other fields
+    Path("data/a.txt").unlink()
     write({"a.jsonl": "".join(json.dumps({"text": "a b c", "vector": [0.5] * 500}) + "\n" for _ in range(60))})
     init(capsys)
     assert accepted().data.sequence_length == 16

@@ -1,16 +1,26 @@
-"""Sections of the configuration: types, ranges, names, and what they imply for each other."""
+"""The configuration: types, ranges, names, what sections imply for each other; TOML, overrides, help and changes."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import missing_words, refusal, wrong_refusals
+from transformers import LlamaConfig, PreTrainedConfig
 
+from evenpipe.cli.model_argument import read_model
 from evenpipe.errors import InputError
+from evenpipe.model import Description, describe
+from evenpipe.schedule import generate
+from evenpipe.train.changed_values import changed_values
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import apply_overrides, config_from_dict
+from evenpipe.train.config_file import apply_overrides, config_from_dict, load_config, sections
+from evenpipe.train.config_help import configuration_help, describe_section
+from evenpipe.train.model_source import check_pipeline, model_config, pipeline_model
+from evenpipe.train.planned_config import configured_model, model_tables
 
 MINIMAL = {"model": {"architecture": "llama"}, "data": {"corpus": "python-standard-library"}}
 
@@ -135,24 +145,6 @@ def test_sections_that_contradict_each_other_are_refused() -> None:
     assert not wrong_refusals(lambda tables: config(**tables), CONFLICTS)
 
 
-CONVERTED = [
-    # section, field, value in the file, value in the configuration
-    ("data", "files", "only.txt", ("only.txt",)),
-    ("optimizer", "betas", [0, 0.5], (0.0, 0.5)),
-    ("optimizer", "learning_rate", 1, 1.0),
-    ("optimizer", "clip_norm", "none", None),
-    ("checkpoint", "every_steps", "none", None),
-    ("output", "trackers", "trackio", ("trackio",)),
-    ("pipeline", "layers_per_stage", [1], (1,)),
-]
-
-
-def test_lists_become_tuples_whole_numbers_become_numbers_and_one_text_a_list() -> None:
-    for section, field, value, expected in CONVERTED:
-        converted = getattr(getattr(config(**{section: {field: value}}), section), field)
-        assert (converted, type(converted)) == (expected, type(expected)), field
-
-
 def test_a_fraction_is_held_back_unless_there_is_other_data_to_evaluate_on() -> None:
     for data, held_back, validates in (
         ({}, 0.01, True),
@@ -217,3 +209,336 @@ def test_which_tokenizer_is_used() -> None:
     for model, tokenizer, expected in TOKENIZERS:
         chosen = config(model=model, tokenizer=tokenizer)
         assert (chosen.trained_tokenizer_entries, chosen.tokenizer_source) == expected, (model, tokenizer)
+
+
+# ---- files, overrides and the help text
+
+TOML = """
+[model]
+architecture = "llama"
+[model.config]
+hidden_size = 64
+[data]
+corpus = "python-standard-library"
+[pipeline]
+processes = 2
+layers_per_stage = [1, 3]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(TOML)
+    return file
+
+
+OVERRIDES = [
+    # override, field, value
+    ("training.steps=7", "training.steps", 7),
+    ("optimizer.learning_rate=1e-3", "optimizer.learning_rate", 1e-3),
+    ("optimizer.betas=[0.5, 0.6]", "optimizer.betas", (0.5, 0.6)),
+    ("model.self_check=false", "model.self_check", False),
+    ("model.config.hidden_size=128", "model.config", {"hidden_size": 128}),
+    ("model.config.hidden_act=silu", "model.config", {"hidden_size": 64, "hidden_act": "silu"}),
+    ("output.folder=runs/a b", "output.folder", "runs/a b"),
+    ("output.folder=123", "output.folder", "123"),
+    ('output.folder="quoted"', "output.folder", "quoted"),
+    ("output.folder=a=b", "output.folder", "a=b"),
+    ("data.dataset_split=train[:1%]", "data.dataset_split", "train[:1%]"),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
+    ("optimizer.clip_norm=none", "optimizer.clip_norm", None),
+    ("output.trackers=trackio", "output.trackers", ("trackio",)),
+    ("sample.prompts=import os", "sample.prompts", ("import os",)),
+    ('sample.prompts=["a", "b"]', "sample.prompts", ("a", "b")),
+    ("pipeline.vocabulary=first-last", "pipeline.vocabulary", "first-last"),
+]
+
+
+def test_a_file_is_read_and_overrides_replace_its_values(path: Path) -> None:
+    config = load_config(path)
+    assert (config.model.config, config.pipeline.layers_per_stage) == ({"hidden_size": 64}, (1, 3))
+    assert config.training.steps is None
+    for override, field, value in OVERRIDES:
+        section, key = field.split(".")
+        read = getattr(getattr(load_config(path, [override]), section), key)
+        assert (read, type(read)) == (value, type(value)), override
+
+
+def test_the_last_override_counts_and_tables_are_not_changed() -> None:
+    tables = {"training": {"steps": 1}}
+    assert apply_overrides(tables, ["training.steps=2", "training.steps=3"]) == {"training": {"steps": 3}}
+    assert tables == {"training": {"steps": 1}}
+
+
+BAD_OVERRIDES = [
+    ("training.steps", ["training.steps", "section.key=value"]),
+    ("steps=3", ["steps=3", "section.key=value"]),
+    ("training.=3", ["section.key=value"]),
+    ("training.steps.more=3", ["training.steps=value"]),
+    ("model.config=3", ["model.config.NAME=value"]),
+    ("trainin.steps=3", ["[trainin]", 'did you mean "training"']),
+    ("training.step=3", ["training.step ", 'did you mean "steps"']),
+    ("pipeline.microbatches=3\nprocesses=9", ["pipeline.microbatches"]),  # no second value behind a line end
+]
+BAD_FILES = [
+    (b"[model\n", ["is not TOML", "line 1"]),
+    (b"\xff", ["not UTF-8 at byte 0"]),
+    (b"steps = 3\n", ["[steps]"]),
+    (b"model = 3\n", ["[model] must be a table, not 3"]),
+    (b"[optimiser]\n", ["[optimiser]", 'did you mean "optimizer"']),
+    (b"[training]\nsteps = 5\nsteps = 6\n", ["is not TOML"]),
+    (b"[data]\nsequence_lenght = 5\n", ["data.sequence_lenght", 'did you mean "sequence_length"']),
+    (b"[sample]\nunlike_anything_known = 5\n", ["sample.unlike_anything_known", "known: prompts, new_tokens"]),
+]
+
+
+def test_bad_overrides_and_files(path: Path, tmp_path: Path) -> None:
+    def load(content: bytes) -> None:
+        (tmp_path / "bad.toml").write_bytes(content)
+        load_config(tmp_path / "bad.toml")
+
+    assert not wrong_refusals(lambda override: load_config(path, [override]), BAD_OVERRIDES)
+    assert not wrong_refusals(load, BAD_FILES)
+    missing = [(tmp_path / "nowhere.toml", ["nowhere.toml", "No such file"]), (tmp_path, "cannot be read")]
+    assert not wrong_refusals(load_config, missing)
+
+
+def test_the_help_says_type_default_and_meaning_of_every_field() -> None:
+    text = configuration_help()
+    fields: dict[str, Any] = {}
+    for name, section in sections().items():
+        described = describe_section(section)
+        assert [field.name for field in described] == [field.name for field in dataclasses.fields(section)]
+        assert f"[{name}]" in text
+        for field in described:
+            assert field.text, f"{name}.{field.name} needs a docstring"
+            assert f"  {field.name} = {field.default}   ({field.type})" in text
+            fields[f"{field.section}.{field.name}"] = (field.type, field.default)
+    for name, described in {
+        "pipeline.processes": ("integer", "1"),
+        "training.minutes": ("number or none", "none"),
+        "optimizer.betas": ("list of 2 numbers or none", "none"),
+        "data.files": ("list of text", "[]"),
+        "data.encoding_errors": ('"strict" | "replace"', '"strict"'),
+        "model.self_check": ("true or false", "true"),
+    }.items():
+        assert fields[name] == described
+
+
+# ---- what is said of the configuration of a run that continues with another one
+
+BASE = {
+    "model": {"architecture": "llama", "config": {"hidden_size": 64, "rope_parameters": {"factor": 2.0}}},
+    "data": {"files": ["a.txt"], "sequence_length": 64},
+    "optimizer": {"name": "sgd", "options": {"momentum": 0.9}},
+}
+
+
+def made(**sections: dict[str, object]) -> Config:
+    return config_from_dict({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}})
+
+
+def saved(config: Config) -> dict[str, object]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+CHANGES = [
+    ({}, {}),
+    ({"pipeline": {"microbatches": 8}}, {"pipeline.microbatches": "none -> 8"}),
+    (
+        {"training": {"seed": 1}, "optimizer": {"learning_rate": 1e-4, "clip_norm": "none"}},
+        {
+            "optimizer.learning_rate": "0.0003 -> 0.0001",
+            "optimizer.clip_norm": "1.0 -> none",
+            "training.seed": "0 -> 1",
+        },
+    ),
+    ({"optimizer": {"options": {"momentum": 0.8}}}, {"optimizer.options.momentum": "0.9 -> 0.8"}),
+    (
+        {"optimizer": {"options": {"nesterov": True}}},
+        {"optimizer.options.nesterov": "none -> true", "optimizer.options.momentum": "0.9 -> none"},
+    ),
+    (
+        {"model": {"config": {"hidden_size": 64, "rope_parameters": {"factor": 4.0}}}},
+        {"model.config.rope_parameters.factor": "2.0 -> 4.0"},
+    ),
+    ({"data": {"files": ["a.txt", "b.txt"]}}, {"data.files": '["a.txt"] -> ["a.txt", "b.txt"]'}),
+    ({"checkpoint": {"resume_from": 80}}, {"checkpoint.resume_from": "none -> 80"}),
+    ({"output": {"log_every_steps": 1, "tensorboard": True}}, {}),
+]
+
+
+def test_every_changed_value_is_said() -> None:
+    for change, said in CHANGES:
+        assert changed_values(saved(made()), made(**change)) == said
+        assert config_from_dict(saved(made(**change))) == made(**change)
+
+
+def test_fields_that_another_version_has_or_had() -> None:
+    """One that is new had its default."""
+    before = saved(made())
+    del before["checkpoint"]["resume_from"], before["experts"]
+    assert changed_values(before, made()) == {}
+    assert changed_values(before, made(checkpoint={"resume_from": 3})) == {"checkpoint.resume_from": "none -> 3"}
+    before = saved(made())
+    before["training"]["turbo"] = True
+    assert changed_values(before, made()) == {"training.turbo": "true -> none"}
+
+
+# ---- from [model] to what the pipeline is built from, and what is refused before anything starts
+
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def small(model=None, values=None, **tables):
+    if model is None:
+        model = {"architecture": "llama", "config": {**SMALL, **(values or {})}}
+    data = {"corpus": "python-standard-library", "sequence_length": 32, **tables.pop("data", {})}
+    return config_from_dict({"model": model, "data": data, **tables})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved model without weights: enough to be described."""
+    LlamaConfig(**SMALL, vocab_size=300, eos_token_id=7, bos_token_id=6).save_pretrained(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+def test_a_described_model_takes_from_the_tokenizer_what_its_description_leaves_out() -> None:
+    model = pipeline_model(small(), tokenizer_size=500, end_of_text_id=3)
+    assert isinstance(model, PreTrainedConfig)
+    assert (model.model_type, model.hidden_size, model.vocab_size) == ("llama", 16, 500)
+    assert (model.eos_token_id, model.bos_token_id, model.pad_token_id) == (3, 3, None)
+    model = pipeline_model(small(values={"vocab_size": 512, "eos_token_id": 1, "pad_token_id": 0}), 500, 3)
+    assert (model.vocab_size, model.eos_token_id, model.pad_token_id) == (512, 1, 0)
+    gpt2 = {"architecture": "gpt2", "config": {"n_layer": 2, "num_attention_heads": 2, "n_embd": 8, "n_positions": 40}}
+    model = pipeline_model(small(gpt2), 300, 0)
+    assert (model.num_hidden_layers, model.n_head, model.max_position_embeddings) == (2, 2, 40)
+
+
+def test_a_saved_model_is_passed_on_by_name_and_with_fresh_weights_as_its_config(folder):
+    assert pipeline_model(small({"source": folder}), 300, 0) == folder
+    fresh = pipeline_model(small({"source": folder, "fresh_weights": True}), 290, 0)
+    assert isinstance(fresh, PreTrainedConfig)
+    assert (fresh.vocab_size, fresh.eos_token_id) == (300, 7)
+    own = small({"source": folder, "fresh_weights": True}, tokenizer={"vocabulary_size": 400})
+    assert pipeline_model(own, 400, 5).vocab_size == 400
+
+
+UNFIT = [
+    # options of `small`, words of the sentence
+    ({"values": {"num_hiden_layers": 3}}, ["model.config.num_hiden_layers", 'did you mean "num_hidden_layers"']),
+    ({"values": {"num_hidden_layers": "two"}}, ["[model.config]", "num_hidden_layers", "int"]),
+    ({"values": {"hidden_size": 17}}, ["[model.config]", "17"]),
+    ({"model": {"architecture": "lama"}}, ["model.architecture", '"lama"', 'did you mean "llama"']),
+    ({"model": {"architecture": "vit"}}, ["model.architecture", '"vit"']),
+    ({"model": {"source": "./nowhere"}}, ["model.source", "./nowhere"]),
+    ({"pipeline": {"processes": 5}}, ["pipeline.processes is 5", "at most 4"]),
+    ({"pipeline": {"processes": 5, "vocabulary": "redistribute"}}, ["pipeline.processes is 5", "at most 4"]),
+    ({"pipeline": {"processes": 10, "replicas": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
+    ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
+    ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
+    ({"pipeline": {"checkpointing": ["full", "none"]}}, ["checkpointing has 2 choices", "4, one per layer"]),
+    ({"data": {"sequence_length": 65}}, ["data.sequence_length is 65", "at most 64"]),
+    ({"values": {"vocab_size": 400}}, ["model.config.vocab_size is 400", "at least 500"]),
+]
+SCHEDULES_REFUSED = [
+    # [pipeline] with 2 processes, words of the sentence
+    ({"processes": 3, "schedule": "zbv"}, ['pipeline.schedule is "zbv"', "6 stages on 3 devices", "at most 4"]),
+    (
+        {"schedule": "interleaved", "stages_per_device": 3},
+        ['pipeline.schedule is "interleaved"', "6 stages on 2 devices"],
+    ),
+    ({"schedule": "zbv", "stages_per_device": 3}, ["'zbv' has 2 stages per device, not 3"]),
+    ({"schedule": "v-budget", "memory_limit": 1}, ["pipeline.memory_limit is 1", "4 stage activ"]),
+    (
+        {"schedule": "zbv", "layers_per_stage": [2, 2]},
+        ["pipeline.layers_per_stage is [2, 2]", "4 numbers, one for each stage", "on 2 devices"],
+    ),
+    (
+        {"schedule": "1f1b", "layers_per_stage": [1, 1, 1, 1]},
+        ["pipeline.layers_per_stage is [1, 1, 1, 1]", "2 numbers"],
+    ),
+    (
+        {"processes": 1, "schedule": "order.csv"},
+        ["pipeline.processes is 1", "must be 2", "the order in", "order.csv has 2 devices"],
+    ),
+    ({"schedule": "order.csv", "microbatches": 5}, ["pipeline.microbatches is 5", "must be 3"]),
+    ({"replicas": 2, "schedule": "order.csv"}, ["pipeline.processes is 2", "must be 4", "each of 2 replicas"]),
+    ({"schedule": "broken.csv"}, ["row 1, column 2", "0X0"]),
+    ({"schedule": "forwards.csv"}, ["only evaluates"]),
+    ({"schedule": "stages.csv"}, ["has 6 stages", "at most 4, the layers"]),
+]
+ORDERS = {
+    "order.csv": "0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+    "broken.csv": "0F0,0X0\n1F0,1B0\n",
+    "forwards.csv": "0F0,0F1\n1F0,1F1\n",
+}
+
+
+def test_what_does_not_fit_is_refused_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in ORDERS.items():
+        Path(name).write_text(rows)
+    Path("stages.csv").write_text(generate("looped-bfs", 2, 2, stages_per_device=3).to_csv())
+
+    def check(changes: dict[str, Any]) -> None:
+        check_pipeline(small(**changes))
+        pipeline_model(small(**changes), tokenizer_size=500, end_of_text_id=0)
+
+    cases = [({"pipeline": {"processes": 2, **pipeline}}, words) for pipeline, words in SCHEDULES_REFUSED]
+    assert not wrong_refusals(check, [*UNFIT, *cases])
+
+
+def test_a_saved_model_needs_a_model_and_room_for_the_tokenizer(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="300, but must be at least 301"):
+        pipeline_model(small({"source": folder}), 301, 0)
+    with pytest.raises(InputError, match=r"model\.source"):
+        model_config(small({"source": str(tmp_path)}).model)
+
+
+def test_a_stage_without_layers_belongs_to_redistribute() -> None:
+    check_pipeline(small(pipeline={"processes": 2, "layers_per_stage": [4, 0], "vocabulary": "redistribute"}))
+
+
+def test_the_quickstart_is_accepted() -> None:
+    quickstart = load_config(Path(__file__).parents[2] / "examples" / "quickstart.toml")
+    model = pipeline_model(quickstart, quickstart.tokenizer.vocabulary_size, 0)
+    assert (model.vocab_size, model.num_hidden_layers) == (8192, 8)
+
+
+# ---- configurations of real models, as hubs have them: a plan for each can be written, and describes the same model
+
+MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.json"))
+
+
+def text_shapes(description: Description) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the language model."""
+    names = {name.replace("model.language_model.", "model."): shape for name, shape in description.shapes.items()}
+    images = ("model.vision_tower.", "model.multi_modal_projector.")
+    return {name: tuple(shape) for name, shape in names.items() if not name.startswith(images)}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_run_of_the_same_model_is_written(path: Path) -> None:
+    planned = read_model(str(path))
+    tables = model_tables(planned, str(path))
+    written = describe(configured_model(config_from_dict({**tables, "pipeline": {"processes": 2}})))
+    assert text_shapes(written) == text_shapes(planned)
+
+
+def test_fields_that_only_the_model_reads_are_accepted() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    configured_model(small({"architecture": "qwen3_moe", "config": {**sizes, "head_dim": 32}}))
+    with pytest.raises(InputError, match=r"model\.config\.head_dimension is no field of Qwen3MoeConfig"):
+        configured_model(small({"architecture": "qwen3_moe", "config": {**sizes, "head_dimension": 32}}))

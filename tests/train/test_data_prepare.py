@@ -22,7 +22,7 @@ from evenpipe.model.config import read_config
 from evenpipe.train import data as data_module
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
+from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data
 from evenpipe.train.data import prepare as prepare_loudly
 from evenpipe.train.files import locked
 from evenpipe.train.start import set_up
@@ -370,7 +370,7 @@ def test_wrong_data_to_evaluate_on_is_one_sentence(config, corpus, other):
     assert not wrong_refusals(prepare, cases)
 
 
-# ---- what a checkpoint compares, and how many steps there are
+# ---- what a checkpoint compares
 
 
 def test_what_a_checkpoint_compares(config):
@@ -407,15 +407,3 @@ def test_what_a_checkpoint_says_of_data_to_evaluate_on(config, other):
     assert changes_of_data(identities[1], identities[1]) == []
     del identities[0]["validation data"]  # a checkpoint that was written before there was such data
     assert changes_of_data(identities[0], data_identity(plain, prepare(plain))) == []
-
-
-def test_steps_follow_from_epochs_the_data_and_the_batch(config):
-    run = config(training={"epochs": 2.5})
-    data = prepare(run)
-    rows = len(open_batches(run, data).training_rows)
-    assert planned_steps(run, open_batches(run, data)) == -(-5 * rows // 8)
-    wider = config(training={"epochs": 2.5}, pipeline={"microbatches": 4})
-    done, read = 6, 6 * 4  # of a run that is resumed with a batch of another size
-    assert planned_steps(wider, open_batches(wider, data), done, read) == done + -(-(5 * rows - 2 * read) // 16)
-    assert planned_steps(config(), open_batches(config(), data)) == 1000
-    assert planned_steps(config(training={"steps": 7}), open_batches(config(), data), 3, 99) == 7

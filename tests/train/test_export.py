@@ -1,10 +1,11 @@
-"""From a checkpoint to a folder that transformers loads: the same model to the last bit."""
+"""From a checkpoint to a folder that transformers loads: the same model to the last bit; text from such a folder."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,19 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_run import flip
+from families import whole_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_families import CONFIGS
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from evenpipe.checkpoints import save
 from evenpipe.errors import InputError
@@ -22,34 +33,18 @@ from evenpipe.model import persistent_buffers
 from evenpipe.model.placement import Held
 from evenpipe.train import export as module
 from evenpipe.train.export import export_checkpoint
+from evenpipe.train.generation import Generator
+from evenpipe.train.tokenizer import train_tokenizer
 
-FAMILIES = ["cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "mixtral"]
-FAMILIES += ["olmo2", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"]
-EXPERTS = {
-    "mixtral": {"num_local_experts": 3},
-    "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1}
-    | {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-}
-"""Stored one by one, or with a buffer beside the parameters."""
-IDS = torch.arange(24).reshape(2, 12) * 5 % 97
+VOCABULARY = 97
+IDS = torch.arange(24).reshape(2, 12) * 5 % VOCABULARY
 
 
-def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A tiny model in which no parameter has a special value."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = CONFIG_MAPPING[family](**sizes | heads | tokens | EXPERTS.get(family, {}) | changes)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        for _, buffer in persistent_buffers(model):
-            buffer.add_(torch.rand_like(buffer))
+def build(family: str = "llama", *, tied: bool = False) -> PreTrainedModel:
+    """A small model in which no parameter or buffer has a special value."""
+    model = whole_model(CONFIGS[family](vocab_size=VOCABULARY, tie_word_embeddings=tied), torch.float32).eval()
+    for _, buffer in persistent_buffers(model):
+        buffer.add_(torch.rand_like(buffer))
     return model
 
 
@@ -85,16 +80,16 @@ def assert_same_model(folder: Path, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.sampled(6)
 def test_transformers_loads_what_was_trained(tmp_path: Path, family: str, tied: bool) -> None:
-    model = build(family, tie_word_embeddings=tied)
+    model = build(family, tied=tied)
     export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model")
     assert_same_model(tmp_path / "model", model)
     with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         names = set(file.keys())
-    head = {"gpt_neox": "embed_out.weight"}.get(family, "lm_head.weight")
+    head = {"gpt-neox": "embed_out.weight"}.get(family, "lm_head.weight")
     assert (head in names) is not tied
     assert not any("optimizer" in name for name in names)
 
@@ -118,15 +113,9 @@ def test_the_folder_is_complete_in_its_own_dtype_and_in_another(tmp_path: Path) 
 def test_large_models_come_in_several_files_which_replace_each_other(tmp_path: Path) -> None:
     model = build()
     checkpoint = checkpoint_of(model, tmp_path)
-    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=20_000)
+    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=10_000)
     assert_same_model(tmp_path / "model", model)
-    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 2
-    for file in files:
-        with safe_open(tmp_path / "model" / file, framework="pt") as opened:
-            assert set(opened.keys()) == {name for name, where in index["weight_map"].items() if where == file}
-            assert opened.metadata() == {"format": "pt"}
+    assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
     (tmp_path / "empty").mkdir()
     for target in ("model", "empty"):
         assert_same_model(export_checkpoint(checkpoint, tmp_path / target), model)
@@ -177,12 +166,6 @@ def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) ->
     assert_same_model(tmp_path / "model", old)
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match="has no checkpoint"):
-            export_checkpoint(folder, tmp_path / "model")
-
-
 def without_config(facts: dict[str, Any]) -> None:
     del facts["model_config"]
 
@@ -201,9 +184,9 @@ REFUSED = [
     # what is wrong in run.json, the sentence
     (without_config, r"run\.json has no model_config"),
     (with_config(model_type="never heard of"), "model_type 'never heard of'"),
-    (with_config(num_hidden_layers=3), r"has no 'model\.layers\.2\."),
-    (with_config(num_hidden_layers=1), r"has 'model\.layers\.1\..* does not have"),
-    (with_config(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
+    (with_config(num_hidden_layers=5), r"has no 'model\.layers\.4\."),
+    (with_config(num_hidden_layers=3), r"has 'model\.layers\.3\..* does not have"),
+    (with_config(vocab_size=98), r"has shape \(97, 16\) in the checkpoint"),
     (with_config(tie_word_embeddings=True), "has 'lm_head.weight'"),
     # an origin that no run has written
     (with_origin({"files": {"../../evil.json": "x"}, **NO_DTYPE}), NO_ORIGIN),
@@ -257,9 +240,9 @@ def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         real(opened, index, state)
 
     monkeypatch.setattr(module, "read_state", counting)
-    largest = 97 * 32 * 4
+    largest = VOCABULARY * 16 * 4
     export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=1)
-    assert len(read) == 21
+    assert len(read) == 39
     assert most <= 2 * largest
     most = 0
     export_checkpoint(checkpoint, tmp_path / "model")
@@ -281,7 +264,7 @@ def test_the_generation_config_of_the_run_is_kept(tmp_path: Path) -> None:
 
 
 def test_16_bits_leave_what_transformers_keeps_in_32(tmp_path: Path) -> None:
-    model = build("deepseek_v3")
+    model = build("deepseek-v3")
     path = export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model", dtype="bfloat16")
     loaded, expected = AutoModelForCausalLM.from_pretrained(path), dict(model.named_parameters())
     for name, parameter in loaded.named_parameters():
@@ -294,3 +277,88 @@ def test_16_bits_leave_what_transformers_keeps_in_32(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"shared_experts\.up_proj\.weight has values that float16 cannot hold"):
         export_checkpoint(checkpoint, tmp_path / "half", dtype="float16")
     assert not (tmp_path / "half").exists()
+
+
+# ---- text from an exported folder
+
+
+PROMPT = "import os\n"
+
+
+def generate(folder, prompt, **options):
+    return Generator(folder)(prompt, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with fresh weights and its tokenizer, as an export leaves them."""
+    path = tmp_path_factory.mktemp("exported")
+    tokenizer = train_tokenizer(["import os\n\ndef f(x):\n    return x\n"], 300, "<|endoftext|>")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_the_same_seed_writes_the_same_text_and_leaves_the_callers_random_state(folder):
+    before = torch.random.get_rng_state()
+    generator = Generator(folder)
+    texts = [generate(folder, PROMPT, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] == generator(PROMPT, max_new_tokens=20, seed=0) != texts[2]
+    assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in texts)
+    assert isinstance(generator("", max_new_tokens=5), str), "an empty prompt begins a document"
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_temperature_zero_and_one_candidate_take_the_likeliest_token(folder):
+    generator = Generator(folder)
+    text = generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=1)
+    assert text == generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=2)
+    assert text == generator(PROMPT, max_new_tokens=4, temperature=5.0, top_k=1, seed=3)
+    assert text != generator(PROMPT, max_new_tokens=4, temperature=5.0, top_k=0, seed=3)
+    tokens = generator._tokenizer(PROMPT)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert text == generator._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_folders_without_a_model(folder, tmp_path):
+    with pytest.raises(InputError, match=r"nowhere.*is not a model folder"):
+        generate(tmp_path / "nowhere", PROMPT)
+    with pytest.raises(InputError, match="is not a model folder"):
+        generate(tmp_path, PROMPT)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(InputError, match=r"has no tokenizer: .* put the tokenizer of the model into"):
+        generate(tmp_path, PROMPT)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        generate(tmp_path, PROMPT)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        generate(tmp_path, PROMPT)
+
+
+def test_numbers_that_cannot_be_and_similar_names(folder):
+    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            generate(folder, PROMPT, **wrong)
+    with pytest.raises(InputError, match=rf'did you mean "{folder}"\?$'):
+        Generator(f"{folder}x")
+
+
+def test_the_folder_of_a_run_stands_for_its_model(folder, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # the run's own
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match=r'^".*" has checkpoints but no exported model; evenpipe export .* -o FOLDER'):
+        Generator(tmp_path)
+    shutil.copytree(folder, tmp_path / "model")
+    assert generate(tmp_path, PROMPT, max_new_tokens=5) == generate(folder, PROMPT, max_new_tokens=5)
