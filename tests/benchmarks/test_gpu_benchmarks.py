@@ -53,19 +53,6 @@ def test_a_device_that_is_lost_leaves_what_was_timed(monkeypatch) -> None:
     assert (timings, list(failures)) == ({}, ["bad", "good"])
 
 
-def test_failures_keep_their_reason(monkeypatch) -> None:
-    """Of a case that ends early, and of one behind which the cache cannot be emptied."""
-    assert list(timing.attempts(iter([1, 2]))) == [1, 2]
-    by_zero = Failure("ZeroDivisionError: integer division or modulo by zero")
-    assert list(timing.attempts(4 // number for number in (2, 0, 1))) == [2, by_zero]
-
-    def broken() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
-    assert timing.attempt(lambda: 1 // 0) == by_zero
-
-
 # -- scripts ---------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -341,28 +339,16 @@ def test_too_little_space_is_found_before_writing(three: Path, monkeypatch: pyte
     assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-class FullFile(io.FileIO):
-    """A file on a disk without room: opened, and nothing can be written."""
-
-    def write(self, content) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def fill_disk_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a file of this name cannot be written."""
-    real_open = Path.open
-
-    def open_full(path: Path, *arguments, **options):
-        return FullFile(path, "wb") if path.name == file else real_open(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", open_full)
-
-
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp", "run.json", MANIFEST])
 @pytest.mark.sampled(2)
 def test_a_full_disk_while_writing(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that torch writes, and files that we write."""
-    fill_disk_for(file, monkeypatch)
+    real_open = Path.open
+
+    def open_full(path: Path, *arguments, **options):
+        return real_open(Path("/dev/full") if path.name == file else path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
     with pytest.raises(RunError, match=r"step 4 was not saved: process 0: No space left on device.*before it are as"):
         Run().save(three, 4)
     assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]

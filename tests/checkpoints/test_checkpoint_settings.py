@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
-from transformers import get_scheduler
 
 from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
 from evenpipe.errors import InputError
@@ -19,13 +18,9 @@ STEPS = 8
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda one: rates.LambdaLR(one, lambda step: 1 / (step + 1)),
     "MultiStepLR": lambda one: rates.MultiStepLR(one, [2, 5, 5]),
-    "CosineAnnealingLR": lambda one: rates.CosineAnnealingLR(one, STEPS),
-    "CosineAnnealingWarmRestarts": lambda one: rates.CosineAnnealingWarmRestarts(one, 3),
-    "CyclicLR": lambda one: rates.CyclicLR(one, 1e-3, 1e-2, 2),
     "OneCycleLR": lambda one: rates.OneCycleLR(one, 1e-2, STEPS + 1),
     "SequentialLR": lambda one: rates.SequentialLR(one, [rates.LinearLR(one), rates.ExponentialLR(one, 0.9)], [3]),
     "ReduceLROnPlateau": lambda one: rates.ReduceLROnPlateau(one, patience=1),
-    "cosine of transformers": lambda one: get_scheduler("cosine", one, 2, STEPS),
 }
 
 

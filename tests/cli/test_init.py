@@ -275,27 +275,6 @@ def test_the_length_of_sequences_follows_from_the_tokens_of_the_data(capsys):
 # --- models and examples ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(capsys):
-    llama = CONFIG_MAPPING["llama"](**SMALL, intermediate_size=32, max_position_embeddings=64)
-    llama.save_pretrained("model")
-    code = "def f(x):\n    return x + 1\n" * 2000
-    write(dict.fromkeys(("a.txt", "b.txt", "c.py"), code))
-    init(capsys, "--model", "model", "-o", "mine.toml")
-    config = load_config("mine.toml")
-    assert config.model.architecture == "llama" and config.pipeline.processes == 2
-    assert config.data.files == ("data/**/*.py", "data/**/*.txt") and config.data.sequence_length == 64
-    assert config.output.folder == "runs/mine"
-    text = Path("mine.toml").read_text()
-    assert "# Highest learning rate, reached after the warm-up\nlearning_rate = " in text
-    command = [sys.executable, "-m", "evenpipe", "train", "mine.toml", "sample.new_tokens=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(Path("runs/mine/report.json").read_text())
-    assert report["steps"] == config.training.steps
-    assert 0 < report["validation_loss"] < 5, "it has learned"
-
-
 def test_a_model_with_weights_is_continued_with_its_own_tokenizer():
     llama = CONFIG_MAPPING["llama"](**{**SMALL, "num_hidden_layers": 3}, intermediate_size=32)
     AutoModelForCausalLM.from_config(llama).save_pretrained("model")

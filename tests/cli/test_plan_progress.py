@@ -80,19 +80,12 @@ def test_a_plan_is_there_when_the_time_is_up(capsys, monkeypatch):
     assert load_config("planned.toml").pipeline.tensor_parallel == 8
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_no_time_is_no_answer(output, capsys):
+def test_no_time_is_no_answer(capsys):
     """It is not known that nothing fits."""
-    options = ["--json"] if output == "json" else []
-    assert main([*PLAN, "--workers", "1", "--minutes", "1e-9", *options]) == 3
+    assert main([*PLAN, "--workers", "1", "--minutes", "1e-9"]) == 3
     text = capsys.readouterr().out
-    if output == "json":
-        answer = json.loads(text)
-        assert answer["plans"] == [] and answer["ended_by"] == "time" and answer["layouts_left"] > 0
-    else:
-        assert "unfinished, the time is up after" in text and "no plan was found so far" in text
-        assert "no plan fits" not in text and "would fit" not in text
+    assert "unfinished, the time is up after" in text and "no plan was found so far" in text
+    assert "no plan fits" not in text and "would fit" not in text
 
 
 # --- the line --------------------------------------------------------------------------------------------------------

@@ -1,19 +1,16 @@
-"""torch's schedules in ours and ours in torch's: written, read, refused, and run in torch's simulator."""
+"""torch's schedules in ours and ours in torch's: written, read and refused; run by torch in tests/multiprocess."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed.pipelining import schedules
-from torch_orders import Size, file_of_torch, load_into_torch
+from torch_orders import Size, file_of_torch
 
 from evenpipe.errors import InputError
 from evenpipe.interop import from_torch, to_torch
 from evenpipe.schedule import (
-    SCHEDULES,
     Costs,
     Order,
     Placement,
@@ -24,7 +21,6 @@ from evenpipe.schedule import (
     forward_only,
     generate,
     plan_program,
-    without_offload,
 )
 from evenpipe.schedule import time_order as timed
 
@@ -89,12 +85,10 @@ def test_a_file_as_the_csv_module_writes_it() -> None:
 
 
 NO_SCHEDULES = [
-    ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
     ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2 (device 1, position 1): '1ALLREDUCE0' is not a pass"),
     ("0F0,0B0\n\n1F0,1B0", "row 2 is blank"),
     ("0F0,0BW0", "row 1, column 2 (device 0, position 1): '0BW0' is from an older torch"),
     ('0F0,"0B0\n1F0,1B0', "row 1, column 2 (device 0, position 1): a quoted cell continues on the next line"),
-    ("", "the file is empty"),
     (f'"{"0" * 200_000}"', "the file is not CSV: field larger than field limit"),
 ]
 
@@ -164,30 +158,6 @@ def test_theirs_are_read_and_found_sound(tmp_path: Path) -> None:
         assert isinstance(program, Program)
         assert check_program(program).ok
         assert to_torch(program).splitlines() == text.splitlines()
-
-
-def test_ours_are_read_by_torch_and_run_in_its_simulator(sample, tmp_path: Path) -> None:
-    for schedule, (devices, microbatches) in sample(itertools.product(SCHEDULES, [(1, 2), (2, 3), (4, 9)]), 12):
-        order = without_offload(generate(schedule, devices, microbatches))  # torch has no copies to the host
-        size = Size(devices, order.placement.stages // devices, microbatches)
-        runtime = load_into_torch(to_torch(order), size, tmp_path, "compute_only")
-        assert runtime.stage_index_to_group_rank == dict(enumerate(order.placement.stage_device))
-        runs_in_its_simulator(runtime, order)
-        runs_in_its_simulator(load_into_torch(to_torch(order, lowered=True), size, tmp_path, "compute_comms"), order)
-
-
-def runs_in_its_simulator(runtime: Any, order: Order) -> None:
-    """The simulator raises where devices would wait for ever. It knows neither sharding nor passes run as one."""
-    rows = {
-        rank: [
-            part
-            for action in row
-            if action.computation_type not in {schedules.UNSHARD, schedules.RESHARD, schedules.REDUCE_GRAD}
-            for part in action.sub_actions or (action,)
-        ]
-        for rank, row in runtime.pipeline_order_with_comms.items()
-    }
-    schedules._simulate_comms_compute(rows, order.placement.device_of, order.placement.stages)
 
 
 def test_dualpipe_v_is_the_same_as_theirs(tmp_path: Path) -> None:

@@ -37,12 +37,3 @@ def file_of_torch(name: str, size: Size, folder: Path, file_format: str) -> str:
     file = folder / "torch.csv"
     schedule._dump_csv(str(file), format=file_format)
     return file.read_bytes().decode("utf-8")
-
-
-def load_into_torch(text: str, size: Size, folder: Path, file_format: str) -> Any:
-    """torch's runtime with `text` loaded."""
-    file = folder / "ours.csv"
-    file.write_text(text, encoding="utf-8")
-    runtime = schedules._PipelineScheduleRuntime(mock_stages(size), size.microbatches, loss_fn=any_loss)
-    runtime._load_csv(str(file), format=file_format)
-    return runtime

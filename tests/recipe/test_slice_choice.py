@@ -12,7 +12,7 @@ from evenpipe.model import RowWork
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.slice_choice import with_slices
-from evenpipe.recipe.sliced_costs import Extra, sliced_costs, whole_costs
+from evenpipe.recipe.sliced_costs import sliced_costs, whole_costs
 from evenpipe.schedule import Costs, Order, check_program, time_order
 
 ROWS = RowWork(per_token=1.0, per_key=((None, 1e-4),))
@@ -44,14 +44,6 @@ def test_parts_add_up_to_the_whole() -> None:
     again = whole_costs(found)
     assert (again.F, again.W, again.p2p, again.slices) == (pytest.approx((4, 8)), pytest.approx(2), 0.5, {})
     assert whole_costs(whole) is whole
-
-
-def test_what_a_pass_does_besides() -> None:
-    plain = sliced_costs(Costs(F=1, I=1, W=1, S=1, T=1), ROWS, (500, 1000))
-    more = sliced_costs(Costs(F=1, I=1, W=1, S=1, T=1), ROWS, (500, 1000), Extra(forward=10, weights=100))
-    share = 1 - ROWS.share(1000)
-    assert pytest.approx(plain.F + share * 10 / 1000) == more.F
-    assert pytest.approx((0.5 + 100 / 1000, 0.5 + 100 / 1000, 0.5 + 10 / 1000)) == (more.W, more.T, more.S)
 
 
 def test_longer_sequences_have_more_slices() -> None:

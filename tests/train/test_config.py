@@ -510,12 +510,6 @@ def test_a_stage_without_layers_belongs_to_redistribute() -> None:
     check_pipeline(small(pipeline={"processes": 2, "layers_per_stage": [4, 0], "vocabulary": "redistribute"}))
 
 
-def test_the_quickstart_is_accepted() -> None:
-    quickstart = load_config(Path(__file__).parents[2] / "examples" / "quickstart.toml")
-    model = pipeline_model(quickstart, quickstart.tokenizer.vocabulary_size, 0)
-    assert (model.vocab_size, model.num_hidden_layers) == (8192, 8)
-
-
 # ---- configurations of real models, as hubs have them: a plan for each can be written, and describes the same model
 
 MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.json"))

@@ -90,17 +90,9 @@ def test_what_a_divergence_does_does_not_become_usual() -> None:
     assert (after.usual, after.limit) == (before.usual, before.limit)
 
 
-FINITE = [
-    # numbers of the tensors, whether all are finite
-    ([], True),
-    ([[]], True),
-    ([[1.0, -3e38], [0.0]], True),
-    ([[1.0], [math.nan, 2.0]], False),
-    ([[1.0], [2.0, -math.inf]], False),
-]
-
-
 def test_parameters_that_are_not_finite_are_noticed() -> None:
+    numbers = {True: ([], [[]], [[1.0, -3e38], [0.0]]), False: ([[1.0], [math.nan, 2.0]], [[1.0], [2.0, -math.inf]])}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for numbers, finite in FINITE:
-            assert are_finite(torch.tensor(values, dtype=dtype) for values in numbers) is finite
+        for finite, cases in numbers.items():
+            for case in cases:
+                assert are_finite(torch.tensor(values, dtype=dtype) for values in case) is finite

@@ -19,7 +19,7 @@ from evenpipe.schedule.trace_file import trace_to_dict
 from evenpipe.train.arrangement import Arrangement
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.hardware_profile import passes_from, pipelines_to_measure
+from evenpipe.train.hardware_profile import passes_from
 from evenpipe.train.input_sections import DataConfig, ModelConfig, TokenizerConfig
 from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.profile import ALONE, AS_IT_IS
@@ -214,16 +214,3 @@ def test_pipelines_without_an_order_of_microbatches_alone_have_the_contention_of
         bubble = 0.03 * getattr(few, name)  # the part of a step in which a device is alone
         assert passes.seconds[f"stage_{name}"] == pytest.approx(BESIDE, abs=bubble), name
         assert passes.seconds[name] == pytest.approx(2 * (getattr(few, name) - BESIDE), abs=2 * bubble), name
-
-
-@pytest.mark.parametrize(
-    ("context", "exchange", "ways"),
-    [(1, "auto", ["auto"]), (2, "auto", ["keys", "heads"]), (2, "heads", ["heads"]), (4, "auto", ["auto"])],
-)
-def test_passes_are_measured_with_every_exchange_and_on_shorter_sequences(context, exchange, ways):
-    """Four ranks cannot share two heads: they exchange keys."""
-    pipeline = replace(CONFIG.pipeline, processes=2 * context, context_parallel=context, context_exchange=exchange)
-    config = replace(CONFIG, pipeline=pipeline, data=replace(CONFIG.data, sequence_length=64))
-    found = [one["sharded"] for one in pipelines_to_measure(config, pipeline.processes, (1, 4))]
-    shapes = [(one.pipeline.context_exchange, one.data.sequence_length, one.pipeline.microbatch_size) for one in found]
-    assert shapes == [(way, *shape) for way in ways for shape in ((64, 1), (64, 4), (8, 1))]

@@ -39,32 +39,24 @@ def pipeline(communicator: Any = None) -> Any:
     )
 
 
-def groups_of(optimizer: torch.optim.Optimizer | None) -> list[tuple[list[nn.Parameter], float]]:
-    assert optimizer is not None
-    return [(group["params"], group["weight_decay"]) for group in optimizer.param_groups]
-
-
 def test_adamw_is_told_what_it_was_told_before_there_were_others() -> None:
     optimizer = make_optimizer(pipeline(), OptimizerConfig())
     assert type(optimizer) is torch.optim.AdamW
-    assert groups_of(optimizer) == [([MATRIX], 0.1), ([NORM], 0.0)]
+    assert [(group["params"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        ([MATRIX], 0.1),
+        ([NORM], 0),
+    ]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (3e-4, (0.9, 0.95), 1e-8, True)
     assert isinstance(make_optimizer(pipeline(), OptimizerConfig(host_share=1.0)), HostAdamW)
 
 
 def test_options_reach_torchs_classes() -> None:
-    options = {"momentum": 0.9, "nesterov": True}
-    optimizer = make_optimizer(pipeline(), OptimizerConfig(name="sgd", options=options, weight_decay=0.2))
-    assert type(optimizer) is torch.optim.SGD and groups_of(optimizer) == [([MATRIX], 0.2), ([NORM], 0.0)]
-    assert all(group["momentum"] == 0.9 and group["nesterov"] and group["fused"] for group in optimizer.param_groups)
     optimizer = make_optimizer(pipeline(), OptimizerConfig(options={"amsgrad": True, "foreach": True}))
     assert all(group["amsgrad"] and group["foreach"] and not group["fused"] for group in optimizer.param_groups)
     optimizer = make_optimizer(pipeline(), OptimizerConfig(name="adafactor", options={"eps": ["none", 1e-2], "d": 2}))
     assert all(group["eps"] == (None, 1e-2) and group["d"] == 2 for group in optimizer.param_groups)
-    assert groups_of(optimizer) == [([MATRIX], 0.0), ([NORM], 0.0)]
     optimizer = make_optimizer(pipeline(), OptimizerConfig(name="muon", betas=(0.8, 0.9), options={"ns_steps": 3}))
-    assert groups_of(optimizer) == [([MATRIX], 0.1), ([], 0.1), ([NORM], 0.0)]
     assert [group.get("ns_steps") for group in optimizer.param_groups] == [3, None, None]
     assert [group.get("betas") for group in optimizer.param_groups] == [None, (0.8, 0.9), (0.8, 0.9)]
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"

@@ -151,48 +151,31 @@ def settings(**model: object):
     return config_from_dict({"model": {"architecture": "llama", **model}, "data": {"files": ["a.txt"]}})
 
 
-PEAKS = [
-    # peak of each process, share of the peak at 100,000 tokens per second, TFLOP/s of each process
-    ([989.4e12, 989.4e12], 6e14 / (2 * 989.4e12), 300.0),
-    ([989.4e12, 312e12], 6e14 / (989.4e12 + 312e12), 300.0),
-    ([989.4e12, 0.0], None, 300.0),
-    ([0.0] * 4, None, 150.0),
-]
-
-
-def pipeline_with(peaks: list[float]) -> SimpleNamespace:
-    """As far as the throughput of a run on processes with these peaks looks at it."""
-    gathered = [[peak] for peak in peaks]
-    device = torch.device("cpu")
-    return SimpleNamespace(description=None, torch_device=device, gather_numbers=lambda numbers: gathered)
-
-
-def test_mfu_is_there_if_all_peaks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "training_flops", lambda description, sequence: 6e9)
-    for peaks, share, teraflops in PEAKS:
-        run = Throughput(pipeline_with(peaks), settings())
-        assert run.utilization(1e5) == (None if share is None else pytest.approx(share))
-        assert run.teraflops_per_second(1e5) == pytest.approx(teraflops)
-
-
 CARDS = [
     # name in torch, compute_dtype, precision of fp32 products, peak
     ("NVIDIA H100 80GB HBM3", "auto", "highest", 989.4e12),
     ("NVIDIA H100 80GB HBM3", "float32", "highest", 66.9e12),
-    ("NVIDIA H100 80GB HBM3", "float32", "high", 0.0),
+    ("NVIDIA H100 80GB HBM3", "float32", "high", None),
     ("NVIDIA A100-SXM4-40GB", "bfloat16", "high", 312e12),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "auto", "highest", 0.0),
-    ("NVIDIA GeForce RTX 4090", "auto", "highest", 0.0),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "auto", "highest", None),
+    ("NVIDIA GeForce RTX 4090", "auto", "highest", None),
 ]
 
 
-def test_the_peak_is_that_of_the_table_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_the_peak_is_there_if_the_cards_of_all_processes_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peak of the other process is that of an A100."""
+    monkeypatch.setattr(throughput, "training_flops", lambda description, sequence: 6e9)
     for name, dtype, precision, peak in CARDS:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        run = settings(compute_dtype=dtype)
-        assert throughput._peak_flops(torch.device("cuda"), run) == pytest.approx(peak, rel=1e-12)
-        assert throughput._peak_flops(torch.device("cpu"), run) == 0
+        pipeline = SimpleNamespace(
+            description=None, torch_device=torch.device("cuda"), gather_numbers=lambda own: [own, [312e12]]
+        )
+        run = Throughput(pipeline, settings(compute_dtype=dtype))
+        expected = None if peak is None else pytest.approx(6e14 / (peak + 312e12), rel=1e-12)
+        assert (run.utilization(1e5), run.teraflops_per_second(1e5)) == (expected, 300.0), name
 
 
 def test_peak_memory_on_a_gpu_is_that_of_the_steps_of_a_line_and_that_of_the_run(monkeypatch):
