@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable
@@ -14,9 +15,21 @@ from checkpoint_run import METADATA, Run, assert_same, save_three, saved_steps, 
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.optim import lr_scheduler as rates
 
-from evenpipe.checkpoints import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints import (
+    abandon_later,
+    find_latest,
+    find_step,
+    list_checkpoints,
+    load,
+    mark_unhealthy,
+    open_checkpoint,
+    prepare_folder,
+    save,
+)
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
+from evenpipe.checkpoints.settings import describe_settings, merge_settings, plan_settings
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.optimizer import MOMENTS, HostAdamW
 from evenpipe.model.placement import Held
@@ -61,8 +74,8 @@ def test_moments_wider_than_their_parameters_keep_their_dtype(tmp_path: Path) ->
     assert_same(run.tensors(), reloaded(run.save(tmp_path, 7), dtype=torch.bfloat16).tensors())
 
 
-def on_the_host(run: Run, share: float = 1.0, **changes: object) -> HostAdamW:
-    return HostAdamW([shard.tensor for shard in run.shards.values()], share=share, lr=0.01, **changes)
+def on_the_host(run: Run) -> HostAdamW:
+    return HostAdamW([shard.tensor for shard in run.shards.values()], share=1.0, lr=0.01)
 
 
 @pytest.fixture
@@ -71,23 +84,6 @@ def saved(tmp_path: Path) -> tuple[Run, Path]:
     run = Run()
     run.take_step(1)
     return run, run.save(tmp_path, 1)
-
-
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_moments_of_the_host_are_read_to_where_they_stay(saved: tuple[Run, Path], share: float) -> None:
-    (run, path), other = saved, Run(seed=5)
-    other.optimizer = optimizer = on_the_host(other, share)
-    load(open_checkpoint(path), other.shards, optimizer)
-    assert optimizer.hosted
-    for parameter in optimizer.hosted:
-        for name in MOMENTS:
-            assert optimizer.state[parameter][name] is optimizer.moment_on_host(parameter, name)
-    for step in range(2, 4):
-        assert_same(run.tensors(), other.tensors())
-        run.take_step(step)
-        other.take_step(step)
-    load(open_checkpoint(path), other.shards, optimizer)  # over those of an optimizer that has stepped
-    assert_same(reloaded(path).tensors(), other.tensors())
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -106,14 +102,6 @@ def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(saved: tuple[
         assert_same(same.tensors(), other.tensors())
         other.take_step(step)
         same.take_step(step)
-
-
-def test_parameters_load_without_an_optimizer_and_in_place(saved: tuple[Run, Path]) -> None:
-    (run, path), other = saved, Run(seed=5)
-    views = {name: shard.tensor.detach() for name, shard in other.shards.items()}
-    load(open_checkpoint(path), other.shards)
-    for name, shard in run.shards.items():
-        assert torch.equal(views[name], shard.tensor)
 
 
 def test_the_folder_holds_what_its_manifest_says_and_nothing_else(three: Path) -> None:
@@ -139,14 +127,6 @@ def test_torch_reads_it_without_us(three: Path, tmp_path: Path) -> None:
     assert whole.keys() == open_checkpoint(three / "step-00000003").manifest.tensors.keys()
     for name, shard in run.shards.items():
         assert torch.equal(whole[f"parameters.{name}"], shard.tensor)
-
-
-def test_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    for name in ("nothing", "empty", "file"):
-        latest = find_latest(tmp_path / name)
-        assert (latest.checkpoint, latest.rejected) == (None, ())
 
 
 # ---- what does not fit
@@ -224,8 +204,6 @@ NEWLY_TRAINED = [
     # trained before, optimizer, steps, trained now, what the warning says after the checkpoint's name
     ("embed mlp", "AdamW", 1, "embed mlp norm", f"no optimizer state of {NORM}, {BEGINS}"),
     ("norm", "AdamW", 1, "embed mlp norm", f"no optimizer state of {EMBED} and {MLP}, which are trained now: theirs b"),
-    ("norm", "RMSprop", 3, "embed norm", f"no optimizer state of {EMBED}, {BEGINS}"),
-    ("embed", "AdamW", 1, "mlp norm", f"no optimizer state of {MLP} and {NORM}, which are"),
     ("embed mlp norm", "AdamW", 1, "embed mlp norm", None),
     ("embed mlp norm", "AdamW", 1, "norm", None),
     ("norm", "AdamW", 0, "embed mlp norm", None),
@@ -252,17 +230,6 @@ def test_which_parameters_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert not warnings or warnings[0].startswith(f"the checkpoint '{path}' has {said}")
 
 
-def test_a_checkpoint_without_an_optimizer_names_the_first_and_counts_the_others(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("evenpipe.checkpoints.checkpoint.SHOWN_NAMES", 1)
-    run = Run()
-    path = save(tmp_path, 3, run.shards, None, METADATA)
-    load(open_checkpoint(path), run.shards, run.optimizer)
-    (record,) = caplog.records
-    assert f"no optimizer state of {EMBED} and 2 more parameters, which are trained now" in record.getMessage()
-    load(open_checkpoint(path), run.shards)
-    assert len(caplog.records) == 1, "without an optimizer there is nothing to begin"
-
-
 # ---- old ones
 
 
@@ -286,3 +253,202 @@ def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path) -> None:
         prepare_folder(tmp_path / "file" / "checkpoints")
     prepare_folder(tmp_path / "new" / "checkpoints")
     assert (tmp_path / "new" / "checkpoints").is_dir()
+
+
+# ---- marks of health: which ones are kept, found and listed, and what is set aside when a run goes back
+
+
+FAULT = "the loss has doubled"
+
+
+def save_marked(folder: Path, step: int, *, healthy: bool = True, keep: int | None = 2) -> Path:
+    run = Run()
+    metadata = {"extra": {"step": step}, **({} if healthy else {"unhealthy": FAULT})}
+    return save(folder, step, run.shards, run.optimizer, metadata, keep=keep)
+
+
+def steps_in(folder: Path) -> str:
+    """`1 2- 3`: steps 1 to 3, of which the second is unhealthy."""
+    listed = reversed(list_checkpoints(folder))
+    return " ".join(f"{saved.step}" + ("" if saved.unhealthy is None else "-") for saved in listed)
+
+
+KEPT = [
+    # saved in this order ("-": unhealthy), keep, left
+    ("1 2 3 4", 2, "3 4"),
+    ("1 2", 1, "2"),
+    ("1 2 3- 4-", 2, "2 3- 4-"),
+    ("1 2 3- 4- 5- 6-", 2, "2 5- 6-"),
+    ("1 2 3- 4", 2, "3- 4"),
+    ("1 2- 3-", 1, "1 3-"),
+    ("1 2- 3- 4", 1, "4"),
+    ("1- 2- 3- 4-", 2, "3- 4-"),
+    ("1 2- 3-", None, "1 2- 3-"),
+    ("1 2- 3 4-", 3, "2- 3 4-"),
+]
+
+
+def test_the_newest_healthy_one_is_never_deleted(tmp_path: Path) -> None:
+    for number, (saved, keep, left) in enumerate(KEPT):
+        for step in saved.split():
+            save_marked(tmp_path / str(number), int(step.rstrip("-")), healthy=not step.endswith("-"), keep=keep)
+        assert steps_in(tmp_path / str(number)) == left, (saved, keep)
+
+
+def test_a_truncated_one_is_no_healthy_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_marked(tmp_path, step, keep=None)
+    truncate(tmp_path / "step-00000002" / "__0_0.distcp", random.Random(0))
+    for step in (3, 4, 5):
+        save_marked(tmp_path, step, healthy=False, keep=1)
+    assert steps_in(tmp_path) == "1 5-"
+
+
+def test_one_that_turns_out_to_be_ruined_is_marked_afterwards(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_marked(tmp_path, step, healthy=step != 3, keep=None)
+    mark_unhealthy(tmp_path, 2, "it led to a loss of nan")
+    assert steps_in(tmp_path) == "1 2- 3-"
+    assert find_step(tmp_path, 2).checkpoint.unhealthy == "it led to a loss of nan"
+    assert open_checkpoint(tmp_path / "step-00000003").unhealthy == FAULT
+    assert open_checkpoint(tmp_path / "step-00000001").unhealthy is None
+    save_marked(tmp_path, 4, healthy=False, keep=2)
+    assert steps_in(tmp_path) == "1 3- 4-"
+
+
+def test_later_ones_are_abandoned_and_deleted_when_the_run_has_passed_them(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save_marked(tmp_path, step, keep=None)
+    assert abandon_later(tmp_path, 2) == [4, 6]
+    assert find_latest(tmp_path).checkpoint.step == 2
+    assert steps_in(tmp_path) == "2"
+    assert open_checkpoint(tmp_path / "step-00000006.abandoned").step == 6, "renaming it back is all it takes"
+    save_marked(tmp_path, 3)
+    abandoned = ["step-00000004.abandoned", "step-00000006.abandoned"]
+    assert saved_steps(tmp_path) == ["step-00000002", "step-00000003", *abandoned]
+    save_marked(tmp_path, 4)
+    assert saved_steps(tmp_path) == ["step-00000003", "step-00000004", abandoned[1]]
+    save_marked(tmp_path, 7)
+    assert saved_steps(tmp_path) == ["step-00000004", "step-00000007"]
+
+
+def test_a_step_may_be_abandoned_again(tmp_path: Path) -> None:
+    """Also one whose save was interrupted between two renames."""
+    for _ in range(2):
+        save_marked(tmp_path, 2)
+        save_marked(tmp_path, 4)
+        assert abandon_later(tmp_path, 2) == [4]
+        assert saved_steps(tmp_path) == ["step-00000002", "step-00000004.abandoned"]
+    save_marked(tmp_path, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / "step-00000004.replaced")
+    assert abandon_later(tmp_path, 2) == [4]
+    assert saved_steps(tmp_path) == ["step-00000002", "step-00000004.abandoned"]
+    assert abandon_later(tmp_path, 2) == []
+
+
+# ---- what an optimizer and a scheduler know beside tensors comes back through JSON, by the names of parameters
+
+
+STEPS = 8
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda one: rates.LambdaLR(one, lambda step: 1 / (step + 1)),
+    "MultiStepLR": lambda one: rates.MultiStepLR(one, [2, 5, 5]),
+    "OneCycleLR": lambda one: rates.OneCycleLR(one, 1e-2, STEPS + 1),
+    "SequentialLR": lambda one: rates.SequentialLR(one, [rates.LinearLR(one), rates.ExponentialLR(one, 0.9)], [3]),
+    "ReduceLROnPlateau": lambda one: rates.ReduceLROnPlateau(one, patience=1),
+}
+
+
+class Holder:
+    """The parameters that one process holds, in groups, with an optimizer and a scheduler."""
+
+    def __init__(self, groups: list[str], scheduler: str | None = None, **rates_of_groups: float) -> None:
+        self.names = {nn.Parameter(torch.ones(2)): name for group in groups for name in group}
+        by_name = {name: parameter for parameter, name in self.names.items()}
+        options = [{"lr": rates_of_groups.get(group, 0.1), "betas": (0.8, 0.9)} for group in groups]
+        parameters = [[by_name[name] for name in group] for group in groups]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": held, **option} for held, option in zip(parameters, options, strict=True)]
+        )
+        self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
+
+    def take_step(self, step: int) -> list[tuple[float, float]]:
+        self.optimizer.step()
+        plateau = isinstance(self.scheduler, rates.ReduceLROnPlateau)
+        self.scheduler.step(*([1.0 if step < 3 else 2.0] if plateau else []))
+        return [(group["lr"], group["betas"][0]) for group in self.optimizer.param_groups]
+
+    def describe(self) -> dict[str, Any]:
+        return describe_settings(self.optimizer, self.scheduler, self.names)
+
+    def load(self, settings: dict[str, Any]) -> None:
+        plan_settings(settings, self.optimizer, self.scheduler, self.names, where="the checkpoint 'x'")()
+
+
+def through_json(*holders: Holder) -> dict[str, Any]:
+    return json.loads(json.dumps(merge_settings([holder.describe() for holder in holders])))
+
+
+def test_a_schedule_goes_on() -> None:
+    for name in SCHEDULERS:
+        whole, other = Holder(["ab", "c"], name), Holder(["ab", "c"], name)
+        for step in range(4):
+            whole.take_step(step)
+        other.load(through_json(whole))
+        assert other.scheduler.state_dict().keys() == whole.scheduler.state_dict().keys(), name
+        for step in range(4, STEPS):
+            assert whole.take_step(step) == other.take_step(step), name
+
+
+REGROUPED = [
+    # groups of each process that saved, groups of the one that loads, its learning rates
+    ([["ab", "cd"]], ["ab", "cd"], [1, 2]),
+    ([["ab"], ["cd"]], ["ab", "cd"], [1, 2]),
+    ([["ab", "cd"]], ["cd"], [2]),
+    ([["ab", "cd"]], ["a", "b", "c"], [1, 1, 2]),
+    ([["ab", "cd"]], ["", "cd"], [1, 2]),  # empty: by its place
+    ([["cd"], ["ab", "cd"]], ["c", "a"], [2, 1]),
+    ([["ab", "cd"]], ["ab", "ef"], [1, 9]),  # new parameters keep what they are given
+    ([["ab", "cd"]], ["ae"], [1]),
+]
+
+
+def test_parameters_keep_the_options_of_their_group() -> None:
+    for saved_groups, groups, learning_rates in REGROUPED:
+        other = Holder(groups, **dict.fromkeys(groups, 9))
+        other.load(through_json(*(Holder(held, ab=1, cd=2) for held in saved_groups)))
+        assert [group["lr"] for group in other.optimizer.param_groups] == learning_rates, groups
+        assert all(group["betas"] == (0.8, 0.9) for group in other.optimizer.param_groups)
+
+
+def test_a_rate_that_is_a_tensor_stays_one_and_how_an_optimizer_computes_is_not_restored() -> None:
+    before, after = Holder(["a"]), Holder(["a"])
+    before.optimizer.param_groups[0] |= {"lr": torch.tensor(0.5), "fused": True}
+    rate = after.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    after.load(through_json(before))
+    (group,) = after.optimizer.param_groups
+    assert group["lr"] is rate and rate == 0.5 and group["fused"] is None
+
+
+def test_a_schedule_that_is_left_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    Holder(["a"]).load(through_json(Holder(["a"], "LambdaLR")))
+    assert "contains the state of a scheduler (LambdaLR), but no scheduler is given" in caplog.text
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused() -> None:
+    holder = Holder(["a"])
+    holder.optimizer.param_groups[0]["owner"] = object()
+    apart = through_json(Holder(["a", "c", "b"], a=1, c=2, b=1))
+    for call, says in (
+        (holder.describe, "'owner' of a group is object, expected numbers, texts"),
+        (
+            lambda: Holder(["bac"]).load(apart),
+            "'b' and 'c' are in one group, but have different options in the checkpoint 'x'",
+        ),
+        (
+            lambda: Holder(["a"], "LambdaLR").load(through_json(Holder(["a"]))),
+            "scheduler: LambdaLR, but the checkpoint 'x' was saved without one",
+        ),
+    ):
+        with pytest.raises(InputError, match=says):
+            call()

@@ -158,12 +158,9 @@ def as_text(content: dict[str, object]) -> bytes:
 NOT_A_FILE = "which is not one of its folder"
 FORGED = [
     ({"version": 3}, "is of version 3, and this evenpipe reads 1 and 2"),
-    ({"format": "something else"}, "does not say"),
     *(({"files": {name: {"bytes": 1, "sha256": ""}}}, NOT_A_FILE) for name in ("../secret", "..", "/etc/passwd")),
     *(({"files": {name: {"bytes": 1, "sha256": ""}}}, NOT_A_FILE) for name in ("manifest.json", "a\0b")),
-    ({"files": []}, "does not have the fields"),
     ({"version": 2}, "does not have the fields"),
-    ({"version": 2, "id": 3}, "does not have the fields"),
     ({"version": 2, "id": "../../etc"}, "does not have the fields"),
     ({"id": "0" * 32}, "does not have the fields"),
     ({"tensors": {"x": {"dtype": "float32"}}}, "does not have the fields"),
@@ -205,7 +202,7 @@ def test_a_file_of_another_save_is_noticed_though_its_hash_is_right(three: Path)
     vouch_for(newest, id=read_manifest(three / "step-00000002").id)
     assert "does not carry the id" in find_latest(three).rejected[0].reason
     vouch_for(newest, id=own)
-    for content in (b"[]", b"3", b"{}", b'{"id": 3}', b"no JSON"):
+    for content in (b"[]", b'{"id": 3}', b"no JSON"):
         (newest / "run.json").write_bytes(content)
         vouch_for(newest)
         assert find_latest(three).rejected[0].reason.startswith("run.json does not ")
@@ -232,20 +229,6 @@ def test_a_checkpoint_from_before_saves_had_ids_is_loaded(tmp_path: Path) -> Non
     assert_same(run.tensors(), other.tensors())
     other.save(tmp_path, 2)
     assert [read_manifest(folder).id is None for folder in sorted(tmp_path.glob("step-*"))] == [True, False]
-
-
-def test_a_save_that_does_not_stand_there_is_an_error(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one has come in between, whatever the locks said."""
-
-    def replaced(temporary: Path, published: Path) -> None:
-        shutil.copytree(three / NEWEST, published)
-
-    monkeypatch.setattr(module, "_put_in_place", replaced)
-    with pytest.raises(RunError, match=r"step 4 was not saved: '.*step-00000004' has been replaced by another run"):
-        Run().save(three, 4)
-    monkeypatch.setattr(module, "_put_in_place", lambda temporary, published: None)
-    with pytest.raises(RunError, match="step 5 was not saved"):
-        Run().save(three, 5)
 
 
 # ---- an index that would run code
@@ -302,14 +285,11 @@ def unpack_it(index: Any) -> None:
 
 CHANGED_INDEX: list[tuple[Callable[[Any], object], str]] = [
     (lambda index: index.state_dict_metadata.update({KEY: BytesStorageMetadata()}), "BytesStorageMetadata, which no"),
-    (lambda index: index.state_dict_metadata.update({KEY: 3}), "not a tensor"),
     (lambda index: index.state_dict_metadata.pop(KEY), "same tensors"),
     (point_outside, "not a file of the manifest"),
     (unpack_it, "not a file of the manifest"),
     (lambda index: index.state_dict_metadata[KEY].chunks.clear(), "does not give the whole"),
     (lambda index: setattr(index.state_dict_metadata[KEY].chunks[0], "sizes", torch.Size([5])), "lies outside"),
-    (lambda index: index.storage_data.clear(), "where a piece"),
-    (lambda index: setattr(index, "storage_data", None), "not an index of tensors"),
 ]
 
 

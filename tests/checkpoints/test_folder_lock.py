@@ -142,14 +142,8 @@ def test_a_lock_holds_as_long_as_its_holder_runs(name: str, tmp_path: Path, monk
 
 
 def test_by_force_it_is_taken_at_once_and_from_whom_is_said(tmp_path: Path) -> None:
-    for number, (text, from_whom) in enumerate(
-        (
-            (process(**FAR), f"process 4711 on node7 since {SINCE}"),
-            (process(), f"process {os.getppid()} on {socket.gethostname()} since {SINCE}"),
-            (process(started="1"), None),  # nobody loses anything
-            (process(released=True), None),
-        )
-    ):
+    far, dead = (process(**FAR), f"process 4711 on node7 since {SINCE}"), (process(started="1"), None)
+    for number, (text, from_whom) in enumerate((far, dead, (process(released=True), None))):
         folder = tmp_path / str(number)
         folder.mkdir()
         write(folder / LOCK, text)
@@ -161,9 +155,6 @@ def test_the_message_names_the_setting(tmp_path: Path) -> None:
     write(tmp_path / LOCK, process())
     with pytest.raises(InputError, match=r"^output\.folder is '.*; --force takes the folder from it, and"):
         claim(tmp_path, field="output.folder", by_force="--force")
-    by_default = r"^folder is '.*; evenpipe\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder"
-    with pytest.raises(InputError, match=by_default):
-        hold(tmp_path)
 
 
 def test_a_process_that_has_it_gets_the_same_again(tmp_path: Path) -> None:
@@ -175,27 +166,17 @@ def test_a_process_that_has_it_gets_the_same_again(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "folder").iterdir()] == [LOCK]
 
 
-@pytest.mark.parametrize("by", ["force", "deletion", "deletion of the folder"])
-def test_one_that_has_lost_it_is_told(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize("with_its_folder", [False, True])
+def test_a_lock_that_is_deleted_is_lost(tmp_path: Path, with_its_folder: bool) -> None:
+    """One that is taken by force: tests/multiprocess/test_two_runs.py."""
     folder = tmp_path / "folder"
     claim(folder)
-    if by == "force":
-        write(folder / ".evenpipe-lock-2", process())
-        (folder / LOCK).unlink()
-        says = rf"has been taken from this run, by process {os.getppid()} on "
-    else:
-        (folder / LOCK).unlink()
-        if by == "deletion of the folder":
-            folder.rmdir()
-        says = "has been deleted, and another run may write there"
-    for _ in range(2):  # it does not come back by itself
-        with pytest.raises(RunError, match=says):
-            check(folder)
-        with pytest.raises(RunError, match=says):
-            hold(folder)
-    if by == "force":
-        with pytest.raises(InputError, match="which process"):
-            claim(folder)
+    (folder / LOCK).unlink()
+    if with_its_folder:
+        folder.rmdir()
+    for call in (check, hold, check, hold):  # it does not come back by itself
+        with pytest.raises(RunError, match="has been deleted, and another run may write there"):
+            call(folder)
     claim(folder, force=True)  # a new start
     check(folder)
 

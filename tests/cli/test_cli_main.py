@@ -1,4 +1,4 @@
-"""The command line itself: help, exit codes, and what is imported when."""
+"""The command line: help, exit codes, what is imported when; and what train, export and generate call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from small_run import TOML
 
 from evenpipe import __version__
 from evenpipe.cli import main as cli
+from evenpipe.cli.main import main
 from evenpipe.errors import InputError, RunError
+from evenpipe.schedule import SCHEDULES
+from evenpipe.train import start as start_module
+from evenpipe.train.config_file import load_config
 from evenpipe.train.config_help import configuration_help
 
 
@@ -70,13 +76,6 @@ def test_how_a_command_ends(command, capsys):
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-def test_it_runs_as_a_module():
-    for module in ("evenpipe", "evenpipe.cli.main"):
-        command = [sys.executable, "-m", module, "--version"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert output == f"evenpipe {__version__}\n"
-
-
 def test_a_terminal_without_a_character_shows_a_question_mark():
     arguments = ["draw", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--unit-seconds", "1e-6"]
     command = [sys.executable, "-m", "evenpipe.cli.main", *arguments]
@@ -87,8 +86,10 @@ def test_a_terminal_without_a_character_shows_a_question_mark():
 
 
 def test_version_and_help(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"evenpipe {__version__}\n"
+    for module in ("evenpipe", "evenpipe.cli.main"):
+        command = [sys.executable, "-m", module, "--version"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert output == f"evenpipe {__version__}\n"
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in cli.COMMANDS) and "2 the input is wrong" in text
@@ -131,3 +132,118 @@ sys.exit(main(["generate"]))
     command = ["bash", "-c", '"$0" -c "$1" | true; exit ${PIPESTATUS[0]}', sys.executable, code]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+# ---- what train, export and generate call
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a configuration and a text, and nobody who could start processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    Path("config.toml").write_text(TOML)
+    Path("text.txt").write_text("def f(x):\n    return x\n" * 100)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Function that puts names in the place of a module of evenpipe."""
+
+    def replace(module, **names):
+        stand = types.ModuleType(f"evenpipe.{module}")
+        vars(stand).update(names)
+        monkeypatch.setitem(sys.modules, stand.__name__, stand)
+
+    return replace
+
+
+@pytest.fixture
+def exported(stand_in):
+    """What is exported, (from, to), in place of exporting it."""
+    calls: list[tuple[Path, Path]] = []
+    stand_in("train.export", export_checkpoint=lambda source, target, **_: calls.append((source, target)) or target)
+    return calls
+
+
+@pytest.fixture
+def started(stand_in, exported):
+    """What is launched, in place of launching it; everything is prepared by then, and nothing exported."""
+    calls: list[tuple] = []
+
+    def launch(function, *arguments, **options):
+        names = {path.name for path in Path("run").glob("[!.]*")}
+        assert names >= {"config.json", "data", "data.json", "tokenizer"} and not exported
+        calls.append((function, arguments, options))
+        return [0]
+
+    stand_in("processes.launcher", prepare_launch=lambda *modules: None, launch=launch)
+    stand_in("train.trainer", train="train")
+    return calls
+
+
+@pytest.fixture
+def generated(stand_in):
+    """Texts that are generated, (folder, prompt, options), in place of generating them."""
+    calls: list[tuple] = []
+
+    def generator(folder, trust_remote_code=False):
+        return lambda prompt, **options: calls.append((str(folder), prompt, options)) or f"{prompt} more"
+
+    stand_in("train.generation", Generator=generator)
+    return calls
+
+
+def test_train_prepares_launches_exports_and_writes(started, exported, generated, capsys):
+    overrides = ["training.steps=7", "pipeline.timeout_seconds=30", "checkpoint.folder=saved", "training.seed=4"]
+    overrides += ["output.export_folder=out", "sample.prompts=import", "sample.new_tokens=9"]
+    assert main(["train", "config.toml", *overrides]) == 0
+    ((function, (launched, claims, callbacks), options),) = started
+    assert callbacks == ()
+    assert callable(options.pop("on_stop"))
+    assert (function, launched) == ("train", load_config("config.toml", overrides))
+    assert options == {"processes": 2, "timeout_seconds": 30.0}
+    assert [Path(claim.folder) for claim in claims] == [Path("run").resolve(), Path("saved").resolve()]
+    assert exported == [(Path("saved"), Path("out"))]
+    assert generated == [("out", "import", {"max_new_tokens": 9, "temperature": 0.7, "top_k": 40, "seed": 4})]
+    output = capsys.readouterr()
+    assert output.out == "\n--- 'import'\nimport more\n"
+    assert output.err.startswith("reading 1 file\n") and output.err.endswith("the model is in out\n")
+
+
+def test_every_schedule_is_started_and_nothing_exported_if_told(started, exported, sample, capsys):
+    names = sample(SCHEDULES, 4)
+    for name in names:
+        arguments = ["train", "config.toml", f"pipeline.schedule={name}", "output.export=false"]
+        assert main(arguments) == 0, capsys.readouterr().err
+    assert (len(started), exported) == (len(names), [])
+
+
+def test_export_and_generate_call_what_does_the_work(exported, generated, capsys):
+    assert main(["export", "run", "-o", "out"]) == 0
+    assert exported == [(Path("run"), Path("out"))]
+    options = ["--new-tokens", "5", "--temperature", "0", "--top-k", "3", "--seed", "8"]
+    assert main(["generate", "out", "--prompt", "text", *options]) == 0
+    assert generated == [("out", "text", {"max_new_tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 8})]
+    assert capsys.readouterr().out == "wrote out\ntext more\n"
+
+
+def test_inside_torchrun_the_first_process_prepares_and_exports(stand_in, monkeypatch, exported, capsys):
+    """The others wait until it is done: tests/multiprocess/test_stopping.py."""
+    calls, trained = [], []
+    watch = types.SimpleNamespace(report_exception=lambda error: calls.append(f"reported {error}"))
+    marking = {"mark": calls.append, "wait_for_mark": lambda name, *what: calls.append(f"awaited {name}")}
+    worker = types.SimpleNamespace(rank=0, world_size=2, watch=watch, **marking)
+    ends = {"finish_worker": lambda: calls.append("finished")}
+    stand_in("processes.worker", initialise_worker=lambda timeout_seconds: worker, **ends)
+    stand_in("train.trainer", train=lambda config, callbacks: trained.append(config))
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
+    assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
+    assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
+    # reported, so that the others end with the same words
+    assert calls[0].startswith("reported pipeline.processes") and "nowhere.txt" in calls[1] and not trained
+    assert main(["train", "config.toml"]) == 0
+    assert trained == [load_config("config.toml")]
+    assert calls[2:] == [start_module.SET_UP, f"awaited {start_module.SET_UP}", "finished"]
+    assert exported == [(Path("run/checkpoints"), Path("run/model"))]

@@ -1,42 +1,35 @@
-"""A recipe: what it is given as, what it is afterwards, what it refuses, and the stages that it lays out."""
+"""A recipe: what it is given as, what it is afterwards, what it refuses, its stages, and how sequences are cut."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import wrong_refusals
 
 from evenpipe.errors import InputError
+from evenpipe.model import RowWork
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
-from evenpipe.recipe.recipe import Recipe, RecipeOptions
-from evenpipe.schedule import Order, generate
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.recipe.slice_choice import with_slices
+from evenpipe.recipe.sliced_costs import sliced_costs, whole_costs
+from evenpipe.schedule import Costs, Order, check_program, generate, time_order
 
 ORDER = generate("1f1b", 2, 3)
 
 
 def test_one_table_of_options_is_the_same_as_its_parts() -> None:
-    flat = Recipe.of(
-        dp=2,
-        pp=4,
-        data_parallel="shard",
-        microbatches=6,
-        sequence_length=32,
-        schedule="interleaved",
-        schedule_options={"stages_per_device": 2, "group_size": None},
-        vocabulary="balanced",
-        layers_per_stage=[1] * 8,
-        checkpointing=["full", "none"],
-        offload=None,
-    )
+    options = {"schedule_options": {"stages_per_device": 2, "group_size": None}, "checkpointing": ["full", "none"]}
+    flat = Recipe.of(dp=2, pp=4, microbatches=6, vocabulary="balanced", layers_per_stage=[1] * 8, **options)
     parts = Recipe(
-        parallelism=Parallelism(dp=2, pp=4, data_parallel="shard"),
-        batch=BatchShape(microbatches=6, sequence_length=32),
-        schedule="interleaved",
+        parallelism=Parallelism(dp=2, pp=4),
+        batch=BatchShape(microbatches=6),
         schedule_options=(("stages_per_device", 2),),
         vocabulary="vocab-2",
         layers_per_stage=(1,) * 8,
@@ -45,11 +38,6 @@ def test_one_table_of_options_is_the_same_as_its_parts() -> None:
     assert flat == parts and hash(flat) == hash(parts)
     assert flat.options == {"stages_per_device": 2}
     assert replace(flat, vocabulary="vocab-1").schedule_options == flat.schedule_options
-
-
-def test_every_option_has_a_field_of_its_name() -> None:
-    fields = {*Recipe.__slots__, *Parallelism.__slots__, *BatchShape.__slots__} - {"parallelism", "batch"}
-    assert fields - {"dp", "pp"} == set(RecipeOptions.__annotations__)
 
 
 def test_the_number_of_microbatches_is_always_known() -> None:
@@ -105,11 +93,8 @@ def test_what_is_not_accepted_is_refused_in_one_sentence() -> None:
         recipe.check_runnable()
         recipe.checkpointing_of(2)
 
-    for made, cases in ((Recipe.of, REFUSED), (run, REFUSED_BY_A_RUN)):
-        for options, says in cases:
-            with pytest.raises(InputError) as caught:
-                made(**options)
-            assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+    assert not wrong_refusals(lambda options: Recipe.of(**options), REFUSED)
+    assert not wrong_refusals(lambda options: run(**options), REFUSED_BY_A_RUN)
     with pytest.raises(TypeError, match="unknown argument 'microbatch', did you mean 'microbatches'"):
         Recipe.of(microbatch=2)  # type: ignore[call-arg]
 
@@ -165,3 +150,115 @@ def test_communicators() -> None:
         made = layout("1f1b", communicators=communicators)
         assert len(made.communicators) == len(made.program.communicators) == expected
         assert made.evaluation.communicators.items() <= made.communicators.items()
+
+
+# ---- costs of slices from costs of whole sequences, and the number that "auto" stands for
+
+
+ROWS = RowWork(per_token=1.0, per_key=((None, 1e-4),))
+"""As much attention as products in a row of 20 000 tokens."""
+
+
+def model(length: int, layers: int = 8) -> ModelCosts:
+    return ModelCosts(layers=(1.0,) * layers, head=2.0, rows=ROWS, length=length)
+
+
+def auto(length: int, torch_device: str = "cpu", **options: Any) -> tuple[int, str]:
+    options = {"schedule": "1f1b", "microbatches": 8, "pp": 4, **options}
+    recipe, why = with_slices(Recipe.of(slices="auto", **options), model(length), torch_device)
+    return recipe.slices, why
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    whole = Costs(F=(4, 8), I=6, W=2, S=1, T=0.5, E=0.25, G=0.25, p2p=0.5, bytes=100)
+    found = sliced_costs(whole, ROWS, (700, 1000, 1300))
+    each = found.by_slice(3)
+    for name in ("F", "I", "W", "S", "T", "E", "p2p", "bytes"):
+        sums = [value if isinstance(value, tuple) else (value,) for value in (getattr(one, name) for one in each)]
+        given = getattr(whole, name)
+        given = given if isinstance(given, tuple) else (given,)
+        assert tuple(map(sum, zip(*sums, strict=True))) == pytest.approx(given), name
+    assert found.token_factors == pytest.approx((2100 / 1300, 900 / 1300, 900 / 1300))
+    assert [one.W for one in each] == pytest.approx([2 * 700 / 1300, 2 * 300 / 1300, 2 * 300 / 1300])
+    assert each[1].F[0] < each[2].F[0], "as many tokens, more keys"  # type: ignore[index]
+    again = whole_costs(found)
+    assert (again.F, again.W, again.p2p, again.slices) == (pytest.approx((4, 8)), pytest.approx(2), 0.5, {})
+    assert whole_costs(whole) is whole
+
+
+def test_longer_sequences_have_more_slices() -> None:
+    chosen = [auto(length)[0] for length in (64, 1024, 16384, 131072)]
+    assert chosen == sorted(chosen) and chosen[0] == 1 and chosen[-1] >= 8
+    on_gpus = [auto(length, "cuda")[0] for length in (64, 1024, 16384, 131072)]
+    assert all(one <= other for one, other in zip(on_gpus, chosen, strict=True)) and on_gpus[1] == 1
+
+
+def test_the_reason_is_said() -> None:
+    slices, why = auto(16384)
+    assert why.startswith(f"{slices}; predicted steps relative to whole sequences of 16384 tokens: 2: 0.")
+    slices, why = auto(32, pp=1)
+    assert slices == 1 and why.startswith("1; predicted steps")
+    assert auto(16384, schedule="dualpipe-v", pp=2)[1].startswith("1; not 2: sequences cannot be cut in an order with ")
+    order = Order.from_csv("0F0,0F0.1,0B0.1,0B0")
+    assert auto(64, schedule=order, pp=1, microbatches=None) == (2, "2, as in the given order")
+    assert auto(1, pp=2) == (1, "1; a sequence has no 2 slices of at least 1 token")
+    assert auto(16, cp=4, pp=2)[0] == 1
+
+
+def test_a_model_that_cannot_be_cut_keeps_whole_sequences() -> None:
+    recipe = Recipe.of(slices="auto", schedule="1f1b", microbatches=8, pp=4)
+    asked = []
+
+    def refusal() -> str:
+        asked.append(1)
+        return "Mamba cannot be trained with slices: it has no attention."
+
+    found, why = with_slices(recipe, model(16384), "cpu", refusal)
+    assert (found.slices, why, asked) == (1, "1, since Mamba cannot be trained with slices: it has no attention.", [1])
+    with_slices(recipe, model(16), "cpu", refusal)
+    assert asked == [1], "it is not asked for whole sequences"
+
+
+def test_a_number_stays() -> None:
+    recipe = Recipe.of(slices=3)
+    assert with_slices(recipe, model(64), "cpu") == (recipe, "")
+    with pytest.raises(InputError, match="slices: 'auto', expected a number of at least 1"):
+        _ = Recipe.of(slices="auto").slices
+
+
+def test_every_schedule_and_mode(sample) -> None:
+    modes = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
+    for schedule, mode in sample(itertools.product(("1f1b", "zb-h1", "interleaved", "v-half"), modes), 5):
+        slices, why = auto(4096, schedule=schedule, vocabulary=mode, pp=4, microbatches=4)
+        if mode != "interlaced":  # whose layout of whole sequences is better than that of slices
+            assert slices >= 2 and "2: 0." in why, (schedule, mode)
+
+
+def test_programs_are_arranged_by_costs_of_their_slices() -> None:
+    def layout(costs: Costs | None = None, *, slices: int = 4) -> Layout:
+        recipe = Recipe.of(pp=4, microbatches=4, slices=slices, costs=costs, sequence_length=16384)
+        return Layout.of(recipe, model(16384), rows=100, tied=False)
+
+    by_costs, by_flops = layout(Costs(F=1.0, I=1.0, W=1.0, S=0.4, T=0.4, E=0.1, G=0.1)), layout()
+    assert len(by_costs.costs.slices["F"]) == 4 and by_flops.costs.slices == {}
+    assert check_program(by_costs.program).ok and check_program(by_costs.evaluation).ok
+    times = [time_order(one.program.order, by_costs.costs).makespan for one in (by_costs, by_flops)]
+    assert times[0] <= times[1] * 1.0001
+    measured = by_costs.costs
+    assert layout(measured).costs.slices == measured.slices
+    assert len(layout(measured, slices=2).costs.slices["F"]) == 2
+    assert layout(measured, slices=1).costs.slices == {}
+
+
+def test_measured_slices_decide_where_rows_are_cut() -> None:
+    true = ROWS.with_share(0.8, 4096)
+    measured = sliced_costs(Costs(F=1.0, B=2.0), true, (1024, 2048, 3072, 4096))
+    given = model(4096)
+    assert given.rows_for(Recipe.of(slices=4)).share(4096) == pytest.approx(ROWS.share(4096))
+    assert given.rows_for(Recipe.of(slices=4, costs=measured)).share(4096) == pytest.approx(0.8)
+
+
+def test_a_length_that_does_not_divide_is_arranged_all_the_same() -> None:
+    """The default length is nobody's: steps have others."""
+    recipe = Recipe.of(pp=2, cp=3, microbatches=2, slices=3, costs=Costs(F=1, B=2, S=0, T=0, E=0, G=0))
+    assert len(Layout.of(recipe, model(2048), rows=100, tied=False).costs.slices["F"]) == 3

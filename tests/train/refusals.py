@@ -8,11 +8,11 @@ from typing import Any
 from evenpipe.errors import InputError
 
 
-def refusal(call: Callable[..., Any], *arguments: Any, error: type[Exception] = InputError) -> str:
+def refusal(call: Callable[..., Any], *arguments: Any) -> str:
     """Return the sentence with which `call(*arguments)` is refused; "" if it is accepted."""
     try:
         call(*arguments)
-    except error as caught:
+    except InputError as caught:
         return str(caught)
     return ""
 
@@ -25,13 +25,11 @@ def missing_words(sentence: str, words: Iterable[str]) -> str:
     return ""
 
 
-def wrong_refusals(
-    call: Callable[..., Any], cases: Iterable[tuple[Any, ...]], error: type[Exception] = InputError
-) -> list[str]:
+def wrong_refusals(call: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[str]:
     """Return what is wrong with the sentences of `call(*arguments)` over all cases, (*arguments, words)."""
     faults = []
     for *arguments, words in cases:
-        sentence = refusal(call, *arguments, error=error)
+        sentence = refusal(call, *arguments)
         fault = missing_words(sentence, [words] if isinstance(words, str) else words)
         if fault:
             faults.append(f"{arguments}: {fault}")

@@ -236,7 +236,6 @@ def path(tmp_path: Path) -> Path:
 OVERRIDES = [
     # override, field, value
     ("training.steps=7", "training.steps", 7),
-    ("optimizer.learning_rate=1e-3", "optimizer.learning_rate", 1e-3),
     ("optimizer.betas=[0.5, 0.6]", "optimizer.betas", (0.5, 0.6)),
     ("model.self_check=false", "model.self_check", False),
     ("model.config.hidden_size=128", "model.config", {"hidden_size": 128}),
@@ -287,7 +286,6 @@ BAD_FILES = [
     (b"steps = 3\n", ["[steps]"]),
     (b"model = 3\n", ["[model] must be a table, not 3"]),
     (b"[optimiser]\n", ["[optimiser]", 'did you mean "optimizer"']),
-    (b"[training]\nsteps = 5\nsteps = 6\n", ["is not TOML"]),
     (b"[data]\nsequence_lenght = 5\n", ["data.sequence_lenght", 'did you mean "sequence_length"']),
     (b"[sample]\nunlike_anything_known = 5\n", ["sample.unlike_anything_known", "known: prompts, new_tokens"]),
 ]
@@ -316,12 +314,9 @@ def test_the_help_says_type_default_and_meaning_of_every_field() -> None:
             assert f"  {field.name} = {field.default}   ({field.type})" in text
             fields[f"{field.section}.{field.name}"] = (field.type, field.default)
     for name, described in {
-        "pipeline.processes": ("integer", "1"),
         "training.minutes": ("number or none", "none"),
         "optimizer.betas": ("list of 2 numbers or none", "none"),
-        "data.files": ("list of text", "[]"),
         "data.encoding_errors": ('"strict" | "replace"', '"strict"'),
-        "model.self_check": ("true or false", "true"),
     }.items():
         assert fields[name] == described
 
@@ -354,7 +349,6 @@ CHANGES = [
             "training.seed": "0 -> 1",
         },
     ),
-    ({"optimizer": {"options": {"momentum": 0.8}}}, {"optimizer.options.momentum": "0.9 -> 0.8"}),
     (
         {"optimizer": {"options": {"nesterov": True}}},
         {"optimizer.options.nesterov": "none -> true", "optimizer.options.momentum": "0.9 -> none"},
@@ -443,7 +437,6 @@ UNFIT = [
     ({"model": {"architecture": "vit"}}, ["model.architecture", '"vit"']),
     ({"model": {"source": "./nowhere"}}, ["model.source", "./nowhere"]),
     ({"pipeline": {"processes": 5}}, ["pipeline.processes is 5", "at most 4"]),
-    ({"pipeline": {"processes": 5, "vocabulary": "redistribute"}}, ["pipeline.processes is 5", "at most 4"]),
     ({"pipeline": {"processes": 10, "replicas": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
@@ -458,15 +451,10 @@ SCHEDULES_REFUSED = [
         {"schedule": "interleaved", "stages_per_device": 3},
         ['pipeline.schedule is "interleaved"', "6 stages on 2 devices"],
     ),
-    ({"schedule": "zbv", "stages_per_device": 3}, ["'zbv' has 2 stages per device, not 3"]),
     ({"schedule": "v-budget", "memory_limit": 1}, ["pipeline.memory_limit is 1", "4 stage activ"]),
     (
         {"schedule": "zbv", "layers_per_stage": [2, 2]},
         ["pipeline.layers_per_stage is [2, 2]", "4 numbers, one for each stage", "on 2 devices"],
-    ),
-    (
-        {"schedule": "1f1b", "layers_per_stage": [1, 1, 1, 1]},
-        ["pipeline.layers_per_stage is [1, 1, 1, 1]", "2 numbers"],
     ),
     (
         {"processes": 1, "schedule": "order.csv"},

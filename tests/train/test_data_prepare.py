@@ -169,7 +169,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_cache_is_built_again(config):
     with pytest.raises(RunError, match=r"data\.json cannot be read"):
         open_data(config())
+    stale = config().cache_folder / "building.tmp" / "tokenizer"
+    stale.mkdir(parents=True)
     first = prepare(config())
+    assert not stale.parent.exists(), "what a killed preparation left behind"
     intact = first.tokens_path.read_bytes()
     for name, damage in DAMAGES.items():
         damage(Path(first.folder))
@@ -178,14 +181,6 @@ def test_a_damaged_cache_is_built_again(config):
                 open_data(config())
         assert prepare(config()) == first, name
         assert first.tokens_path.read_bytes() == intact and len(ends_of(first)) == first.documents
-
-
-def test_what_a_killed_preparation_left_behind_is_removed(config):
-    stale = config().cache_folder / "building.tmp"
-    (stale / "tokenizer").mkdir(parents=True)
-    (stale / "tokens.bin").write_bytes(b"half")
-    assert prepare(config()).is_complete()
-    assert not stale.exists()
 
 
 def test_a_second_process_waits_for_the_first(config):
@@ -309,7 +304,7 @@ def evaluated_on(config: Configured, *patterns: str | Path, **data: Any) -> Conf
     return config(data={"validation_files": files, "validation_fraction": 0, **data})
 
 
-def test_files_to_evaluate_on_get_the_same_tokenizer_and_are_not_trained_on(config, other, monkeypatch):
+def test_files_to_evaluate_on_get_the_same_tokenizer_and_are_not_trained_on(config, other):
     alone = prepare(config())
     run = evaluated_on(config, other / "*.py")
     said: list[str] = []
@@ -327,8 +322,6 @@ def test_files_to_evaluate_on_get_the_same_tokenizer_and_are_not_trained_on(conf
     rows = [row for index in range(count) for row in batches.validation_batch(index)[0].tolist()]
     assert [token for row in rows for token in row] == tokens_of(data.validation).tolist()[: len(rows) * 16]
 
-    monkeypatch.setattr(data_module, "write_tokens", None)  # the second time both are in the cache
-    assert prepare(run) == data
     truncate(Path(data.validation.folder))
     with pytest.raises(RunError, match="incomplete"):
         open_data(run)

@@ -190,10 +190,8 @@ REFUSED = [
     (with_config(tie_word_embeddings=True), "has 'lm_head.weight'"),
     # an origin that no run has written
     (with_origin({"files": {"../../evil.json": "x"}, **NO_DTYPE}), NO_ORIGIN),
-    (with_origin({"files": {"setup.cfg": "x"}, **NO_DTYPE}), NO_ORIGIN),
     (with_origin({**NO_DTYPE, "files": {}, "dtype": "int8"}), NO_ORIGIN),
     (with_origin({"files": ["config.json"], **NO_DTYPE}), NO_ORIGIN),
-    (with_origin("config.json"), NO_ORIGIN),
 ]
 
 
