@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.checkpoints import lock as module
-from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, release
+from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.signs import machine, started
 
@@ -195,6 +195,16 @@ def test_a_released_lock_is_free_and_its_number_is_not_used_again(tmp_path: Path
     release([second])  # not its own any more
     assert "released" not in json.loads((tmp_path / ".evenpipe-lock-3").read_text())
     assert not (tmp_path / ".evenpipe-lock-2").exists()
+
+
+def test_another_process_of_the_run_may_write_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = claim(tmp_path)
+    monkeypatch.setattr(module, "_claims", {})
+    with pytest.raises(InputError, match=f"which process {os.getpid()} on"):
+        claim(tmp_path)
+    join([held])
+    assert claim(tmp_path) == held
+    check(tmp_path)
 
 
 def test_a_folder_that_holds_no_file_raises_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

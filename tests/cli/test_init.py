@@ -214,7 +214,6 @@ LIMITS = [
     # family, fields, model_max_length of the tokenizer, longest sequence
     ("llama", {"intermediate_size": 32, "max_position_embeddings": 256}, None, 256),
     ("llama", {"intermediate_size": 32, "max_position_embeddings": 2048}, 100, 64),
-    ("gpt2", {"n_positions": 200}, None, 128),
     ("gpt2", {"n_positions": 12}, 1024, 12),
     ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 64}, None, 64),
     ("roberta", {"intermediate_size": 32, "max_position_embeddings": 33, "is_decoder": True}, None, 16),

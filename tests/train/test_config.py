@@ -243,14 +243,12 @@ OVERRIDES = [
     ("output.folder=runs/a b", "output.folder", "runs/a b"),
     ("output.folder=123", "output.folder", "123"),
     ('output.folder="quoted"', "output.folder", "quoted"),
-    ("output.folder=a=b", "output.folder", "a=b"),
     ("data.dataset_split=train[:1%]", "data.dataset_split", "train[:1%]"),
     ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
     ("optimizer.clip_norm=none", "optimizer.clip_norm", None),
     ("output.trackers=trackio", "output.trackers", ("trackio",)),
     ("sample.prompts=import os", "sample.prompts", ("import os",)),
     ('sample.prompts=["a", "b"]', "sample.prompts", ("a", "b")),
-    ("pipeline.vocabulary=first-last", "pipeline.vocabulary", "first-last"),
 ]
 
 

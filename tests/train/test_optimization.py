@@ -66,7 +66,6 @@ REFUSED = [
     ("muon", {"momentum": -1.0}, ["optimizer.options is {'momentum': -1.0}", "torch.optim.Muon says: momentum should"]),
     ("adafactor", {"foreach": True}, ["optimizer.options.foreach is no option of torch.optim.Adafactor"]),
     ("adafactor", {"d": 0.5}, ["torch.optim.Adafactor says: Clipping threshold d should be >= 1"]),
-    ("sgd", {"nesterov": True}, ["torch.optim.SGD says: Nesterov momentum requires a momentum"]),
     ("no_module:make", {}, ['optimizer.name is "no_module:make"', "there is no module no_module, neither"]),
     ("mine:mke", {}, ["mine has no mke", 'did you mean "make"']),
     ("mine:make", {"factr": 1}, ["cannot be called", "{'factr': 1}", "unexpected keyword argument 'factr'"]),
