@@ -124,6 +124,22 @@ def collectives_of(device: int, schedule: str, checkpointing: str) -> dict[str, 
     return layers | weights | vocabulary | (embedding if device == 0 else {})
 
 
+def bytes_between_ranks(overlap: str, schedule: str, checkpointing: str) -> int:
+    """Of the tensor ranks of this process's device, in a step."""
+    options = {"tensor_parallel": 2, "communicators": "per-kind", "tensor_overlap": overlap}
+    pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, **options)
+    pipeline.step(*batch())
+    pipeline.close()
+    return pipeline._groups.tensor.traffic.received_bytes
+
+
+@pytest.mark.parametrize(("schedule", "checkpointing"), WAYS)
+@pytest.mark.sampled(1)
+def test_a_ring_moves_as_much_as_collectives(schedule: str, checkpointing: str) -> None:
+    plain, ring = (run_processes(bytes_between_ranks, 4, kind, schedule, checkpointing) for kind in ("none", "ring"))
+    assert plain == ring and all(plain)
+
+
 # --- context ranks ----------------------------------------------------------------------------------------------------
 
 GATHERED = [
