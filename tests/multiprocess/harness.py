@@ -11,8 +11,10 @@ process. Work may take as long as it takes on a busy machine; processes that do 
 exceptions travel by pickle. What a process prints is kept in a file and shown when something fails.
 """
 
+import contextlib
 import datetime
 import faulthandler
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,23 @@ def until_they_wait(watch: Any, ranks: Iterable[int]) -> None:
 
     while awaits(watch.rank) or not all("RECV" in awaits(rank) for rank in ranks):
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def lines_logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What evenpipe logs inside."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("evenpipe")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def describe(outcomes: list[Outcome]) -> str:

@@ -1,4 +1,4 @@
-"""Experts in runs: messages between the replicas that share them, repeated forwards, the load, moves of router biases,
+"""Experts in runs: from folders to folders, compiled layers, repeated forwards, the load, moves of router biases,
 optimizers that need whole matrices; and what is refused in a sentence.
 
 Gradients are compared with one process by tests/fuzz.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,18 +17,54 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from families import PROMISED_EXPERTS, tiny_config, whole_model
 from harness import run_processes
 from small_runs import TOKENS, Case, described, opened
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import evenpipe
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.experts import adopt
 from evenpipe.model.fp64 import InFp64
-from evenpipe.parallel.expert_ranks import ExpertRanks
 
 SHARED = Case("mixtral", replicas=2, members=2)
+
+
+def from_a_folder(folder: Path) -> list[str]:
+    """Through a step, with the grouped products of experts that transformers takes by default."""
+    faults = []
+    for family in [*PROMISED_EXPERTS[:3], "deepseek_v3"]:
+        model = whole_model(tiny_config(family), torch.float32)
+        source, written = folder / family, folder / f"{family}-trained"
+        if dist.get_rank() == 0:
+            model.save_pretrained(source)
+        dist.barrier()
+        pipeline = Pipeline(source, schedule="zbv", microbatches=2, self_check=False)
+        ids, labels = reference.batches(503, 2, 7, 1)[0]
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        loss = pipeline.step(ids, labels).loss
+        optimizer.step()
+        pipeline.save_pretrained(written)
+        pipeline.close()
+        if dist.get_rank():
+            continue
+        model.config._experts_implementation = "grouped_mm"  # the default, which the pipeline has taken
+        expected = reference.loss_of(model.train(), ids, labels)
+        expected.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        read, report = AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+        if any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            faults.append(f"{family}: {report}")
+        state = model.state_dict()
+        worst, name = reference.worst({key: value.detach() for key, value in read.state_dict().items()}, state)
+        if not (worst < 1e-6 and abs(loss / expected.item() - 1) < 1e-6):
+            faults.append(f"{family}: {name} {worst:.1e}, loss {loss} and {expected.item()}")
+    return faults
+
+
+def test_from_a_folder_to_a_folder_through_a_step(tmp_path: Path) -> None:
+    assert run_processes(from_a_folder, 2, tmp_path)[0] == []
 
 
 def compiled(layout: dict[str, Any]) -> tuple[float, str, list[list[int]]]:
@@ -56,6 +93,12 @@ def test_compiled_layers_leave_their_experts_as_they_are(layout: dict[str, Any])
     assert [sum(of_layer) for of_layer in load] == [2 * sequences * TOKENS] * len(load), "two choices of every token"
 
 
+def parts_of(case: Case, pipeline: Pipeline) -> list[list[torch.Tensor]]:
+    """What this replica is given in two steps."""
+    data = reference.batches(61, 2 * case.replicas, TOKENS, 2)
+    return [[case.part(pipeline.replica, part) for part in batch] for batch in data]
+
+
 # --- repeated forwards -----------------------------------------------------------------------------------------------
 
 
@@ -77,8 +120,7 @@ def gradients_of_other_choices(case: Case, others: bool) -> dict[str, torch.Tens
         mock.patch.object(adopt, "run_experts", run_experts),
         contextlib.closing(opened(case, microbatches=2)) as pipeline,
     ):
-        ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
-        pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
+        pipeline.step(*parts_of(case, pipeline)[0])
         assert not len(pipeline._experts.routing), "layouts outlive their step"
         return pipeline.full_gradients()
 
@@ -92,59 +134,6 @@ def test_a_repeated_forward_takes_the_choices_of_the_first(changes: dict[str, An
     assert error < 1e-10, name
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-def messages(case: Case) -> list[tuple[str, str, int]]:
-    """(what, pass, layer) of each exchange of a step on this process, in order."""
-    seen: list[tuple[str, str, int]] = []
-    start, counts = ExpertRanks.start, ExpertRanks.counts
-
-    def note(ranks: ExpertRanks, what: str) -> None:
-        seen.append((what, ranks.running.text, int(ranks.layer.split(".")[2])))
-
-    def noted_start(ranks: ExpertRanks, *arguments: Any) -> Any:
-        note(ranks, arguments[-1])
-        return start(ranks, *arguments)
-
-    def noted_counts(ranks: ExpertRanks, own: torch.Tensor) -> Any:
-        note(ranks, "numbers")
-        return counts(ranks, own)
-
-    with (
-        InFp64(),
-        mock.patch.object(ExpertRanks, "start", noted_start),
-        mock.patch.object(ExpertRanks, "counts", noted_counts),
-        contextlib.closing(opened(case, microbatches=2)) as pipeline,
-    ):
-        ((ids, labels),) = reference.batches(61, 2 * case.replicas, TOKENS, 1)
-        pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("changes", "again"),
-    [({}, ()), ({"repeats": True}, ("rows", "weights", "sums")), ({"checkpointing": "full"}, ("rows", "weights"))],
-    ids=["plain", "R", "full"],
-)
-@pytest.mark.sampled(2)
-def test_exchanges_name_their_layer_and_rows_are_counted_once(changes: dict[str, Any], again: tuple[str, ...]) -> None:
-    seen = run_processes(messages, 2, replace(SHARED, microbatches=2, **changes))[0]
-    first = ("numbers", "choices", "rows", "weights", "sums")
-    last = ("gradients", "gradients of weights", "sums")
-    for unit in ("0", "1"):
-        for kind, wanted, layers in (("F", first, (0, 1, 2, 3)), ("B", last, (3, 2, 1, 0))):
-            found = [(what, layer) for what, text, layer in seen if text == f"0{kind}{unit}"]
-            if kind == "B" and changes.get("checkpointing"):
-                wanted = (*again, *last)
-            assert [layer for _, layer in found] == sorted([one for _, one in found], reverse=kind == "B")
-            for layer in layers:
-                assert [what for what, one in found if one == layer] == list(wanted)
-        if changes.get("repeats"):
-            repeated = [(what, layer) for what, text, layer in seen if text == f"0R{unit}"]
-            assert repeated == [(what, layer) for layer in range(4) for what in again]
-
-
 # --- the load --------------------------------------------------------------------------------------------------------
 
 
@@ -152,8 +141,7 @@ def load_of(case: Case) -> tuple[list[str], list[torch.Tensor]]:
     """The names of layers with experts, and the load of two steps with an evaluation between them."""
     found = []
     with InFp64(), contextlib.closing(opened(case, microbatches=2)) as pipeline:
-        for ids, labels in reference.batches(61, 2 * case.replicas, TOKENS, 2):
-            ids, labels = case.part(pipeline.replica, ids), case.part(pipeline.replica, labels)
+        for ids, labels in parts_of(case, pipeline):
             found.append(pipeline.step(ids, labels).expert_load)
             with pytest.raises(InputError, match="expert_load: only step"):
                 _ = pipeline.evaluate(ids).expert_load
@@ -172,11 +160,6 @@ def load_of_model(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen])
 
 
-def load_of_one_process(case: Case) -> list[torch.Tensor]:
-    model = described(case.family).model
-    return [load_of_model(model, ids) for ids, _ in reference.batches(61, 2 * case.replicas, TOKENS, 2)]
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -190,7 +173,8 @@ def load_of_one_process(case: Case) -> list[torch.Tensor]:
 )
 @pytest.mark.sampled(2)
 def test_the_load_counts_every_choice_once(case: Case) -> None:
-    wanted = load_of_one_process(case)
+    model, data = described(case.family).model, reference.batches(61, 2 * case.replicas, TOKENS, 2)
+    wanted = [load_of_model(model, ids) for ids, _ in data]
     for layers, found in run_processes(load_of, case.processes, case):
         assert len(layers) == len(wanted[0]) and all(map(torch.equal, found, wanted))
 
@@ -201,9 +185,8 @@ RATES = (0.1, 0.03)
 
 def biases_after_two_moves(case: Case) -> dict[str, torch.Tensor]:
     with InFp64(), contextlib.closing(opened(case, microbatches=2)) as pipeline:
-        for rate, (ids, labels) in zip(RATES, reference.batches(61, 2 * case.replicas, TOKENS, 2), strict=True):
-            ids, labels = case.part(pipeline.replica, ids), case.part(pipeline.replica, labels)
-            pipeline.move_router_biases(pipeline.step(ids, labels).expert_load, rate)
+        for rate, batch in zip(RATES, parts_of(case, pipeline), strict=True):
+            pipeline.move_router_biases(pipeline.step(*batch).expert_load, rate)
         return {name: one for name, one in pipeline.full_state_dict().items() if "correction_bias" in name}
 
 
@@ -230,25 +213,20 @@ def test_router_biases_move_towards_experts_with_few_tokens() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def refused(family: str, options: dict[str, Any]) -> str:
-    with pytest.raises(InputError) as raised:
-        Pipeline(described(family), parameter_dtype=torch.float64, self_check=False, **options)
-    return str(raised.value)
+REFUSED = [
+    ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
+    ("llama", {"replicas": 2, "expert_parallel": 2}, "expert_parallel: 2, expected 1, since LlamaForCausalLM has no"),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "sentence"),
-    [
-        ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
-        (
-            "llama",
-            {"replicas": 2, "expert_parallel": 2},
-            "expert_parallel: 2, expected 1, since LlamaForCausalLM has no",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused(family: str, options: dict[str, Any], sentence: str) -> None:
-    assert all(sentence in said for said in run_processes(refused, 2, family, options))
+def refused() -> None:
+    for family, options, sentence in REFUSED:
+        with pytest.raises(InputError, match=sentence):
+            Pipeline(described(family), parameter_dtype=torch.float64, self_check=False, **options)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    run_processes(refused, 2)
 
 
 # --- optimizers that need whole matrices -----------------------------------------------------------------------------
@@ -268,7 +246,7 @@ def trained_by(case: Case, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.sampled(1)
 def test_optimizers_see_whole_matrices_of_shared_experts(kind: str) -> None:
     alone = run_processes(trained_by, 1, Case("mixtral of 5 experts"), kind)[0]
-    for case in (Case("mixtral of 5 experts", 2, members=2), Case("mixtral of 5 experts", 4, members=2)):
+    for case in (Case("mixtral of 5 experts", replicas, members=2) for replicas in (2, 4)):
         error, name = reference.worst(run_processes(trained_by, case.processes, case, kind)[0], alone)
         assert error < 1e-8, name
     sharded = Case("mixtral of 5 experts", 4, members=2, data_parallel="shard")

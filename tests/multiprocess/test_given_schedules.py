@@ -1,13 +1,12 @@
-"""All that `Pipeline(schedule=...)` takes, on real processes: loss and gradients are those of one process.
+"""Schedules that a pipeline is given: torch's as instances and lowered files, and programs of ours, walked unchanged.
 
-torch's own schedules as classes, instances and files, lowered and not; programs of ours, walked unchanged; functions.
+torch's classes, and orders, programs, files and functions of ours, are among the pipelines of tests/fuzz.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,8 @@ from evenpipe.interop import from_torch
 from evenpipe.model import describe
 from evenpipe.schedule import Costs, Order, Program, add_communication, generate, plan_program
 
-CLASSES = {
-    # class -> stages per device in the cases below
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-LOWERED = [name for name, stages in CLASSES.items() if stages == 2]  # those of one stage per rank write no files
+SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those of two stages per rank; torch writes no files of the others."""
 LAYERS, VOCABULARY, TOKENS = 6, 1003, 6
 
 
@@ -74,55 +64,38 @@ def trained(schedule: Any, mode: str, microbatches: int | None = None, **options
     return pipeline
 
 
-def check(case: Callable[..., None], processes: int, *arguments: Any) -> None:
-    run_processes(case, processes, *arguments)
-
-
 # --- torch's schedules ------------------------------------------------------------------------------------------------
 
 
-def run_torch_classes(microbatches: int, names: list[str]) -> None:
-    devices = dist.get_world_size()
-    for name in names:
-        stages_per_device = CLASSES[name]
-        schedule = torch_schedules.get_schedule_class(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            instance = schedule(
-                *([mock_stages(Size(devices, 1, microbatches))[0]] if stages_per_device == 1 else []),
-                *([mock_stages(Size(devices, stages_per_device, microbatches))] if stages_per_device > 1 else []),
-                microbatches,
-                loss_fn=torch.nn.MSELoss(),
-            )
-            for mode in ("first-last", "vocab-2"):
-                pipeline = trained(schedule, mode, microbatches)
-                assert pipeline.order.placement.stages == devices * stages_per_device
-            assert trained(instance, "vocab-2").program == pipeline.program  # its size is known
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), (3, 6)])
-def test_schedules_of_torch_as_classes_and_as_instances(processes: int, microbatches: int, sample) -> None:
-    check(run_torch_classes, processes, microbatches, sample(CLASSES, 1))
-
-
-def run_torch_files(folder: Path, names: list[str]) -> None:
+def run_torch(folder: Path, names: list[str]) -> None:
+    """As an instance, whose size is known, and as the file that torch lowers, UNSHARD and REDUCE_GRAD included."""
     devices, own = dist.get_world_size(), folder / str(dist.get_rank())
     own.mkdir()
     for name in names:
-        size = Size(devices, CLASSES[name], 4)
-        for file_format in ("compute_only", "compute_comms"):
-            text = file_of_torch(name, size, own, file_format)
+        stages_per_device = 2 if name in SEVERAL else 1
+        stages = mock_stages(Size(devices, stages_per_device, 2 * devices))
+        schedule = torch_schedules.get_schedule_class(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            instance = schedule(stages if name in SEVERAL else stages[0], 2 * devices, loss_fn=torch.nn.MSELoss())
+            assert trained(instance, "vocab-2").order.placement.stages == devices * stages_per_device
+        for file_format in ("compute_only", "compute_comms") if name in SEVERAL else ():
+            text = file_of_torch(name, Size(devices, 2, 2 * devices), own, file_format)
             file = own / f"{name}-{file_format}.csv"
             file.write_text(text)
-            whole, sharded = trained(file, "first-last"), trained(str(file), "vocab-2")
-            assert whole.predict("vocab-2").busy == sharded.predict().busy
-            if file_format == "compute_comms":  # as torch lowered it, UNSHARD and REDUCE_GRAD included
+            whole, spread = trained(file, "first-last"), trained(str(file), "vocab-2")
+            assert whole.predict("vocab-2").busy == spread.predict().busy
+            if file_format == "compute_comms":
                 assert whole.program == from_torch(text)
                 assert any("UNSHARD" in str(item) for item in whole.program.rows[0])
             else:
                 assert whole.order == Order(**_without_idle(from_torch(text)))
-            assert whole.order.placement == sharded.order.placement
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.sampled(1)
+def test_schedules_of_torch_as_instances_and_as_files(processes: int, tmp_path: Path, sample) -> None:
+    run_processes(run_torch, processes, tmp_path, sample(("GPipe", "1F1B", *SEVERAL), 2))
 
 
 def _without_idle(order: Order) -> dict[str, Any]:
@@ -130,25 +103,11 @@ def _without_idle(order: Order) -> dict[str, Any]:
     return {"placement": order.placement, "microbatches": order.microbatches, "rows": rows}
 
 
-def test_files_of_torch_run_lowered_and_not(tmp_path: Path, sample) -> None:
-    check(run_torch_files, 2, tmp_path, sample(LOWERED, 1))
-
-
 # --- ours -------------------------------------------------------------------------------------------------------------
-
-
-def one_at_a_time(devices: int, microbatches: int) -> Order:
-    rows = [",".join(f"{device}F{i},{device}B{i}" for i in range(microbatches)) for device in range(devices)]
-    return Order.from_csv("\n".join(rows))
 
 
 def run_ours(folder: Path) -> None:
     devices, file = dist.get_world_size(), folder / f"{dist.get_rank()}.csv"
-
-    assert trained(one_at_a_time, "vocab-2", 3).order.barriers == 1
-    assert trained(one_at_a_time(devices, 3), "first-last").microbatches == 3
-    assert trained("zbv", "vocab-1").microbatches == 4 * devices
-    assert trained("interleaved", "vocab-2", 3, schedule_options={"stages_per_device": 3}).order.placement.stages == 6
 
     options = {"stages_per_device": 4}  # more stages than layers
     cut = {"layers_per_stage": [1, 1, 1, 1, 1, 1, 0, 0], "schedule_options": options}
@@ -180,5 +139,5 @@ def damaged(program: Program) -> Program:
     return Program(program.placement, program.microbatches, tuple(map(tuple, rows)))
 
 
-def test_orders_programs_files_and_functions_of_ours(tmp_path: Path) -> None:
-    check(run_ours, 2, tmp_path)
+def test_programs_of_ours_are_walked_unchanged(tmp_path: Path) -> None:
+    run_processes(run_ours, 2, tmp_path)

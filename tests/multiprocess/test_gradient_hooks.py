@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -252,36 +251,3 @@ def a_step_fails() -> None:
 
 def test_a_step_that_fails_puts_hooks_back() -> None:
     run_processes(a_step_fails, 1)
-
-
-# --- hooks of a live model -------------------------------------------------------------------------------
-
-
-def warns() -> list[str]:
-    """Return the warnings about two live models with hooks, and one without."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("evenpipe").addHandler(handler)
-    llama = one_process(Case("llama"))
-    llama.get_parameter(EMBEDDING).register_hook(lambda gradient: 0 * gradient)
-    embedding, layers, head = plain_modules()
-    for parameter in layers[1].parameters():
-        parameter.register_post_accumulate_grad_hook(raises)
-    Pipeline(llama, microbatches=2, self_check=False).close()
-    pipeline = Pipeline.from_modules(embedding, layers, nn.LayerNorm(8), head, microbatches=2)
-    pipeline.step(torch.arange(32).view(4, 8))  # calls none of them
-    pipeline.close()
-    Pipeline.from_modules(*plain_modules()[:2], None, head, microbatches=2).close()
-    return [message for message in said if "hook" in message]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_live_models_with_hooks(processes: int) -> None:
-    said, *others = run_processes(warns, processes)
-    advice = "register them on the parameters that pipeline.named_parameters() yields"
-    assert said == [
-        f"gradient hooks of the model are not taken over, from {names}: {advice}"
-        for names in (EMBEDDING, "layers.1.weight and layers.1.bias")
-    ]
-    assert not any(others)

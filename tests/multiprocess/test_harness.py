@@ -2,13 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import harness
-import process_groups
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,27 +49,3 @@ def one_stops() -> None:
 def test_a_stopped_process_is_not_waited_for() -> None:
     stopped, failed = run_outcomes(one_stops, 2)
     assert (stopped.exit_code, str(failed.exception)) == (-9, "boo")
-
-
-def test_nothing_outlives_a_running_program() -> None:
-    """Neither what is in its group nor what it has started in another one."""
-    waits = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    starts = f"start({waits}); start({waits}, start_new_session=True); print(flush=True); input()"
-    program = f"from subprocess import Popen as start; {starts}"
-    with process_groups.running(
-        [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as started:
-        started.stdout.readline()
-        pids = [started.pid, *process_groups.descendants(started.pid)]
-        assert len(pids) == 3
-    deadline = time.monotonic() + SECONDS
-    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(map(has_ended, pids))
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

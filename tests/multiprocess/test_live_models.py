@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import reference
 import torch
 import transformers
 from families import tiny_config, whole_model
-from harness import run_processes
+from harness import lines_logged, run_processes
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -194,31 +193,35 @@ def test_a_layer_may_use_a_parameter_twice_but_layers_share_none() -> None:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
+def not_taken_over() -> list[str]:
+    """Return the warnings about hooks and compiled layers of live models, and of models without any."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    def modules() -> tuple[nn.Embedding, list[nn.Module], None, nn.Linear]:
+        return nn.Embedding(9, 8), [nn.Linear(8, 8), nn.Linear(8, 8)], None, nn.Linear(8, 9)
 
-
-def said_of_compiled_layers() -> list[str]:
-    lines = Lines()
-    logging.getLogger("evenpipe").addHandler(lines)
-    model = whole_model(tiny_config("llama"))
-    model.model.layers[2].compile()
-    Pipeline(model, parameter_dtype=torch.float64).close()
-    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    layers[1].compile()
-    Pipeline.from_modules(nn.Embedding(9, 8), layers, None, nn.Linear(8, 9, bias=False)).close()
-    return [line for line in lines.lines if "compile" in line]
+    llama, plain = whole_model(tiny_config("llama")), modules()
+    llama.get_parameter(EMBEDDING).register_hook(lambda gradient: 0 * gradient)
+    llama.model.layers[2].compile()
+    for parameter in plain[1][1].parameters():
+        parameter.register_post_accumulate_grad_hook(print)
+    plain[1][1].compile()
+    with lines_logged() as said:
+        Pipeline(llama, parameter_dtype=torch.float64, self_check=False).close()
+        Pipeline.from_modules(*plain).close()
+        Pipeline.from_modules(*modules()).close()
+    return said
 
 
-def test_compiled_layers_are_said_once() -> None:
-    first, *others = run_processes(said_of_compiled_layers, 2)
-    assert first == [
+def test_hooks_and_compiled_layers_are_said_once() -> None:
+    first, *others = run_processes(not_taken_over, 2)
+    hooks, compiled = ([line for line in first if word in line] for word in ("hook", "compile"))
+    assert hooks == [
+        f"gradient hooks of the model are not taken over, from {names}: register them on the parameters that"
+        " pipeline.named_parameters() yields"
+        for names in (EMBEDDING, "layers.1.weight and layers.1.bias")
+    ]
+    assert compiled == [
         f"model: its compile() of {name} is not taken over: compile_layers=True compiles the layers of stages"
         for name in ("model.layers.2", "layers.1")
     ]
-    assert others == [[]]
+    assert not any("hook" in line or "compile" in line for said in others for line in said)

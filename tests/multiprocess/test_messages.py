@@ -13,6 +13,7 @@ from harness import run_processes
 from evenpipe.communication import messages
 from evenpipe.communication.messages import broadcast_value, gather_values
 from evenpipe.errors import RunError
+from evenpipe.processes.proof import strangers
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "evenpipe"
 
@@ -53,6 +54,17 @@ def test_what_is_not_a_message_is_refused(what: str) -> None:
     run_processes(somebody_sends_something_else, 2, what)
 
 
+def strangers_to(secrets: list[bytes]) -> list[int]:
+    rank = dist.get_rank()
+    return strangers(dist.group.WORLD, rank, range(len(secrets)), secrets[rank])
+
+
+def test_members_prove_that_they_belong_to_the_run() -> None:
+    """Whoever took the place of one cannot, and is a stranger to all others."""
+    assert run_processes(strangers_to, 3, [b"secret"] * 3) == [[], [], []]
+    assert run_processes(strangers_to, 3, [b"secret", b"", b"secret"]) == [[1], [0, 2], [1]]
+
+
 def opens_the_door(path: Path) -> list[str]:
     """Where a file could run what it reads."""
     found = []
@@ -75,19 +87,3 @@ def test_nothing_that_arrives_is_unpickled() -> None:
     found = {str(path.relative_to(SOURCE)): opens_the_door(path) for path in sorted(SOURCE.rglob("*.py"))}
     assert {name: places for name, places in found.items() if places and name not in MAY_PICKLE} == {}
     assert all(found[name] for name in MAY_PICKLE), "an exception that is not needed any more"
-
-
-def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
-    file = tmp_path / "file.py"
-    for line in (
-        "import pickle",
-        "from cloudpickle import loads",
-        "dist.broadcast_object_list([1])",
-        "torch.load(file)",
-        "torch.load(file, weights_only=False)",
-        "all_gather_object([], 1)",
-    ):
-        file.write_text(line)
-        assert opens_the_door(file), line
-    file.write_text("torch.load(file, weights_only=True)\nimport json")
-    assert opens_the_door(file) == []

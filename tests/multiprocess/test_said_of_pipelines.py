@@ -9,46 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_processes
+from harness import lines_logged, run_processes
 from small_llama import described
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
-from evenpipe.model import describe
-from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
-
-TOKENS = 16
-
 
 # --- what context ranks exchange by themselves: what moves less, and computes the same --------------------------------
 
 
-def config(heads_of_keys: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=heads_of_keys,
-        vocab_size=64,
-    )
-
-
-def step(heads_of_keys: int, **options: Any) -> tuple[str | None, type, float, list[str]]:
-    """What is said, how, the loss, and what is logged."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("evenpipe.runtime.pieces")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    ids = torch.arange(2 * TOKENS).view(2, TOKENS)
-    pipeline = Pipeline(describe(config(heads_of_keys)), microbatches=1, self_check=False, **options)
-    logger.removeHandler(handler)
-    with contextlib.closing(pipeline):
-        loss = pipeline.step(ids).loss
-        exchange = None if pipeline._pieces is None else type(pipeline._pieces.context)
-        return pipeline.context_exchange, exchange, loss, said
+def step(heads_of_keys: int, **options: Any) -> tuple[str | None, float, list[str]]:
+    """What is said of the exchange, the loss, and what is logged."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=heads_of_keys, vocab_size=64)
+    with (
+        lines_logged(logging.INFO) as said,
+        contextlib.closing(Pipeline(config, microbatches=1, self_check=False, **options)) as pipeline,
+    ):
+        loss = pipeline.step(torch.arange(32).view(2, 16)).loss
+    return pipeline.context_exchange, loss, [line for line in said if line.startswith("context ranks exchange")]
 
 
 CASES = [
@@ -65,13 +44,11 @@ def two_ranks() -> list[Any]:
 
 def test_the_choice_is_said_and_computes_the_same() -> None:
     first, second = run_processes(two_ranks, 2)
-    for (heads, options, expected), of_first, of_second in zip(CASES, first, second, strict=True):
-        assert of_first[0] == of_second[0] == expected
-        assert of_first[1] is (HeadRanks if expected.startswith("heads") else ContextRanks), options
-        assert (of_first[3], of_second[3]) == ([f"context ranks exchange {expected}"], [])
-        whole, _, loss, said = step(heads)
+    for (heads, _, expected), of_first, of_second in zip(CASES, first, second, strict=True):
+        whole, loss, said = step(heads)
         assert whole is None and said == []
-        assert of_first[2] == of_second[2] == pytest.approx(loss, rel=1e-5)
+        assert of_first == (expected, pytest.approx(loss, rel=1e-5), [f"context ranks exchange {expected}"])
+        assert of_second == (expected, of_first[1], [])
 
 
 # --- in a line and in a notebook --------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ def test_one_process_and_nothing_held_back(tmp_path: Path) -> None:
 REPLICAS = ("pipeline.replicas=2", "pipeline.microbatches=2", "pipeline.data_parallel=shard")
 PARTS = [
     # overrides of each part of the run, and the number of steps after which it is stopped
-    (("pipeline.processes=2",), 4),
+    (("pipeline.processes=2", "pipeline.schedule=zbv", "pipeline.vocabulary=first-last"), 4),
+    (("pipeline.processes=3", "pipeline.schedule=1f1b"), 6),
     (("pipeline.processes=4", "pipeline.tensor_parallel=2", *REPLICAS), 8),
     (("pipeline.processes=4", "pipeline.tensor_parallel=2", "output.trace_steps=[9]"), None),
 ]
@@ -160,15 +161,15 @@ def train_and_note_readers(path: str, overrides: Sequence[str], until: int | Non
     train_config_until(load_config(path, overrides), until)
 
 
-def test_a_run_goes_on_with_and_without_tensor_ranks(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_other_layouts_and_schedules(uninterrupted: Path, tmp_path: Path) -> None:
     """The losses and weights are those without interruption; fp32 adds up in another order. The report and a trace
     show all processes, and only the first process of a replica reads data."""
-    path, readers = prepared(tmp_path), tmp_path / "readers"
+    path, readers = prepared(tmp_path, {"checkpoint.every_steps": 2}), tmp_path / "readers"
     readers.mkdir()
     for overrides, until in PARTS:
         processes = load_config(path, overrides).pipeline.processes
         run_processes(train_and_note_readers, processes, str(path), overrides, until, str(readers))
-    assert sorted(file.name for file in readers.iterdir()) == ["4: 0", "8: 0", "8: 2", "None: 0"]
+    assert sorted(file.name for file in readers.iterdir()) == ["4: 0", "6: 0", "8: 0", "8: 2", "None: 0"]
     found, wanted = ([(line[0], line[1]) for line in curve(folder)] for folder in (tmp_path, uninterrupted))
     assert [step for step, _ in found] == [step for step, _ in wanted]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-6)
@@ -182,7 +183,8 @@ def test_a_run_goes_on_with_and_without_tensor_ranks(uninterrupted: Path, tmp_pa
 
     lines = steps_logged(tmp_path)
     check_figures(lines[:4], 2)
-    check_figures(lines[4:], 4)
+    check_figures(lines[4:6], 3)
+    check_figures(lines[6:], 4)
     devices = report_of(tmp_path)["devices"]
     assert [(device["device"], device["tensor_rank"]) for device in devices] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(device["peak_memory_bytes"] > 0 for device in devices)

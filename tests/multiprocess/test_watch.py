@@ -195,19 +195,6 @@ def waits_on_a_gpu_end() -> None:
     worker.watch.finish()
 
 
-def gpu_fails() -> None:
-    """What it waits for never comes; its main thread hears why at its next call."""
-    worker, _ = start()
-    if worker.rank == 0:
-        worker.watch.awaiting("0RECV_B0", "0B0", "B:1>0", (1,))
-        worker.watch.arrives_when(lambda: False, 600.0)
-        time.sleep(0.5)
-        error = RuntimeError("CUDA error: an illegal memory access was encountered")
-        worker.watch.report_exception(error)
-        raise error
-    time.sleep(50)
-
-
 # -- one comes late to the making of communicators --------------------------------------------------
 
 
@@ -422,35 +409,29 @@ def one_dies_before_all_are_here(how: str) -> None:
         time.sleep(0.01)
 
 
-class Interrupted:
-    """A store between two questions of whose process the others come, and one of them has its whole life."""
-
-    def __init__(self, store: NetworkStore) -> None:
-        self._store, self.questions = store, 0
-
-    def has(self, keys: list[str]) -> bool:
-        self.questions += 1
-        if self.questions == 1:
-            assert not self._store.has(keys)
-            self._store.write("not all here", "")
-            pid = int(wait_for(self._store, "ended"))
-            while started(pid) is not None:
-                time.sleep(0.01)
-            return False
-        return self._store.has(keys)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def one_has_come_and_ended() -> None:
+    """Between two questions of process 0 whether all are here, the other one comes and has its whole life."""
     rank, store = int(os.environ["RANK"]), store_of_the_harness()
     if rank == 1:
         wait_for(store, "not all here")
         meet(store, 1, 2, 600.0)
         store.write("ended", str(os.getpid()))
         return
-    meet(Interrupted(store), 0, 2, 600.0)
+    has, questions = store.has, []
+
+    def asked(keys: list[str]) -> bool:
+        questions.append(keys)
+        if len(questions) > 1:
+            return has(keys)
+        assert not has(keys)
+        store.write("not all here", "")
+        pid = int(wait_for(store, "ended"))
+        while started(pid) is not None:
+            time.sleep(0.01)
+        return False
+
+    store.has = asked
+    meet(store, 0, 2, 600.0)
 
 
 def wait_for(store: NetworkStore, key: str) -> str:
@@ -507,7 +488,6 @@ WAITS = (
 )
 NO_GROUP = r"process [02] timed out awaiting communicator X from processes \d, \d; process 1 does not wait"
 STUCK_ON_GPU = "process 0 timed out awaiting 0RECV_B1 for 0B1 from process 1; process 1 does not wait"
-GPU_FAILED = "process 0 failed: RuntimeError: CUDA error: an illegal memory access was encountered"
 NO_DEVICE = "torch_device: 'tpu' is not a device of torch, expected 'cpu' or 'cuda'"
 COMMUNICATORS = {
     0: "the making of communicators from processes 1, 2",
@@ -534,7 +514,6 @@ ENDINGS = [
     Ending(stuck, 3, WAITS + CIRCLE, {0: None, 1: None}, (True,)),
     Ending(one_makes_no_group, 3, NO_GROUP, {0: None, 2: None}),
     Ending(waits_on_a_gpu, 2, STUCK_ON_GPU, {0: "0RECV_B1 for 0B1 from process 1", 1: ""}),
-    Ending(gpu_fails, 2, GPU_FAILED, {1: ""}, (), {0: 1}),
     Ending(one_comes_late, 3, DIED, COMMUNICATORS, ("dies",)),
     Ending(one_has_no_such_device, 3, NO_DEVICE, {0: None, 2: None}, (), {1: 1}),
     Ending(victims_of_sigterm, 3, DIED, {0: OF_1[0], 2: None}, ("dies",)),

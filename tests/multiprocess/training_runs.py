@@ -143,12 +143,6 @@ def train(path: Path, *overrides: str, until: int | None = None) -> str:
     return outcome.printed
 
 
-def run_part(path: Path, processes: int, vocabulary: str, until: int) -> None:
-    """Train in a layout up to a step; to the end if that is the last one."""
-    overrides = (f"pipeline.processes={processes}", f"pipeline.vocabulary={vocabulary}")
-    train(path, *overrides, until=None if until == STEPS else until)
-
-
 def evenpipe(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """Start the command line in a process group of its own."""
     return subprocess.Popen(
