@@ -12,19 +12,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from small_families import CONFIGS
 
 from evenpipe import Pipeline
 from evenpipe.errors import RunError
 
-CONFIG = LlamaConfig(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+CONFIG = CONFIGS["llama"](num_hidden_layers=2)
 SILENCE_SECONDS = 1.0
 
 

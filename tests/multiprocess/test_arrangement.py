@@ -6,16 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_processes
+from small_families import CONFIGS
 from traced_steps import measured
 from training_runs import curve, prepared, train_config_until
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from evenpipe import Pipeline
 from evenpipe.checkpoints import open_checkpoint
@@ -73,20 +73,10 @@ def configured(folder: Path, **changes: Any) -> Config:
 
 # --- gradients of all orders ------------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
-
-@cache
 def model_of(family: str) -> PreTrainedConfig:
-    if family == "llama":
-        return LlamaConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False)
-    return MixtralConfig(**SIZES, intermediate_size=16, num_local_experts=4, output_router_logits=True)
+    routers = {"output_router_logits": True} if family == "mixtral" else {}
+    return CONFIGS[family](num_hidden_layers=8, **routers)
 
 
 def orders_and_bits(family: str, options: dict[str, Any]) -> tuple[int, int]:

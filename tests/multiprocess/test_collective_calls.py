@@ -13,22 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import describe, run_outcomes, run_processes
-from transformers import DeepseekV3Config, LlamaConfig
+from small_families import CONFIGS
 
 from evenpipe import Adafactor, InputError, Muon, Pipeline, Recipe, RunError, newest_checkpoint
 from evenpipe.schedule import Costs
 
-IDS = torch.arange(64).view(4, 16)
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": False,
-}
+IDS = torch.arange(64).view(4, 16) % 61
 LAYOUTS: dict[str, dict[str, Any]] = {
     "devices": {"pp": 2},
     "replicas": {"pp": 2, "dp": 2},
@@ -41,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def make(config: Any = None, *, timeout_seconds: float = 600.0, **layout: Any) -> Pipeline:
     return Pipeline(
-        config or LlamaConfig(**SHAPE),
+        config or CONFIGS["llama"](),
         recipe=Recipe.of(microbatches=4, sequence_length=16, **layout),
         self_check=False,
         timeout_seconds=timeout_seconds,
@@ -126,10 +116,7 @@ Calls = tuple[Pipeline, list[Callable[[], Any]]]
 
 
 def router_biases() -> Calls:
-    latent = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    sizes = {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4}
-    pipeline = make(DeepseekV3Config(**SHAPE | latent | experts | sizes), pp=2)
+    pipeline = make(CONFIGS["deepseek-v3"](), pp=2)
     load = pipeline.step(IDS).expert_load
     return pipeline, [lambda: pipeline.move_router_biases(load, 0.1), lambda: pipeline.step(IDS)]
 

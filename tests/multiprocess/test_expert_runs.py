@@ -1,4 +1,4 @@
-"""Experts in runs: from folders to folders, compiled layers, repeated forwards, the load, moves of router biases,
+"""Experts in runs: from folders to folders, repeated forwards, the load, moves of router biases,
 optimizers that need whole matrices; and what is refused in a sentence.
 
 Gradients are compared with one process by tests/fuzz.
@@ -65,32 +65,6 @@ def from_a_folder(folder: Path) -> list[str]:
 
 def test_from_a_folder_to_a_folder_through_a_step(tmp_path: Path) -> None:
     assert run_processes(from_a_folder, 2, tmp_path)[0] == []
-
-
-def compiled(layout: dict[str, Any]) -> tuple[float, str, list[list[int]]]:
-    """The gradients of one step in fp32 whose layers are compiled around their experts, and what tokens chose."""
-    model = copy.deepcopy(described("mixtral").model).float()
-    ids, labels = reference.batches(61, 2 * layout.get("replicas", 1), TOKENS, 1)[0]
-    pipeline = Pipeline(copy.deepcopy(model), microbatches=2, compile_layers=True, self_check=False, **layout)
-    own = slice(2 * pipeline.replica, 2 * pipeline.replica + 2)
-    load = pipeline.step(ids[own], labels[own]).expert_load
-    found = pipeline.full_gradients()
-    pipeline.close()
-    if not found:
-        return 0.0, "", load.tolist()
-    reference.loss_of(model, ids, labels).backward()
-    return *reference.worst(found, {name: one.grad for name, one in model.named_parameters()}), load.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [{"schedule": "zb-h1"}, {"replicas": 2, "expert_parallel": 2}], ids=["own", "shared"]
-)
-def test_compiled_layers_leave_their_experts_as_they_are(layout: dict[str, Any]) -> None:
-    error, name, load = run_processes(compiled, 2, layout)[0]
-    assert error < 1e-5, name
-    sequences = 2 * layout.get("replicas", 1)
-    assert [sum(of_layer) for of_layer in load] == [2 * sequences * TOKENS] * len(load), "two choices of every token"
 
 
 def parts_of(case: Case, pipeline: Pipeline) -> list[list[torch.Tensor]]:

@@ -368,31 +368,6 @@ def test_own_loops_write_the_form_of_their_model(tmp_path: Path) -> None:
         assert files_in(exported) == files_in(tmp_path / f"{kind} saved")
 
 
-def save_four_shards(folder: Path) -> None:
-    """The vocabulary's rows 3, 3, 3 and 0, or whole on the first and the last process."""
-    for tied in (False, True):
-        torch.manual_seed(0)
-        config = LlamaConfig(**SMALL | {"vocab_size": 9, "tie_word_embeddings": tied})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for mode in ("vocab-2", "first-last"):
-            here = folder / f"{tied} {mode}"
-            pipeline = Pipeline(model, vocabulary=mode, microbatches=4, self_check=False)
-            pipeline.save_checkpoint(here, 1, torch.optim.AdamW(pipeline.parameters()))
-            if torch.distributed.get_rank() == 0:  # as at the end of a run: the others know nothing of it
-                model.save_pretrained(here / "whole")
-                export_checkpoint(here, here / "by one of four")
-            pipeline.close()
-
-
-def test_ragged_shards_become_one_model(tmp_path: Path) -> None:
-    run_processes(save_four_shards, 4, tmp_path)
-    for folder in tmp_path.iterdir():
-        exported = export_checkpoint(folder, folder / "model")
-        assert files_in(exported) == files_in(folder / "by one of four")
-        assert_equal_tensors(exported, folder / "by one of four")
-        assert_equal_tensors(exported, folder / "whole")
-
-
 def save_and_export_with_a_limit_on_files(folder: Path) -> str:
     """Only a real limit shows which exception the writer of tensors raises."""
     pipeline = Pipeline(LlamaConfig(**SMALL), microbatches=1, self_check=False)

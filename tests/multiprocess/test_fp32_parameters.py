@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor ranks": {"tensor_parallel": 2},
     "shards": {"replicas": 2, "data_parallel": "shard", "reshard": True},
     "expert groups": {"replicas": 2, "expert_parallel": 2},
+    "compiled expert groups": {"replicas": 2, "expert_parallel": 2, "compile_layers": True},
     "shards of expert groups": {"replicas": 2, "expert_parallel": 2, "data_parallel": "shard"},
 }
 CASES = [

@@ -1,4 +1,5 @@
-"""Balance: the most bytes of tensors on each of several devices in a real step. And the counter of bytes itself.
+"""Balance: the most bytes of tensors on each of several devices in a real step; what a closed pipeline leaves; and the
+counter of bytes itself.
 
 How many bytes there are after each item is compared with estimates by test_estimated_memory.py; that a step leaves
 nothing, and receives into few buffers, is seen in test_schedules.py.
@@ -6,19 +7,19 @@ nothing, and receives into few buffers, is seen in test_schedules.py.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from harness import run_processes
-from torch import nn
-from transformers import LlamaConfig
+from small_families import CONFIGS
 
-from evenpipe import Pipeline
+from evenpipe import Pipeline, Recipe
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.schedule import Pass
 
-STAGES, TOKENS = 8, 64
+TOKENS = 64
 BALANCED = [
     # microbatches, vocabulary, and the largest id in the data
     (9, 4096, 4096),
@@ -31,15 +32,8 @@ def count(cases: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """The most bytes in the second step of each case, and those of parameters."""
     counts = []
     for microbatches, vocabulary, largest_id in cases:
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=STAGES,
-            num_attention_heads=2,
-            max_position_embeddings=TOKENS,
-            tie_word_embeddings=False,
-        )
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "max_position_embeddings": TOKENS}
+        config = CONFIGS["llama"](vocab_size=vocabulary, **sizes)
         pipeline = Pipeline(config, schedule="v-half", microbatches=microbatches, self_check=False)
         ids = torch.randint(0, largest_id, (microbatches, TOKENS), generator=torch.Generator().manual_seed(0))
         pipeline.step(ids)
@@ -60,7 +54,59 @@ def test_v_half_with_a_sharded_vocabulary_takes_the_same_memory_on_every_device(
         assert max(parameters) <= 1.02 * min(parameters), f"{case}: {parameters}"
 
 
-# --- the counter -----------------------------------------------------------------------------------------------
+# --- what a closed pipeline leaves: nothing, since those who train one model after another need the memory ------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four devices": {"pp": 4, "schedule": "zbv"},
+    "first-last": {"pp": 4, "vocabulary": "first-last"},
+    "replicas": {"pp": 2, "dp": 2},
+    "sharded replicas": {"pp": 2, "dp": 2, "data_parallel": "shard"},
+    "freed after each pass": {"pp": 2, "dp": 2, "data_parallel": "shard", "reshard": True},
+    "tensor ranks": {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+    "context ranks": {"pp": 2, "cp": 2},
+    "slices": {"pp": 4, "slices": 2},
+    "checkpointing": {"pp": 4, "checkpointing": "full"},
+    "experts": {"pp": 2, "dp": 2, "ep": 2},
+}
+
+
+def train(options: dict[str, Any]) -> None:
+    """Two steps in bf16 with fp32 masters, whose gradients are summed by hooks."""
+    config = CONFIGS["mixtral" if "ep" in options else "llama"](num_hidden_layers=8)
+    recipe = Recipe.of(microbatches=4, sequence_length=16, **options)
+    pipeline = Pipeline(config, recipe=recipe, compute_dtype=torch.bfloat16, self_check=False)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    for _ in range(2):
+        pipeline.step(torch.arange(64).view(4, 16) % 61)
+        pipeline.clip_gradients(1.0)
+        optimizer.step()
+        pipeline.zero_grad()
+    pipeline.close()
+
+
+def left_by_each(layouts: list[str]) -> dict[str, list[str]]:
+    left, before = {}, numbers()
+    for name in layouts:
+        train(LAYOUTS[name])
+        left[name] = [str(tuple(one.shape)) for key, one in numbers().items() if key not in before]
+    return left
+
+
+def numbers() -> dict[int, torch.Tensor]:
+    """Every tensor of floating point that lives."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at an object can warn
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return {id(one): one for one in tensors if one.is_floating_point() and one.numel() > 1}
+
+
+def test_closed_pipelines_leave_no_tensors(sample) -> None:
+    layouts = sample(LAYOUTS, 2)
+    assert run_processes(left_by_each, 4, layouts) == [{name: [] for name in layouts}] * 4
+
+
+# --- the counter: its sums are compared with estimates by test_estimated_memory.py ---------------------------------
 
 
 def test_the_counter_sees_what_is_made_in_a_backward_and_who_made_it() -> None:
@@ -88,48 +134,3 @@ def test_the_counter_sees_what_is_made_in_a_backward_and_who_made_it() -> None:
     assert counted.peak >= with_graph + 4000 + 40
     value.grad = None
     assert counted.survivors() == [] and counted.live == 40
-
-
-def test_views_count_once_and_what_grows_counts_as_it_is() -> None:
-    with ByteCounter() as counted:
-        whole = torch.zeros(100)
-        parts = whole.split(10), whole.t(), whole.detach(), nn.Parameter(whole)
-        assert counted.live == 400
-        torch.ones(300, out=whole.new_empty(0))
-        assert counted.peak == 1600
-        whole.resize_(200)
-        assert counted.live == 800
-    assert len(parts) == 4
-
-
-def test_storages_that_are_freed_while_their_tensors_stay_count_as_nothing_until_they_are_filled_again() -> None:
-    """As FSDP2 frees and gathers parameters."""
-    whole, given = torch.zeros(100), torch.ones(100)
-    with ByteCounter({"whole": [whole]}) as counted:
-        counted.at(Pass.parse("0RESHARD"))
-        whole.untyped_storage().resize_(0)
-        counted.at(Pass.parse("0F0"))
-        assert counted.live == 0
-        whole.untyped_storage().resize_(400)
-        torch._foreach_copy_([whole], [given])
-        counted.at(Pass.parse("0B0"))
-        assert counted.live == 400
-    assert [(str(one.item), one.after) for one in counted.items()] == [("0RESHARD", 0), ("0F0", 400), ("0B0", 400)]
-
-
-def test_tensors_made_of_tensors_count_as_what_they_are_made_of() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        given = distribute_tensor(torch.zeros(10, 8), mesh, [Shard(0)])
-        with ByteCounter({"given": [given]}) as counted:
-            doubled = given * 2
-        assert counted.started == {"given": 5 * 8 * 4}
-        assert [made.bytes for made in counted.survivors()] == [5 * 8 * 4]
-        assert doubled.shape == (10, 8)
-    finally:
-        torch.distributed.destroy_process_group()

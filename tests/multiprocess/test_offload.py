@@ -1,4 +1,5 @@
-"""Activations on the host in real runs: the same bits, less memory, and nothing that is used too early.
+"""Activations on the host in real runs: the same bits, and nothing that is used too early. How much memory is left is
+seen in test_estimated_memory.py.
 
 The judge is the same pipeline with everything on the device, which tests/fuzz compares with transformers in one
 process. Memory that is given back is poisoned, copies are late by chance, layers choose at random what becomes of
@@ -12,7 +13,6 @@ import random
 import time
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from small_llama import llama
 
 from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
-from evenpipe.host.memory import return_freed_memory
 from evenpipe.host.offload import Activations
 from evenpipe.host.pool import FileSlab, Slot
 from evenpipe.model import describe
@@ -43,9 +42,6 @@ class Case:
     microbatches: int
     seed: int
     activations: str = "all"
-
-    def __str__(self) -> str:
-        return f"{self.schedule}, {self.mode}, m = {self.microbatches}, seed {self.seed}, {self.activations}"
 
 
 @cache
@@ -174,58 +170,6 @@ def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processe
     assert not any(faults for faults, _, _ in results), "\n".join(fault for faults, _, _ in results for fault in faults)
     assert sum(moved for _, moved, _ in results) >= processes * several.microbatches
     assert sum(copies for _, _, copies in results) >= 20 * processes
-
-
-# --- memory -----------------------------------------------------------------------------------------------------
-
-
-def most_resident(microbatches: int, activations: str) -> tuple[int, int]:
-    """Bytes of the process that no file stands behind: with everything there but a step, and at most during one."""
-    config = llama(256, False, torch.float32, 4).config
-    config.hidden_size, config.intermediate_size, config.max_position_embeddings = 256, 512, 256
-    pipeline = Pipeline(
-        config,
-        schedule="gpipe",
-        microbatches=microbatches,
-        offload=OffloadOptions(activations=activations),
-        self_check=False,
-    )
-    return_freed_memory()  # with everything on the device too
-    ids = torch.zeros(microbatches, 256, dtype=torch.int64)
-    pipeline.step(ids)
-    before = resident()
-    most = [0]
-    walker = pipeline._walker
-    for kind, handler in list(walker._pass_handlers.items()):
-
-        def watched(item: Any, handler: Any = handler) -> None:
-            handler(item)
-            most[0] = max(most[0], resident())
-
-        walker._pass_handlers[kind] = watched
-    walker._rows.clear()
-    pipeline.step(ids)
-    pipeline.close()
-    return before, most[0]
-
-
-def resident() -> int:
-    with Path("/proc/self/status").open(encoding="ascii") as file:
-        lines = dict(line.split(":", 1) for line in file)
-    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
-
-
-@pytest.mark.slow
-def test_resident_memory_does_not_grow_with_the_microbatches() -> None:
-    """But for the gradients of the last hidden states, which the output layer makes in the forwards of GPipe."""
-    grown = {}
-    for activations in ("none", "all"):
-        for microbatches in (4, 16):
-            found = run_processes(most_resident, 1, microbatches, activations)
-            grown[activations, microbatches] = max(most - before for before, most in found)
-    assert grown["none", 16] > 3 * grown["none", 4] > 3 * 2**22
-    gradients = (16 - 4) * 256 * 256 * 4
-    assert grown["all", 16] < 1.1 * grown["all", 4] + gradients
 
 
 # --- what a user may give ---------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from families import tiny_config, whole_model
 from harness import run_processes
 from small_llama import described
 from torch import Tensor, nn
-from torch.nn import functional
 
 import evenpipe
 from evenpipe import Pipeline
@@ -35,22 +34,6 @@ from evenpipe.train.optimization import make_optimizer
 from evenpipe.train.run_sections import OptimizerConfig
 
 FP64 = torch.float64
-
-
-class Odd(nn.Module):
-    """A layer with parameters to stumble over: used twice, of one row, frozen, without a gradient."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        self.scale = nn.Parameter(torch.rand(1))
-        self.frozen = nn.Parameter(torch.rand(size), requires_grad=False)
-        self.unused = nn.Parameter(torch.rand(3, size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.linear(torch.tanh(self.linear(hidden))) * self.scale * self.frozen
-
-
 VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.1
 RATE, DECAY = 3e-3, 0.1
 Batch = tuple[Tensor, Tensor]
@@ -130,7 +113,7 @@ def make(layout: Layout) -> Pipeline:
 
 
 def is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
-    return "layers." in name and parameter.dim() >= 2 and not name.endswith(("bias", "unused"))
+    return "layers." in name and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def whole(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -265,43 +248,6 @@ def test_every_optimizer_steps_as_torchs_own_in_one_process(processes: int, samp
     cases = [case for case in sample(every, 9) if case[0].processes == processes]
     faults = run_processes(weights_in_all, processes, cases)
     assert not faults[0], "\n".join(faults[0])
-
-
-# --- parameters to stumble over --------------------------------------------------------------------------
-
-
-def odd_parameters() -> None:
-    """Used twice, of one row, frozen, without a gradient: in shards over replicas, after one step."""
-    ids = torch.arange(24).reshape(4, 6)
-    for name in OPTIONS:
-        torch.manual_seed(0)
-        embedding, head, norm = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), nn.LayerNorm(8)
-        layers = [Odd(8) for _ in range(2)]
-        parts = {"embedding": embedding, "layers": nn.ModuleList(layers), "norm": norm, "head": head}
-        model = nn.ModuleDict(parts).double()
-        pipeline = Pipeline.from_modules(
-            embedding, layers, norm, head, microbatches=2, replicas=2, data_parallel="shard", parameter_dtype=FP64
-        )
-        optimizer = make_optimizer(pipeline, config_of(name))
-        assert optimizer is not None
-        pipeline.step(ids.chunk(2)[pipeline.replica])
-        optimizer.step()
-        weights = pipeline.full_state_dict()
-        pipeline.close()
-        hidden = embedding(ids)
-        for layer in layers:
-            hidden = layer(hidden)
-        logits = head(norm(hidden))[:, :-1].flatten(0, 1)
-        functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
-        for torch_optimizer in whole(name, model):
-            torch_optimizer.step()
-        if is_first(pipeline):
-            expected = {key: parameter.detach() for key, parameter in model.named_parameters()}
-            assert not fault_of({key: weights[key] for key in expected}, expected, name)
-
-
-def test_parameters_of_all_kinds_are_stepped() -> None:
-    run_processes(odd_parameters, 2)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------

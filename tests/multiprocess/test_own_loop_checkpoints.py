@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import describe, run_outcomes, run_processes
+from small_families import CONFIGS
 from transformers import LlamaConfig
 
 import evenpipe
@@ -32,15 +33,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def model(**changes: object) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **changes,
-    )
+    return CONFIGS["llama"](vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, **changes)
 
 
 def two_groups(pipeline: evenpipe.Pipeline) -> list[dict[str, object]]:
@@ -221,17 +214,10 @@ def test_what_does_not_fit_and_what_cannot_be_saved_is_refused(tmp_path: Path) -
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.3.self_attn.q_proj.weight", "lm_head.weight")
 
 
-LAYOUTS: list[tuple[str, dict[str, object]]] = [
-    ("vocab-2", {}),
-    ("first-last", {"schedule": "zbv"}),
-    ("vocab-1", {"replicas": 2, "data_parallel": "shard"}),
-]
-
-
-def load_with_more_to_train(folder: Path, mode: str, options: dict[str, object]) -> None:
+def load_with_more_to_train(folder: Path) -> None:
     """Save with parameters on several processes frozen, load with all trained, and take a step."""
     for trains_all in (False, True):
-        pipeline = evenpipe.Pipeline(model(), vocabulary=mode, microbatches=2, self_check=False, **options)
+        pipeline = evenpipe.Pipeline(model(), schedule="zbv", microbatches=2, self_check=False)
         for name, parameter in pipeline.named_parameters():
             parameter.requires_grad_(trains_all or name not in FROZEN)
         optimizer = torch.optim.AdamW([part for part in pipeline.parameters() if part.requires_grad], lr=RATE)
@@ -244,10 +230,8 @@ def load_with_more_to_train(folder: Path, mode: str, options: dict[str, object])
         pipeline.close()
 
 
-@pytest.mark.parametrize(("mode", "options"), LAYOUTS)
-@pytest.mark.sampled(1)
-def test_one_process_names_newly_trained_parameters_once(mode: str, options: dict[str, object], tmp_path: Path) -> None:
-    outcomes = run_outcomes(load_with_more_to_train, 2, tmp_path, mode, options)
+def test_one_process_names_newly_trained_parameters_once(tmp_path: Path) -> None:
+    outcomes = run_outcomes(load_with_more_to_train, 2, tmp_path)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], describe(outcomes)
     first, second, third = (f"'{name}'" for name in sorted(FROZEN))
     printed = "".join(outcome.printed for outcome in outcomes)

@@ -1,19 +1,22 @@
-"""What `Pipeline` accepts, refuses and lets go of. The numbers that it returns are compared in tests/fuzz."""
+"""What `Pipeline` accepts, refuses, lets go of and says of itself. What it computes is compared in tests/fuzz."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import gc
+import logging
+import re
 import weakref
+from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.distributed as dist
 from families import tiny_config, whole_model
-from harness import run_processes
+from harness import lines_logged, run_processes
 from small_llama import described, llama
 from torch import nn
+from transformers import LlamaConfig
 
 from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError, RunError
@@ -82,23 +85,17 @@ def test_bad_steps_are_one_sentence_on_every_process() -> None:
 
 def under_autocast() -> None:
     """Neither silently in two dtypes nor an error from within the backward; outside of it everything is as ever."""
-    ids = torch.arange(24).reshape(4, 6)
     for schedule in ("1f1b", "zb-h1"):
         pipeline = make(schedule=schedule)
+        loss = pipeline.step(IDS).loss
         for run in (pipeline.step, pipeline.evaluate):
             with (
                 torch.autocast("cpu", torch.bfloat16),
                 pytest.raises(InputError, match=r"^torch.autocast is on, .*: Pipeline\(compute_dtype=torch.bfloat16\)"),
             ):
-                run(ids)
+                run(IDS)
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-            pipeline.step(ids)
-        found = pipeline.full_gradients()
-        if pipeline.device == 0:
-            model = copy.deepcopy(described(97, False, FP64).model)
-            reference.loss_of(model, ids, ids).backward()
-            error, name = reference.worst(found, {name: one.grad for name, one in model.named_parameters()})
-            assert error < 1e-10, f"{name}: {error:.1e}"
+            assert pipeline.step(IDS).loss == loss
         pipeline.close()
 
 
@@ -190,3 +187,63 @@ def one_pipeline_without_a_group() -> int:
 
 def test_under_torchrun_a_pipeline_opens_the_group_itself() -> None:
     assert run_processes(one_pipeline_without_a_group, 2, group=False) == [0, 1]
+
+
+# --- what context ranks exchange by themselves: what moves less, and computes the same --------------------------------
+
+
+def step(heads_of_keys: int, **options: Any) -> tuple[str | None, float, list[str]]:
+    """What is said of the exchange, the loss, and what is logged."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=heads_of_keys, vocab_size=64)
+    with (
+        lines_logged(logging.INFO) as said,
+        contextlib.closing(Pipeline(config, microbatches=1, self_check=False, **options)) as pipeline,
+    ):
+        loss = pipeline.step(torch.arange(32).view(2, 16)).loss
+    return pipeline.context_exchange, loss, [line for line in said if line.startswith("context ranks exchange")]
+
+
+EXCHANGES = [
+    (4, {}, "heads: gathered keys would move 1.50 times as much"),
+    (1, {}, "keys: heads for tokens would move 2.00 times as much"),  # the only head of keys is repeated
+    (4, {"context_exchange": "keys"}, "keys: as given"),
+    (4, {"slices": 2}, "keys: heads for tokens would move 1.00 times as much"),
+]
+
+
+def two_ranks() -> list[Any]:
+    return [step(heads, context_parallel=2, **options) for heads, options, _ in EXCHANGES]
+
+
+def test_the_choice_is_said_and_computes_the_same() -> None:
+    first, second = run_processes(two_ranks, 2)
+    for (heads, _, expected), of_first, of_second in zip(EXCHANGES, first, second, strict=True):
+        whole, loss, said = step(heads)
+        assert whole is None and said == []
+        assert of_first == (expected, pytest.approx(loss, rel=1e-5), [f"context ranks exchange {expected}"])
+        assert of_second == (expected, of_first[1], [])
+
+
+# --- in a line and in a notebook --------------------------------------------------------------------------------------
+
+
+def shown() -> list[str]:
+    pipeline = Pipeline(described(97, False, torch.float64), schedule="zbv", microbatches=4, self_check=False)
+    result = pipeline.step(torch.arange(24).view(4, 6))
+    assert f"loss {result.loss:.6g}" in repr(result) and f"<td>{result.loss:.6g}</td>" in result._repr_html_()
+    return [repr(pipeline), pipeline._repr_html_(), repr(result)]
+
+
+def test_what_a_pipeline_and_a_result_show() -> None:
+    first, second = run_processes(shown, 2)
+    pipeline, table, result = first
+    numbers = r"LlamaForCausalLM of 4 layers and [\d,]+ parameters"
+    assert re.fullmatch(
+        rf"<Pipeline: {numbers}, device 0 of 2, 4 stages, 4 microbatches, vocabulary vocab-2>", pipeline
+    )
+    assert "device 1 of 2" in second[0]
+    assert re.fullmatch(r"<StepResult: loss \S+, 20 valid tokens, \d+\.\d{3} s>", result)
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", table)][1:]
+    assert cells == [["0", "0:1, 3:4", "0:49", "0:49"], ["1", "1:2, 2:3", "49:97", "49:97"]]
+    assert "<caption>&lt;Pipeline" in table

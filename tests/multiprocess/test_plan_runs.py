@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from harness import run_processes
 from training_runs import train, write_tables
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, find_hardware, hardware_from_dict, write_hardware
@@ -25,7 +26,9 @@ from evenpipe.train import build, hardware_profile
 from evenpipe.train import profile as profile_module
 from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.data import prepare
+from evenpipe.train.export import export_checkpoint
 from evenpipe.train.planned_config import configured_model
+from evenpipe.train.tokenizer import train_tokenizer
 
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "vocab_size": 16384}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1024}
@@ -154,6 +157,11 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
 
 
+def write_host() -> None:
+    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
+    write_hardware(hardware_from_dict(host), "host.toml")
+
+
 AXES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     # options of a plan for two devices of two processes each, those of the plan whose losses it has, and its fields
     "tensor ranks": (["--tp", "2"], ["--tp", "1", "--gpus", "2"], {"tensor_parallel": 2}),
@@ -171,8 +179,7 @@ def test_a_plan_with_another_axis_runs(axis: str, mode: str, capsys: pytest.Capt
         write_run({**SMALL, **EXPERTS}, architecture="qwen3_moe", tokens=64)
     else:
         write_run(SMALL, tokens=64)
-    host = KNOWN["A100-80G"].to_dict() | {"name": "host", "torch_device": "cpu", "devices_per_node": 4}
-    write_hardware(hardware_from_dict(host), "host.toml")
+    write_host()
     plan = ["plan", "--model", "train.toml", "--hardware", "host.toml", "--gpus", "4", "--pp", "2", "--vocabulary"]
     plan += [mode, "--schedule", "1f1b", "--microbatch-size", "1", "--no-cache", "--workers", "1"]
     plan += [] if axis == "tensor ranks" else ["--zero", "0"]
@@ -209,6 +216,53 @@ def losses(folder: str, report: dict[str, Any]) -> list[float]:
     found = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert len(found) == report["steps"]
     return found
+
+
+# --- plans with data --------------------------------------------------------------------------------------------------
+
+TEXT = "The committee met on a rainy day, and said little about what it had found in the old harbour.\n"
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHAPE |= {"max_position_embeddings": 256, "num_key_value_heads": 4}
+CASES: dict[str, tuple[Callable[[], PreTrainedConfig], int, list[str]]] = {
+    # model, processes, options of the plan
+    "a tokenizer is trained": (
+        lambda: LlamaConfig(**SHAPE, vocab_size=1000),
+        2,
+        ["--data", "texts", "--batch", "8"],
+    ),
+    "a tokenizer is given": (
+        lambda: Qwen3Config(**SHAPE, vocab_size=512, head_dim=16, tie_word_embeddings=True),
+        4,
+        ["--data", "lines.jsonl", "--tokenizer", "tokenizer", "--batch", "16", "--pp", "2", "--zero", "3"],
+    ),
+    "the batch follows from the data": (
+        lambda: LlamaConfig(**SHAPE, vocab_size=300),
+        3,
+        ["--data", "texts", "--pp", "3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+def test_a_plan_with_data_trains_as_it_is_written(name: str) -> None:
+    make, processes, options = CASES[name]
+    make().save_pretrained("model")
+    write_host()
+    Path("texts").mkdir()
+    for number in range(4):
+        Path(f"texts/{number}.txt").write_text(TEXT * 200)
+    Path("lines.jsonl").write_text("\n".join(json.dumps({"body": TEXT * 20}) for _ in range(40)))
+    train_tokenizer([TEXT], 300, "<|endoftext|>").save_pretrained("tokenizer")
+    plan = ["plan", "--model", "model", "--gpus", str(processes), "--hardware", "host.toml", "--sequence", "64"]
+    assert main([*plan, *options, "--schedule", "1f1b", "--workers", "1", "--no-cache", "-o", "run.toml"]) == 0
+    config = load_config("run.toml", ["training.steps=2"])
+    assert config.pipeline.processes == processes
+    prepare(config, say=lambda text: None)
+    train(Path("run.toml").absolute(), "training.steps=2")
+    assert json.loads((config.run_folder / "report.json").read_text())["steps"] == 2
+    exported = json.loads((export_checkpoint(config.run_folder, "exported") / "config.json").read_text())
+    assert exported["vocab_size"] == make().vocab_size, "as planned"
 
 
 # --- the layers of each stage of a run on a known GPU: the first process weighs memory for all ------------------------

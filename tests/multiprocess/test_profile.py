@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_processes
+from training_runs import prepared, write_config
 
 from evenpipe.cli.main import main
 from evenpipe.errors import InputError
@@ -21,39 +21,10 @@ from evenpipe.train import trainer
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import load_config
-from evenpipe.train.data import prepare
-
-CONFIG = """
-[model]
-architecture = "llama"
-self_check = false
-[model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 4
-num_attention_heads = 2
-max_position_embeddings = 64
-[data]
-files = "text.txt"
-sequence_length = 32
-[tokenizer]
-vocabulary_size = 300
-[pipeline]
-processes = 2
-schedule = "{schedule}"
-vocabulary = "{vocabulary}"
-microbatches = 3
-[training]
-steps = 3
-[output]
-folder = "run"
-tensorboard = false
-export = false
-"""
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder to work in; processes are those of the tests."""
 
     def launch(function: Any, *arguments: Any, processes: int, **_: Any) -> list[Any]:
@@ -61,13 +32,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(profile_module, "launch", launch)
-    Path("text.txt").write_text("def f(x):\n    return x\n" * 200)
-    return tmp_path
+
+
+def write(schedule: str, vocabulary: str) -> None:
+    write_config(Path(), {"pipeline.schedule": schedule, "pipeline.vocabulary": vocabulary})
 
 
 def profiled(schedule: str, vocabulary: str, *options: str) -> Costs:
     """Run the command, and check that the file has every kind of pass."""
-    Path("config.toml").write_text(CONFIG.format(schedule=schedule, vocabulary=vocabulary))
+    write(schedule, vocabulary)
     assert main(["profile", "config.toml", *options, "--steps", "1", "-o", "costs.toml"]) == 0
     assert Path("costs.toml").read_text().startswith("# Seconds per microbatch, measured: ")
     costs = read_costs("costs.toml")
@@ -135,12 +108,12 @@ def test_a_device_of_two_tensor_ranks_has_the_costs_of_one_device() -> None:
 def programs_and_profile(config: Config) -> tuple[str, dict[str, Any]]:
     """The program of a process, and what it returns of a profile."""
     worker = initialise_worker()
-    pipeline = build_pipeline(config, 300, 0, worker.torch_device, self_check=False)
+    pipeline = build_pipeline(config, 301, 0, worker.torch_device, self_check=False)
     return pipeline.program.to_csv(), profile_module.measure_pipeline(pipeline, config, 1, 0, ())
 
 
 def test_profile_refuses_what_does_not_go_together() -> None:
-    Path("config.toml").write_text(CONFIG.format(schedule="1f1b", vocabulary="vocab-2"))
+    write("1f1b", "vocab-2")
     config = load_config("config.toml", ["pipeline.processes=5"])
     with pytest.raises(InputError, match="at most 4, the layers of the model"):
         profile_module.profile(config, steps=1)
@@ -149,11 +122,8 @@ def test_profile_refuses_what_does_not_go_together() -> None:
 
 
 def test_training_writes_traces_of_chosen_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("config.toml").write_text(CONFIG.format(schedule="zb-h1", vocabulary="vocab-2"))
-    config = load_config("config.toml")
-    config = replace(config, output=replace(config.output, trace_steps=(1, 3)))
-    prepare(config)
-    run_processes(trainer.train, 2, config)
+    changes = {"pipeline.schedule": "zb-h1", "output.trace_steps": [1, 3], "training.steps": 3}
+    run_processes(trainer.train, 2, load_config(prepared(Path(), changes)))
     assert sorted(path.name for path in Path("run/traces").iterdir()) == ["step-00000001.json", "step-00000003.json"]
     trace = read_trace("run/traces/step-00000003.json")
     assert trace.about["schedule"] == "zb-h1" and trace.about["step"] == 3

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from harness import check_cases, run_processes
 from small_families import WHOLE
-from small_runs import described
+from small_runs import TOKENS, Case, described, opened
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,31 +25,22 @@ from evenpipe.errors import InputError
 from evenpipe.model.comparison import gradient_errors
 from evenpipe.model.fp64 import InFp64
 
-TOKENS, MICROBATCHES = 16, 4
 LENGTHS = ((16,), (5, 11), (1, 3, 12), (7, 1, 1, 7))
 """Of the documents of each row."""
-
-
+POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS])
 OURS = ("opt", "biogpt", "afmoe", "gpt-oss")
 """Families whose own attention looks at other documents of a row."""
-POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS])
-
-
-@dataclass(frozen=True)
-class Case:
-    family: str
-    options: tuple[tuple[str, Any], ...]
-    processes: int = 2
-
-
-LAYOUTS: list[dict[str, Any]] = [
-    {"schedule": "zbv", "checkpointing": "full"},
-    {"vocabulary": "first-last", "schedule": "interleaved"},
-    {"context_parallel": 2},
-    {"context_parallel": 2, "context_exchange": "heads", "slices": 2},
-    {"slices": 3, "schedule": "zb-h1"},
+CASES = [
+    replace(case, family=family)
+    for family in (*OURS, "llama")
+    for case in (
+        Case("", devices=2, schedule="zbv", checkpointing="full"),
+        Case("", devices=2, schedule="interleaved", mode="first-last"),
+        Case("", context_ranks=2),
+        Case("", context_ranks=2, exchange="heads", slices=2),
+        Case("", devices=2, schedule="zb-h1", slices=3),
+    )
 ]
-CASES = [Case(family, tuple(layout.items())) for family, layout in itertools.product((*OURS, "llama"), LAYOUTS)]
 
 
 def loss_of_each_alone(model, ids: Tensor, labels: Tensor) -> Tensor:
@@ -64,41 +54,27 @@ def loss_of_each_alone(model, ids: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses).sum() / valid
 
 
-def run_case(case: Case) -> list[str]:
-    description, options = described(case.family), dict(case.options)
-    ((ids, labels),) = reference.batches(61, MICROBATCHES, TOKENS, 1)
-    with (
-        InFp64(),
-        contextlib.closing(
-            Pipeline(
-                description,
-                documents="separate",
-                microbatches=MICROBATCHES,
-                parameter_dtype=torch.float64,
-                self_check=False,
-                **options,
-            )
-        ) as pipeline,
-    ):
-        whole = "context_parallel" not in options and "slices" not in options
-        apart_by = "evenpipe's attention" if case.family in OURS or not whole else "the model's attention"
-        assert pipeline.keeps_documents_apart == apart_by, case
-        loss = pipeline.step(ids, labels, position_ids=POSITIONS).loss
-        gradients = pipeline.full_gradients()
-        if not gradients:
-            return []
-        model = copy.deepcopy(description.model).train()
-        expected = loss_of_each_alone(model, ids, labels)
-        expected.backward()
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert gradients.keys() == wanted.keys()
-    errors = gradient_errors(gradients, wanted)  # that of a bias of keys is zero but for rounding
-    errors["the loss"] = abs(loss / expected.item() - 1)
-    return [f"{case}: {name} is off by {error:.1e}" for name, error in errors.items() if not error <= 1e-10]
-
-
 def run_cases(cases: list[Case]) -> list[str]:
-    return [fault for case in cases for fault in run_case(case)]
+    faults = []
+    ((ids, labels),) = reference.batches(61, len(LENGTHS), TOKENS, 1)
+    for case in cases:
+        with InFp64(), contextlib.closing(opened(case, documents="separate")) as pipeline:
+            in_pieces = case.context_ranks * case.slices > 1
+            apart_by = "evenpipe's attention" if case.family in OURS or in_pieces else "the model's attention"
+            assert pipeline.keeps_documents_apart == apart_by, case
+            loss = pipeline.step(ids, labels, position_ids=POSITIONS).loss
+            gradients = pipeline.full_gradients()
+            if dist.get_rank():
+                continue
+            model = copy.deepcopy(described(case.family).model).train()
+            expected = loss_of_each_alone(model, ids, labels)
+            expected.backward()
+        wanted = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        assert gradients.keys() == wanted.keys()
+        errors = gradient_errors(gradients, wanted)  # that of a bias of keys is zero but for rounding
+        errors["the loss"] = abs(loss / expected.item() - 1)
+        faults += [f"{case}: {name} is off by {error:.1e}" for name, error in errors.items() if not error <= 1e-10]
+    return faults
 
 
 def test_gradients_are_those_of_documents_alone(sample) -> None:
@@ -131,16 +107,12 @@ def other_labels_and_refusals() -> None:
         Pipeline.from_modules(embedding, [torch.nn.Linear(4, 4)], None, head, documents="separate")
 
 
-def test_first_tokens_are_not_predicted_and_masks_are_refused() -> None:
-    run_processes(other_labels_and_refusals, 1)
-
-
-def refused() -> str:
-    with pytest.raises(InputError) as caught:
+def a_model_that_cannot() -> None:
+    says = '^BloomForCausalLM cannot be trained with documents = "separate", only with "joined"'
+    with pytest.raises(InputError, match=says):
         Pipeline(WHOLE["bloom"](), documents="separate", self_check=False)
-    return str(caught.value)
 
 
-def test_a_model_that_cannot_keep_documents_apart_is_refused_everywhere() -> None:
-    (said,) = set(run_processes(refused, 2))
-    assert said.startswith('BloomForCausalLM cannot be trained with documents = "separate", only with "joined"')
+def test_first_tokens_are_not_predicted_and_what_cannot_be_kept_apart_is_refused() -> None:
+    run_processes(other_labels_and_refusals, 1)
+    run_processes(a_model_that_cannot, 2)

@@ -1,5 +1,5 @@
-"""Tensor ranks: what several of them hold keeps the same bits, torch's fused operations, compiled layers, what is said
-of transfers beside products, and what is refused.
+"""Tensor ranks: what several of them hold keeps the same bits, torch's fused operations, what is said of
+transfers beside products, and what is refused.
 
 Gradients, losses and trained weights of every family and layout, also with rings, are compared by tests/fuzz. The fused
 operations need GPUs: here torch's own fallbacks take their places.
@@ -134,30 +134,6 @@ def faults_of_fused(cases: list[Case]) -> list[str]:
 
 def test_fused_operations_have_the_gradients_of_one_process(sample) -> None:
     check_cases(faults_of_fused, sample(FUSED, 2))
-
-
-# --- compiled layers --------------------------------------------------------------------------------------------------
-
-
-def compiled() -> list[dict[str, torch.Tensor]]:
-    pipeline = tensor_pipeline(schedule="zb-h1", compile_layers=True)
-    gradients = []
-    for ids, _ in reference.batches(61, 2, 8, 2):
-        pipeline.zero_grad()
-        pipeline.step(ids)
-        gradients.append(pipeline.full_gradients())
-    pipeline.close()
-    return gradients
-
-
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_gradients() -> None:
-    model = noisy("llama", torch.float32)
-    for gradients, (ids, _) in zip(run_processes(compiled, 2)[0], reference.batches(61, 2, 8, 2), strict=True):
-        model.zero_grad()
-        reference.loss_of(model, ids, ids).backward()
-        error, name = reference.worst(gradients, {key: value.grad for key, value in model.named_parameters()})
-        assert error < 1e-5, name
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

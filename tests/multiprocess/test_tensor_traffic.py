@@ -3,22 +3,19 @@ often context ranks gather keys."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 import reference
 import torch
 from harness import run_processes
-from small_families import CONFIGS, USUAL
-from transformers import AutoModelForCausalLM
+from small_families import USUAL
+from small_runs import described
 
 from evenpipe import Pipeline
-from evenpipe.model import describe
 from evenpipe.parallel.context_ranks import ContextRanks
 
 LAYERS, MICROBATCHES, TOKENS = 4, 4, 8
@@ -28,12 +25,10 @@ WAYS = tuple(itertools.product(SCHEDULES, CHECKPOINTING))
 
 
 def pipeline_of(**options: Any) -> Pipeline:
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float64)
     options = {"microbatches": MICROBATCHES, "parameter_dtype": torch.float64, "self_check": False, **options}
-    return Pipeline(describe(model), **options)
+    return Pipeline(described("llama"), **options)
 
 
-@cache
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return reference.batches(USUAL["vocab_size"], MICROBATCHES, TOKENS, 1)[0]
 
@@ -41,55 +36,66 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 # --- tensor ranks -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Log:
-    """What a process has sent in one step."""
-
-    bytes: dict[str, int]
-    """Received over each communicator of the program."""
-    collectives: dict[str, int]
-    """Of tensor ranks, by pass (its kind) and operation."""
-
-
-def logs_of_steps(ranks: int, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Log]:
-    return {way: log_of_step(ranks, *way) for way in ways}
+def bytes_of_step(**options: Any) -> dict[str, int]:
+    """Received over each communicator."""
+    with contextlib.closing(pipeline_of(communicators="per-kind", **options)) as pipeline:
+        communicators = list(pipeline._groups.communicators)
+        before = [one.traffic.received_bytes for one in communicators]
+        pipeline.step(*batch())
+        received = zip(communicators, before, strict=True)
+        return {one.name: one.traffic.received_bytes - earlier for one, earlier in received}
 
 
-def log_of_step(ranks: int, schedule: str, checkpointing: str) -> Log:
-    pipeline = pipeline_of(
-        schedule=schedule, checkpointing=checkpointing, tensor_parallel=ranks, communicators="per-kind"
-    )
-    collectives: Counter[str] = Counter()
-    exchange = None if pipeline._tensor is None else pipeline._tensor[1]
-    for name in ("start_gather", "start_scatter", "sum", "table") if exchange is not None else ():
-
-        def counted(tensor, name=name, call=getattr(exchange, name)):
-            collectives[f"{''.join(filter(str.isalpha, exchange.running.text))} {name.removeprefix('start_')}"] += 1
-            return call(tensor)
-
-        setattr(exchange, name, counted)
-    communicators = list(pipeline._groups.communicators)
-    before = {one.name: one.traffic.received_bytes for one in communicators}
-    pipeline.step(*batch())
-    received = {one.name: one.traffic.received_bytes - before[one.name] for one in communicators}
-    names = pipeline.program.communicators
-    pipeline.close()
-    return Log({name: count for name, count in received.items() if name in names}, dict(collectives))
+def bytes_of_program(ranks: int) -> dict[str, int]:
+    names = pipeline_of(tensor_parallel=ranks, communicators="per-kind").program.communicators
+    return {name: count for name, count in bytes_of_step(tensor_parallel=ranks).items() if name in names}
 
 
 def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
     """Hops, X, dX and rows of the embedding are shared by the tensor ranks; statistics are not, but merged before."""
-    alone, shared = run_processes(logs_of_steps, 2, 1, WAYS[:1]), run_processes(logs_of_steps, 4, 2, WAYS[:1])
-    for device in range(2):
-        expected = alone[device][WAYS[0]].bytes
+    alone, shared = run_processes(bytes_of_program, 2, 1), run_processes(bytes_of_program, 4, 2)
+    for device, expected in enumerate(alone):
         for name, count in expected.items():
-            parts = [logs[WAYS[0]].bytes[name] for logs in shared[2 * device : 2 * device + 2]]
+            parts = [received[name] for received in shared[2 * device : 2 * device + 2]]
             if name == "STATISTICS":
                 assert parts == [count, count]
             elif name.startswith("ROW"):
                 assert sum(parts) == count  # as many as tokens that a column owns
             else:
                 assert parts == [count / 2, count / 2], name
+
+
+def bytes_with(overlap: str, schedule: str, checkpointing: str) -> dict[str, int]:
+    options = {"tensor_overlap": overlap, "schedule": schedule, "checkpointing": checkpointing}
+    return bytes_of_step(tensor_parallel=2, **options)
+
+
+@pytest.mark.parametrize(("schedule", "checkpointing"), WAYS)
+@pytest.mark.sampled(1)
+def test_a_ring_moves_as_much_as_collectives(schedule: str, checkpointing: str) -> None:
+    plain, ring = (run_processes(bytes_with, 4, kind, schedule, checkpointing) for kind in ("none", "ring"))
+    assert plain == ring
+
+
+def collectives_of_steps(ways: list[tuple[str, str]]) -> list[dict[str, int]]:
+    """Of tensor ranks, by pass (its kind) and operation."""
+    logs = []
+    for schedule, checkpointing in ways:
+        collectives: Counter[str] = Counter()
+        pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, tensor_parallel=2)
+        exchange = pipeline._tensor[1]
+        for name in ("start_gather", "start_scatter", "sum", "table"):
+
+            def counted(tensor, name=name, call=getattr(exchange, name), collectives=collectives, exchange=exchange):
+                kind = "".join(filter(str.isalpha, exchange.running.text))
+                collectives[f"{kind} {name.removeprefix('start_')}"] += 1
+                return call(tensor)
+
+            setattr(exchange, name, counted)
+        pipeline.step(*batch())
+        pipeline.close()
+        logs.append(dict(collectives))
+    return logs
 
 
 def test_collectives_of_every_pass(sample) -> None:
@@ -100,12 +106,8 @@ def test_collectives_of_every_pass(sample) -> None:
     without the last sum, "selective" without any, since it has kept them. E, S and C add theirs.
     """
     ways = sample(WAYS, 2)
-    by_process = run_processes(logs_of_steps, 4, 2, ways)
-    for way in ways:
-        every = [logs[way].collectives for logs in by_process]
-        assert every[0] == every[1] and every[2] == every[3]
-        for device in range(2):
-            assert every[2 * device] == collectives_of(device, *way), way
+    for rank, logs in enumerate(run_processes(collectives_of_steps, 4, ways)):
+        assert logs == [collectives_of(rank // 2, *way) for way in ways]
 
 
 def collectives_of(device: int, schedule: str, checkpointing: str) -> dict[str, int]:
@@ -122,22 +124,6 @@ def collectives_of(device: int, schedule: str, checkpointing: str) -> dict[str, 
     }
     weights = {"W gather": blocks} if splits and not repeats else {}
     return layers | weights | vocabulary | (embedding if device == 0 else {})
-
-
-def bytes_between_ranks(overlap: str, schedule: str, checkpointing: str) -> int:
-    """Of the tensor ranks of this process's device, in a step."""
-    options = {"tensor_parallel": 2, "communicators": "per-kind", "tensor_overlap": overlap}
-    pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, **options)
-    pipeline.step(*batch())
-    pipeline.close()
-    return pipeline._groups.tensor.traffic.received_bytes
-
-
-@pytest.mark.parametrize(("schedule", "checkpointing"), WAYS)
-@pytest.mark.sampled(1)
-def test_a_ring_moves_as_much_as_collectives(schedule: str, checkpointing: str) -> None:
-    plain, ring = (run_processes(bytes_between_ranks, 4, kind, schedule, checkpointing) for kind in ("none", "ring"))
-    assert plain == ring and all(plain)
 
 
 # --- context ranks ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,27 +39,22 @@ def joint() -> Order:
     return Order.from_csv(f"0F0,{PAIR},0B1\n1F0,1B0,1F1,1B1\n")
 
 
-@dataclass(frozen=True)
-class Case:
-    schedule: Any
-    mode: str
-    microbatches: int
-
-    @property
-    def order(self) -> Any:
-        return self.schedule if isinstance(self.schedule, str) else self.schedule()
-
-
-CASES = [
-    Case("1f1b", "first-last", 1),
-    Case("1f1b", "vocab-2", 4),
-    Case("gpipe", "vocab-1", 3),
-    Case("interleaved", "vocab-2", 4),
-    Case("zb-h1", "interlaced", 4),
-    Case("v-half", "vocab-2", 5),
-    Case(recomputed, "first-last", 3),
-    Case(joint, "first-last", 2),
+CASES: list[tuple[str | Callable[[], Order], str, int]] = [
+    # schedule, vocabulary mode, microbatches
+    ("1f1b", "first-last", 1),
+    ("1f1b", "vocab-2", 4),
+    ("gpipe", "vocab-1", 3),
+    ("interleaved", "vocab-2", 4),
+    ("zb-h1", "interlaced", 4),
+    ("v-half", "vocab-2", 5),
+    (recomputed, "first-last", 3),
+    (joint, "first-last", 2),
 ]
+
+
+def opened(schedule: str | Order, mode: str, microbatches: int, **options: Any) -> Pipeline:
+    usual = {"parameter_dtype": torch.float64, "self_check": False, "vocabulary": mode, "microbatches": microbatches}
+    return Pipeline(described(97, False, torch.float64), schedule=schedule, **usual, **options)
 
 
 def shift_clock() -> Callable[[float], float]:
@@ -72,31 +66,23 @@ def shift_clock() -> Callable[[float], float]:
     return lambda time: begin + (time - SECONDS_APART * rank - begin) / factor
 
 
-def traces_of(cases: list[Case]) -> tuple[list[dict[str, Any]], list[list[float]]]:
+def traces_of_cases() -> tuple[list[dict[str, Any]], list[list[float]]]:
     """Per case, the trace as JSON has it, on the first process; and when each pass really started, of this process."""
     initialise_worker()
     really = shift_clock()
     found, starts = [], []
-    for case in cases:
-        pipeline = Pipeline(
-            described(97, False, torch.float64),
-            schedule=case.order,
-            vocabulary=case.mode,
-            microbatches=case.microbatches,
-            parameter_dtype=torch.float64,
-            self_check=False,
-        )
-        ids = torch.randint(1, 97, (case.microbatches, 8), generator=torch.Generator().manual_seed(0))
+    for number, (schedule, mode, microbatches) in enumerate(CASES):
+        pipeline = opened(schedule if isinstance(schedule, str) else schedule(), mode, microbatches)
+        ids = torch.randint(1, 97, (microbatches, 8), generator=torch.Generator().manual_seed(0))
         plain = pipeline.step(ids)
         record = plain.record
         assert record.busy > 0 and not record.passes and not record.waits and not record.transfers
         with pytest.raises(InputError, match="trace: the step was not recorded"):
             pipeline.trace(plain)
-        loss = plain.loss
         result = pipeline.step(ids, record_passes=True)
-        assert result.loss == loss
+        assert result.loss == plain.loss
         assert result.record.allocations is None  # a CPU
-        if case is cases[-1]:
+        if number == len(CASES) - 1:
             result.record.allocations = Allocations(100, pipeline.device, 0, 0)
         trace = pipeline.trace(result, step=2)
         assert (trace is None) == (pipeline.device > 0)
@@ -110,7 +96,7 @@ def traces_of(cases: list[Case]) -> tuple[list[dict[str, Any]], list[list[float]
 
 @pytest.fixture(scope="module")
 def measured() -> list[Any]:
-    return run_processes(traces_of, 2, CASES)
+    return run_processes(traces_of_cases, 2)
 
 
 @pytest.fixture(scope="module")
@@ -176,20 +162,14 @@ def test_the_timeline_has_all_events_and_the_figures_of_each_device_are_there(tr
             assert row.allocations == (Allocations(100, device, 0, 0) if case is CASES[-1] else None), case
         assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
         assert costs_of([trace]).F is not None
-        assert trace.about["vocabulary"] == case.mode and trace.about["step"] == 2
+        assert trace.about["vocabulary"] == case[1] and trace.about["step"] == 2
 
 
 def trace_of_tensor_ranks() -> tuple[dict[str, Any] | None, list[float]]:
     """The trace of a step on two devices of two ranks, on the first process; and when each pass really started here."""
     initialise_worker()
     really = shift_clock()
-    pipeline = Pipeline(
-        described(97, False, torch.float64),
-        microbatches=3,
-        tensor_parallel=2,
-        parameter_dtype=torch.float64,
-        self_check=False,
-    )
+    pipeline = opened("1f1b", "vocab-2", 3, tensor_parallel=2)
     result = pipeline.step(torch.randint(1, 97, (3, 8)), record_passes=True)
     trace = pipeline.trace(result, schedule="1f1b", step=5)
     starts = [really(entry.start) for entry in result.record.passes]
@@ -238,14 +218,9 @@ def test_offsets_are_known_to_half_a_round_trip_and_a_shared_clock_has_none() ->
         assert abs(error) <= uncertainty + 1e-9
 
 
-def test_one_process_alone_needs_no_reading() -> None:
+def test_without_others_there_is_no_offset_and_between_two_readings_drift_is_shared_out() -> None:
     reading = clock.read_clocks(None, torch.device("cpu"))
-    assert (reading.offset, reading.uncertainty) == (0.0, 0.0)
-    assert clock.Conversion(reading, reading)(5.0) == 5.0
-
-
-def test_between_two_readings_drift_is_shared_out() -> None:
-    before, after = clock.Reading(100.0, 10.0, 0.1), clock.Reading(200.0, 12.0, 0.3)
-    convert = clock.Conversion(before, after)
+    assert (reading.offset, reading.uncertainty, clock.Conversion(reading, reading)(5.0)) == (0.0, 0.0, 5.0)
+    convert = clock.Conversion(clock.Reading(100.0, 10.0, 0.1), clock.Reading(200.0, 12.0, 0.3))
     assert (convert.drift, convert.uncertainty) == (2.0, 0.3)
     assert [convert(time) for time in (100.0, 150.0, 200.0)] == [90.0, 139.0, 188.0]

@@ -225,6 +225,7 @@ CASES = [
     Case(at(1, "below"), options={"self_check": True}),
     Case(at(3, "above"), options={"compile_layers": True, "checkpointing": "full"}),
     *(Case(layers, options={"compile_layers": True, "schedule": "zbv"}) for layers in (at(2, "skip?"), ALL)),
+    Case(at(1, "run"), 2, {"compile_layers": True, "tensor_parallel": 2, "schedule": "zb-h1"}),
     Case(at(2, "above"), options={"slices": 2, "schedule": "zbv"}),
     Case(("run", "below?", "skip?", "below"), options={"slices": 3}),
     Case(ALL, options=RECOMPUTE | {"slices": 2, "schedule": "zbv"}),
