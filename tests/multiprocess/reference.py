@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ class Reference:
     losses: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    norms: list[float] = field(default_factory=list)
-    """Of all gradients, before they are clipped; none without clipping."""
 
 
 def batches(vocabulary: int, sequences: int, tokens: int, steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -41,42 +38,30 @@ def batches(vocabulary: int, sequences: int, tokens: int, steps: int, seed: int 
     return result
 
 
-def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor, **given: Tensor) -> Tensor:
-    """Mean over the valid tokens of the whole batch, from the model's own logits; `given`: a mask or positions."""
-    logits = model(input_ids=ids, use_cache=False, **given).logits
+def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the valid tokens of the whole batch, from the model's own logits."""
+    logits = model(input_ids=ids, use_cache=False).logits
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
 
 
-def adamw(parameters, learning_rate: float = 1e-3) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.1, foreach=False, fused=False)
+def adamw(parameters) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, foreach=False, fused=False)
 
 
-def train(
-    model: PreTrainedModel,
-    data: Sequence[tuple[Any, ...]],
-    max_norm: float | None = None,
-    loss_of: Callable[..., Tensor] = loss_of,
-) -> Reference:
-    """Step through the batches: ids, labels, and perhaps other arguments of the model. It is changed.
-
-    max_norm: of all gradients, which are clipped.
-    """
+def train(model: PreTrainedModel, data: Sequence[tuple[Tensor, Tensor]]) -> Reference:
+    """Step through the batches of ids and labels. The model is changed."""
     model.train()
     optimizer = adamw(model.parameters())
     losses: list[float] = []
-    norms: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for ids, labels, *given in data:
+    for ids, labels in data:
         optimizer.zero_grad()
-        loss = loss_of(model, ids, labels, **(given[0] if given else {}))
+        loss = loss_of(model, ids, labels)
         loss.backward()
         losses.append(loss.item())
-        if not gradients:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        if max_norm is not None:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    return Reference(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}, norms)
+    return Reference(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

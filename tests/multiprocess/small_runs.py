@@ -97,7 +97,7 @@ class Case:
     data_parallel: str = "replicate"
     schedule: str = "1f1b"
     mode: str = "vocab-2"
-    checkpointing: str | tuple[str, ...] = "none"
+    checkpointing: str = "none"
     repeats: bool = False
     """With R."""
     tied: bool = False

@@ -1,4 +1,5 @@
-"""Several pipelines side by side: when parameters are gathered and gradients summed, and what is refused.
+"""Several pipelines side by side: programs of torch that gather and sum, what W adds behind a backward, and what is
+refused.
 
 Gradients, norms and trained weights of replicas and shards are compared with one process by tests/fuzz, and what is
 held when with estimates by test_estimated_memory.py.
@@ -9,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import reference
@@ -23,16 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from evenpipe import Pipeline
-from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError
 from evenpipe.interop.torch_csv import from_torch, to_torch
 from evenpipe.parallel import ShardedModule
-from evenpipe.schedule import Kind, Pass, Program, generate
+from evenpipe.schedule import Program, generate
 
 FP64, VOCABULARY, TOKENS = torch.float64, 97, 6
-RESHARD: tuple[dict[str, Any], ...] = ({}, {"reshard": True, "prefetch": 0}, {"reshard": True}, {"prefetch": 1})
-"""When parameters are gathered and freed, if they are sharded."""
 
 
 def make(kind: str, mode: str = "vocab-2", *, tied: bool = False, **options: Any) -> Pipeline:
@@ -46,39 +42,6 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 # --- when parameters are gathered and gradients summed ----------------------------------------------------------------
-
-
-def gathered(schedule: str) -> None:
-    """The layers of a stage are gathered as often as the program says."""
-    once: Counter[str] = Counter()
-    for options in RESHARD:
-        sent: Counter[str] = Counter()
-        real = Communicator.all_gather
-
-        def counting(self: Any, output: Tensor, tensor: Tensor, what: str, sent: Counter[str] = sent) -> Any:
-            sent[what] += tensor.nbytes
-            return real(self, output, tensor, what)
-
-        pipeline = make("shard", schedule=schedule, **options)
-        with mock.patch.object(Communicator, "all_gather", counting):
-            pipeline.step(*(part.chunk(2)[pipeline.replica] for part in data()))
-        row = pipeline.layout.program.rows[pipeline.device]
-        often = Counter(item.stage for item in row if isinstance(item, Pass) and item.kind is Kind.UNSHARD)
-        if not options:
-            assert set(often.values()) == {1}
-            once = sent
-        for stage, count in often.items():
-            what = f"parameters of stage {stage}"
-            assert sent[what] == count * once[what] > 0
-        if options == {"reshard": True, "prefetch": 0}:
-            assert max(often.values()) > 1, "some part is freed and gathered again"
-        pipeline.close()
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "v-half"])
-@pytest.mark.sampled(1)
-def test_parameters_are_gathered_as_often_as_the_program_says(schedule: str) -> None:
-    run_processes(gathered, 4, schedule)
 
 
 def lowered_by_torch(schedule: str) -> Program:

@@ -1,6 +1,7 @@
 """launch() brings back results and first causes, and leaves no process behind however it ends."""
 
 import inspect
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -10,14 +11,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import launched
 import pytest
 import torch
+import torch.distributed as dist
+from harness import until_they_wait
+from torch import Tensor, nn
 
 import evenpipe
+from evenpipe import Pipeline
+from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.launcher import launch, prepare_launch
+from evenpipe.processes.launcher import initialise_worker, launch, prepare_launch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,13 +65,31 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
+def report(number, table):
+    """What a process is: its rank, the sum over all, and how it was set up."""
+    worker = initialise_worker()
+    total = torch.tensor([float(worker.rank)])
+    dist.all_reduce(total)
+    return {
+        "rank": worker.rank,
+        "pid": os.getpid(),
+        "sum": total,
+        "arguments": (number, table),
+        "threads": torch.get_num_threads(),
+        "environment": os.environ.get("OF_THE_CALLER"),
+        "prepared": "colorsys" in sys.modules,
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_DFL,
+        "timeout": worker.timeout_seconds,
+    }
+
+
 def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_CALLER", "seen")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    results = launch(launched.report, 7, {"a": torch.arange(3)}, processes=3, timeout_seconds=99, torch_device="cpu")
+    results = launch(report, 7, {"a": torch.arange(3)}, processes=3, timeout_seconds=99, torch_device="cpu")
     assert [result["rank"] for result in results] == [0, 1, 2]
     for result in results:
         assert result["sum"].item() == 3.0
@@ -81,9 +105,38 @@ def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch,
 
 
 def test_one_process_is_a_group_of_one():
-    (result,) = launch(launched.report, 0, {}, processes=1, torch_device="cpu")
+    (result,) = launch(report, 0, {}, processes=1, torch_device="cpu")
     assert (result["rank"], result["sum"].item()) == (0, 0.0)
     assert not alive(result["pid"])
+
+
+def fail(folder: str, how: str) -> None:
+    """Process 1 of three fails while 0 and 2 wait for it."""
+    worker = initialise_worker()
+    rank = worker.rank
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    communicators = Communicators([("B:1>0", (0, 1)), ("F:1>2", (1, 2))], timeout_seconds=600, watch=worker.watch)
+    communicators.warm_up()
+    if rank == 0:
+        communicators["B:1>0"].receive(torch.zeros(1), 1, "0RECV_B2").wait("0B2")
+    elif rank == 2:
+        communicators["F:1>2"].receive(torch.zeros(1), 1, "2RECV_F3").wait("2F3")
+    elif how == "input":
+        raise InputError('schedule: "2f2b", expected one of gpipe, 1f1b')
+    elif how == "run":
+        raise RunError("checkpoint: no space left on the device")
+    elif how == "other":
+        raise KeyError("boo")
+    elif how == "exit":
+        sys.exit(5)
+    else:
+        until_they_wait(worker.watch, (0, 2))
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def everyone_fails() -> None:
+    """The same mistake found by all at once, as with a wrong config."""
+    raise InputError("devices: 3, expected at most 2")
 
 
 AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 for 2F3) from process 1"
@@ -105,26 +158,61 @@ CAUSES = {
 def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how):
     kind, message = CAUSES[how]
     with pytest.raises(kind) as caught:
-        launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
+        launch(fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
     assert type(caught.value) is kind
     assert re.fullmatch(message, str(caught.value)), caught.value
     notes = getattr(caught.value, "__notes__", [])
-    assert any("KeyError: 'boo'" in note and "launched.py" in note for note in notes) == (how == "other")
+    assert any("KeyError: 'boo'" in note and "test_launch.py" in note for note in notes) == (how == "other")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
     assert "torch/distributed/elastic" not in capfd.readouterr().err  # the agent's own 40 lines
 
 
 def test_a_mistake_found_by_all_is_told_once():
     with pytest.raises(InputError) as caught:
-        launch(launched.everyone_fails, processes=3, torch_device="cpu")
+        launch(everyone_fails, processes=3, torch_device="cpu")
     assert str(caught.value) == "devices: 3, expected at most 2"
     assert len(caught.value.__notes__) == 1
+
+
+def wait_for_ever(folder: str) -> None:
+    """0 and 1 wait for each other in gloo, where Python's own Ctrl-C is not heard; 2 computes."""
+    rank = dist.get_rank()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank == 2:
+        time.sleep(600)
+    dist.recv(torch.zeros(1), 1 - rank)
+
+
+def go_on_until_told(folder: str) -> None:
+    """Steps of all together, until there is a file `go`."""
+    rank = dist.get_rank()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    told = torch.zeros(1)
+    while not told:
+        told[0] = rank == 0 and (Path(folder) / "go").exists()
+        dist.broadcast(told, 0)
+    (Path(folder) / f"done-{rank}").touch()
+
+
+def told(folder: str) -> None:
+    """The program whose launcher is stopped for longer than any process may be silent."""
+    launch(go_on_until_told, folder, processes=2, silence_seconds=1.0)
+
+
+def interrupted(folder: str) -> None:
+    """The program: says how each launch ended. The test sends the signals."""
+    for name in ("early", "first", "second", "third"):
+        (Path(folder) / name).mkdir()
+        try:
+            launch(wait_for_ever, str(Path(folder) / name), processes=3)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
 
 
 def start_program(name: str, folder: Path) -> subprocess.Popen[str]:
     here = Path(__file__).parent
     return subprocess.Popen(
-        [sys.executable, str(here / "launched.py"), name, str(folder)],
+        [sys.executable, __file__, name, str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -177,25 +265,66 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
 def test_what_cannot_be_launched_is_refused(monkeypatch):
     for processes in (0, -2):
         with pytest.raises(InputError, match=f"processes: {processes}, expected at least 1"):
-            launch(launched.everyone_fails, processes=processes)
+            launch(everyone_fails, processes=processes)
     # In a program with a file; a worker of pytest-xdist has none.
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", launched.__file__, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     with pytest.raises(InputError, match=r"^launch: the function and its arguments cannot be pickled"):
         launch(lambda: None, processes=2)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(InputError, match=r"^launch: this is already process 3 of a launched group"):
-        launch(launched.everyone_fails, processes=2)
+        launch(everyone_fails, processes=2)
 
 
 # ---- mistakes of a user
 
+
+class Layer(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ torch.ones(3, 5)  # shown
+
+
+def pipeline_of(*layers: nn.Module) -> Any:
+    return Pipeline.from_modules(
+        nn.Embedding(32, 8), layers, None, nn.Linear(8, 32, bias=False), microbatches=2, self_check=False
+    )
+
+
+IDS = torch.arange(8).view(2, 4)
+
+
+def gives_text() -> None:
+    pipeline = pipeline_of(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipeline.step("text")  # shown
+
+
+def calls_two_methods() -> None:
+    pipeline = pipeline_of(nn.Linear(8, 8), nn.Linear(8, 8))
+    if dist.get_rank() == 0:
+        pipeline.full_state_dict()  # shown
+    else:
+        pipeline.step(IDS)  # shown
+
+
+def multiplies_wrongly() -> None:
+    pipeline = pipeline_of(Layer(8, 8), Layer(8, 8))
+    pipeline.step(IDS)
+
+
+def reads_no_json() -> None:
+    json.loads("{")  # shown
+
+
+def refuses() -> None:
+    raise InputError("size: 3, expected 4")  # shown
+
+
 MISTAKES = {
     # the error, and the function whose lines with "# shown" it shows
-    launched.gives_text: (InputError, launched.gives_text),
-    launched.calls_two_methods: (InputError, launched.calls_two_methods),
-    launched.multiplies_wrongly: (RunError, launched.Layer.forward),
-    launched.reads_no_json: (RunError, launched.reads_no_json),
-    launched.refuses: (InputError, launched.refuses),
+    gives_text: (InputError, gives_text),
+    calls_two_methods: (InputError, calls_two_methods),
+    multiplies_wrongly: (RunError, Layer.forward),
+    reads_no_json: (RunError, reads_no_json),
+    refuses: (InputError, refuses),
 }
 
 
@@ -208,7 +337,7 @@ def test_an_error_shows_the_line_of_the_users_own_program_whatever_lies_below_it
     notes = [note.splitlines() for note in caught.value.__notes__]
     assert all(note[0].startswith("in process") for note in notes)
     lines, first = inspect.getsourcelines(faulty)
-    places = [f'File "{launched.__file__}", line {number}, in {faulty.__name__}' for number in range(first, first + 20)]
+    places = [f'File "{__file__}", line {number}, in {faulty.__name__}' for number in range(first, first + 20)]
     expected = {place for place, line in zip(places, lines, strict=False) if line.endswith("# shown\n")}
     assert expected and expected <= {note[1].strip() for note in notes}
     if kind is InputError:  # then nothing of what lies below
@@ -263,3 +392,7 @@ def test_a_script_that_launches_wherever_it_is_imported_is_told_what_to_do(tmp_p
     words = f"{str(script)!r} calls it wherever it is imported, and the processes import it"
     assert last == f'evenpipe.errors.InputError: launch: {words}; expected the call under `if __name__ == "__main__":`'
     assert done.stderr.count("Traceback") == 1, "of the script's own call alone"
+
+
+if __name__ == "__main__":
+    {"interrupted": interrupted, "told": told}[sys.argv[1]](sys.argv[2])

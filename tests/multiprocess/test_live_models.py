@@ -139,26 +139,23 @@ def test_what_cannot_be_carried_over_is_refused_on_every_process() -> None:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FIRST, LAST = "model.layers.0.self_attn.o_proj.weight", "model.layers.3.self_attn.o_proj.weight"
-
-
-def share(model: PreTrainedModel, name: str, other: str) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, model.get_parameter(other))
-
-
-def share_memory(model: PreTrainedModel, name: str, other: str) -> None:
-    model.get_parameter(name).data = model.get_parameter(other).data
+SHARED = [
+    # two parameters, and whether they are one, or two with the memory of one
+    (LAST, FIRST, True),
+    (LAST, FIRST, False),
+    (HEAD, EMBEDDING, False),
+    ("model.norm.weight", "model.layers.0.input_layernorm.weight", True),
+]
 
 
 def test_other_shared_parameters_of_a_live_model_are_refused() -> None:
-    for how, name, other in (
-        (share, LAST, FIRST),
-        (share_memory, LAST, FIRST),
-        (share_memory, HEAD, EMBEDDING),
-        (share, "model.norm.weight", "model.layers.0.input_layernorm.weight"),
-    ):
+    for name, other, is_one in SHARED:
         model = whole_model(tiny_config("llama"))
-        how(model, name, other)
+        if is_one:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, model.get_parameter(other))
+        else:
+            model.get_parameter(name).data = model.get_parameter(other).data
         with pytest.raises(InputError, match=r"its parameters (.*) and (.*) are one tensor"):
             describe(model)
 

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from families import tiny_config, whole_model
 from harness import run_processes
 from small_llama import described
 from torch import Tensor, nn
+from torch.nn import utils
 
 import evenpipe
 from evenpipe import Pipeline
@@ -218,24 +218,10 @@ def weights_in(layout: Layout, name: str) -> list[str]:
     for batch in data:
         take_step(pipeline, optimizer, batch)
     weights = pipeline.full_state_dict()
-    assert_copies_agree(pipeline)
     pipeline.close()
     if not is_first(pipeline):
         return []
     return fault_of(weights, expected, f"{name} {layout}")
-
-
-def assert_copies_agree(pipeline: Pipeline) -> None:
-    """What several processes hold whole has the same bits on all of them."""
-    own = {
-        held.name: held.parameter.detach().clone() for held in pipeline.held_parameters() if held.communicator is None
-    }
-    seen: list[Any] = [None] * dist.get_world_size() if dist.is_initialized() else [own]
-    if dist.is_initialized():
-        dist.all_gather_object(seen, own)
-    for other in seen:
-        for name in own.keys() & other.keys():
-            assert own[name].shape != other[name].shape or torch.equal(own[name], other[name]), name
 
 
 def weights_in_all(cases: list[tuple[Layout, str]]) -> list[str]:
@@ -292,17 +278,9 @@ def test_an_optimizer_and_a_scheduler_go_on_in_other_layouts(tmp_path: Path, sam
 Trained = list[nn.Parameter]
 OWN: dict[str, tuple[Callable[[Pipeline, Trained], Any], Callable[[Trained], Any]]] = {
     # ours or torch's for a pipeline and its trained parameters; torch's for a whole model
-    "HostAdamW": (
-        lambda _, trained: evenpipe.HostAdamW(trained, lr=RATE),
-        lambda trained: torch.optim.AdamW(trained, lr=RATE),
-    ),
     "HostAdamW with groups": (
         lambda _, trained: evenpipe.HostAdamW([{"params": trained, "weight_decay": 0.3}], lr=RATE, share=0.5),
         lambda trained: torch.optim.AdamW(trained, lr=RATE, weight_decay=0.3),
-    ),
-    "AdamW with a group": (
-        lambda _, trained: torch.optim.AdamW([{"params": trained}], lr=RATE),
-        lambda trained: torch.optim.AdamW(trained, lr=RATE),
     ),
     "AdamW of all": (
         lambda pipeline, _: torch.optim.AdamW(pipeline.parameters(), lr=RATE),
@@ -386,3 +364,73 @@ def parts_of_matrices() -> None:
 
 def test_parts_of_matrices_that_are_no_rows_are_refused() -> None:
     run_processes(parts_of_matrices, 2)
+
+
+# --- torch's clipping and some of its optimizers see one process: refused if that is not the whole model --------------
+
+CLIPPING: dict[str, Callable[[Pipeline], object]] = {
+    "clip_grad_norm_": lambda pipeline: utils.clip_grad_norm_(pipeline.parameters(), 1e-3),
+    "of some": lambda pipeline: utils.clip_grad_norm_((one for one in pipeline.parameters() if one.dim() > 1), 1e-3),
+    "of named ones": lambda pipeline: utils.clip_grad_norm_((one for _, one in pipeline.named_parameters()), 1e-3),
+    "get_total_norm": lambda pipeline: utils.get_total_norm(one.grad for one in pipeline.parameters()),
+}
+OF_TORCH: dict[str, Callable[[Pipeline], object]] = {
+    "Adafactor": lambda pipeline: torch.optim.Adafactor(pipeline.parameters()),
+    "Muon": lambda pipeline: torch.optim.Muon(one for one in pipeline.parameters() if one.dim() == 2),
+}
+BY_ALL = "expected pipeline.clip_gradients(max_norm), which scales all by the norm of all"
+
+
+def clipping(options: dict[str, object]) -> list[bool]:
+    """Of every call, whether torch may clip; where it may not, gradients stay as they are."""
+    pipeline = Pipeline(described(VOCABULARY, True, FP64), microbatches=1, self_check=False, **options)
+    allowed = []
+    for call in CLIPPING.values():
+        pipeline.step(torch.arange(12).view(2, 6))
+        # a norm that is known, and element by element: right in any layout
+        utils.clip_grads_with_norm_(pipeline.parameters(), 1.0, torch.tensor(pipeline.clip_gradients(float("inf"))))
+        utils.clip_grad_value_(pipeline.parameters(), 1.0)
+        before = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+        try:
+            call(pipeline)
+            allowed.append(True)
+        except InputError as error:
+            assert BY_ALL in str(error)
+            assert all(torch.equal(parameter.grad, before[name]) for name, parameter in pipeline.named_parameters())
+            allowed.append(False)
+    return allowed
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "allowed"),
+    [
+        (2, {}, False),
+        (2, {"replicas": 2, "data_parallel": "shard"}, False),
+        (2, {"replicas": 2}, True),
+        (1, {}, True),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_torch_may_clip_only_where_a_process_holds_the_whole_model(processes, options, allowed) -> None:
+    assert run_processes(clipping, processes, options) == [[allowed] * len(CLIPPING)] * processes
+
+
+def optimizer(kind: str, vocabulary: str) -> str:
+    """Make an optimizer of torch; return the error, or nothing."""
+    model = described(VOCABULARY, True, FP64)
+    pipeline = Pipeline(model, microbatches=1, self_check=False, vocabulary=vocabulary)
+    torch.optim.AdamW(pipeline.parameters())  # element by element
+    try:
+        OF_TORCH[kind](pipeline)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", OF_TORCH)
+@pytest.mark.sampled(1)
+def test_an_optimizer_of_whole_matrices_is_refused_where_rows_are_spread(kind: str) -> None:
+    for error in run_processes(optimizer, 2, kind, "vocab-2"):
+        assert error.startswith(f"torch.optim.{kind} would take the rows of model.embed_tokens.weight on this process")
+        assert f"expected evenpipe.{kind}(pipeline, ...)" in error
+    assert run_processes(optimizer, 2, kind, "first-last") == ["", ""]

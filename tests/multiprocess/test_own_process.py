@@ -22,12 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_processes
-from own_process import CONFIG
+from small_families import CONFIGS
 
 from evenpipe import OffloadOptions, Pipeline, initialise_worker
+from evenpipe.errors import RunError
 from evenpipe.host import memory
+from evenpipe.processes import worker
 from evenpipe.runtime import pipeline as pipeline_module
 
+CONFIG = CONFIGS["llama"](num_hidden_layers=2)
+SILENCE_SECONDS = 1.0
 ALLOCATOR: list[tuple[int, int]] = []
 """What the allocator was told."""
 
@@ -137,6 +141,29 @@ ENDS = {
 }
 
 
+def fail_in_a_program(how: str) -> None:
+    """One of two processes with torchrun's environment that somebody's own program runs; process 1 raises, dies, or is
+    silent: stopped for longer than it may be."""
+    torch.set_num_threads(1)
+    worker.start_worker.__kwdefaults__["silence_seconds"] = SILENCE_SECONDS
+    pipeline = Pipeline(CONFIG, microbatches=2, self_check=False)
+    ids = torch.arange(16).reshape(2, 8)
+    pipeline.step(ids)
+    if dist.get_rank() == 1:
+        if how == "raises":
+            raise ArithmeticError("a bad number")
+        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    elif how == "is silent":
+        time.sleep(4 * SILENCE_SECONDS)  # much longer than a process of evenpipe would live now
+    try:
+        pipeline.step(ids)
+    except RunError as error:
+        print("alive:", error, flush=True)
+    # If the peer dies just as the interpreter ends, a thread of gloo that gives its tensors back asks for the
+    # interpreter's lock in vain, and torch aborts. So this process ends well after the peer.
+    time.sleep(2 * SILENCE_SECONDS)
+
+
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.sampled(1)
 def test_a_failure_is_named_where_a_process_waits_and_ends_no_other(how: str) -> None:
@@ -146,7 +173,7 @@ def test_a_failure_is_named_where_a_process_waits_and_ends_no_other(how: str) ->
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("own_process.py"), how],
+            [sys.executable, __file__, how],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -168,3 +195,7 @@ def test_a_failure_is_named_where_a_process_waits_and_ends_no_other(how: str) ->
     assert said.startswith("alive: ") and ENDS[how] in said, said + warned
     if how == "raises":
         assert processes[1].returncode == 1 and own.rstrip().endswith("ArithmeticError: a bad number"), own
+
+
+if __name__ == "__main__":
+    fail_in_a_program(sys.argv[1])

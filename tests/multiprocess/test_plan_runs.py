@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +16,11 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import KNOWN, find_hardware, hardware_from_dict, write_hardware
-from evenpipe.costs.timed_model import pass_costs
-from evenpipe.model import describe
-from evenpipe.plan.problem import problem_of
-from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Placement
 from evenpipe.train import build, hardware_profile
 from evenpipe.train import profile as profile_module
 from evenpipe.train.config_file import config_from_dict, load_config
 from evenpipe.train.data import prepare
 from evenpipe.train.export import export_checkpoint
-from evenpipe.train.planned_config import configured_model
 from evenpipe.train.tokenizer import train_tokenizer
 
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "vocab_size": 16384}
@@ -102,7 +95,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The pipeline that was measured is predicted with what its passes took, also one of two tensor ranks a device."""
+    """Also of a pipeline with two tensor ranks a device; what follows from them is seen in tests/costs."""
     sizes = ["--microbatch-sizes", "2", "--steps", "2"]
     config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tensor_parallel={ranks}"]
     assert main(["profile", *config, "--hardware", *sizes, "-o", "host.toml"]) == 0
@@ -114,24 +107,6 @@ def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.Cap
     plan = ["plan", "--model", "train.toml", *axes, "--hardware", "host.toml", "--no-cache"]
     assert main([*plan, "--schedule", "1f1b", "--microbatch-size", "1", "--workers", "1"]) == 0
     assert "pass times corrected by measurements of this model with microbatches of 2" in capsys.readouterr().out
-    for measured in hardware.passes:
-        given = problem_of(
-            describe(configured_model(load_config("train.toml"))),
-            replace(hardware, passes=(measured,)),
-            gpus=2 * ranks,
-            sequence=measured.sequence,
-            sequences_per_step=8,
-            dtype="fp32",
-        )
-        size = measured.microbatch_size
-        recipe = Recipe.of(pp=2, tp=ranks, microbatch_size=size, microbatches=4, layers_per_stage=(4, 4))
-        costs = pass_costs(given, recipe, Placement.linear(2))
-        for name in "FBIW":
-            took = measured.seconds[name] + 2 * measured.seconds[f"stage_{name}"]
-            assert sum(getattr(costs, name)) == pytest.approx(took)
-        for name in "SCT":
-            assert getattr(costs, name) == pytest.approx(measured.seconds[name])
-        assert costs.p2p == pytest.approx(measured.seconds["p2p"])
 
 
 @pytest.mark.slow

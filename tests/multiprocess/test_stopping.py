@@ -6,7 +6,6 @@ being taken, and what is waited for is a process that ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -114,20 +113,6 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
     output = finish(process, exit_code=130)
     assert "no step was saved, so all steps are lost" in output, output
     assert "stopped at" not in output
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    process = train_beyond(0, torchrun, write_config(tmp_path, LONG))
-    stopped = child_of(process.pid)
-    os.kill(stopped, signal.SIGSTOP)
-    while process.poll() is None:  # the watch takes signals that follow each other closely for one
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-    with contextlib.suppress(ProcessLookupError):  # torchrun may be interrupted while it ends it
-        os.kill(stopped, signal.SIGKILL)
-    output, _ = process.communicate()
-    assert "stopped at" not in output, output
 
 
 @pytest.mark.slow

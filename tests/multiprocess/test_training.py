@@ -8,8 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ from training_runs import (
     evenpipe,
     finish,
     logged,
-    newest_checkpoint,
     prepared,
     report_of,
     sentences,
@@ -340,32 +337,6 @@ def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_pat
     os.kill(worker_of(process.pid), signal.SIGKILL)
     output = finish(process, exit_code=3)
     assert "has died" in output or "killed" in output or "SIGKILL" in output, output
-    export_checkpoint(tmp_path / "run", tmp_path / "exported")
-
-
-LIMITED = """
-import resource, runpy, signal, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-sys.argv = ["evenpipe", "train", *sys.argv[1:]]
-runpy.run_module("evenpipe.cli.main", run_name="__main__")
-"""
-"""A limit on the size of files stands for a full disk: no further checkpoint can be written."""
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_exit_code_3_and_loses_nothing(uninterrupted: Path, tmp_path: Path) -> None:
-    path, folder = copy_of(uninterrupted, tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", LIMITED, str(path), folder, "training.steps=14"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    output = finish(process, exit_code=3)
-    assert "step 14 was not saved" in output, output
-    assert newest_checkpoint(tmp_path).name == "step-00000012"
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
 
 
