@@ -43,24 +43,25 @@ EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
-def _small(config_class: Callable[..., PreTrainedConfig], *without: str, **own: Any) -> Callable[..., PreTrainedConfig]:
+def small(config_class: Callable[..., PreTrainedConfig], *without: str, **own: Any) -> Callable[..., PreTrainedConfig]:
+    """A config class with the usual settings, but without some, and with its own."""
     return partial(config_class, **{name: value for name, value in USUAL.items() if name not in without} | own)
 
 
 CONFIGS = {
-    "llama": _small(LlamaConfig),
-    "qwen2": _small(Qwen2Config),
-    "qwen3": _small(Qwen3Config, head_dim=4),
-    "phi3": _small(Phi3Config),
-    "gemma2": _small(Gemma2Config, head_dim=4, **SLIDING),
-    "gemma3": _small(Gemma3TextConfig, head_dim=4, **SLIDING),
-    "gpt-neox": _small(GPTNeoXConfig, "num_key_value_heads"),
-    "starcoder2": _small(Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0),
-    "gpt2": _small(
+    "llama": small(LlamaConfig),
+    "qwen2": small(Qwen2Config),
+    "qwen3": small(Qwen3Config, head_dim=4),
+    "phi3": small(Phi3Config),
+    "gemma2": small(Gemma2Config, head_dim=4, **SLIDING),
+    "gemma3": small(Gemma3TextConfig, head_dim=4, **SLIDING),
+    "gpt-neox": small(GPTNeoXConfig, "num_key_value_heads"),
+    "starcoder2": small(Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0),
+    "gpt2": small(
         GPT2Config, "intermediate_size", "num_key_value_heads", n_inner=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
-    "olmo2": _small(Olmo2Config),
-    "granite": _small(
+    "olmo2": small(Olmo2Config),
+    "granite": small(
         GraniteConfig,
         attention_bias=True,
         mlp_bias=True,
@@ -69,10 +70,10 @@ CONFIGS = {
         attention_multiplier=0.4,
         logits_scaling=3.0,
     ),
-    "cohere2": _small(Cohere2Config, **SLIDING),
-    "mixtral": _small(MixtralConfig, num_local_experts=4, **EXPERTS),
-    "qwen3-moe": _small(Qwen3MoeConfig, head_dim=4, num_experts=4, moe_intermediate_size=8, **EXPERTS),
-    "deepseek-v3": _small(
+    "cohere2": small(Cohere2Config, **SLIDING),
+    "mixtral": small(MixtralConfig, num_local_experts=4, **EXPERTS),
+    "qwen3-moe": small(Qwen3MoeConfig, head_dim=4, num_experts=4, moe_intermediate_size=8, **EXPERTS),
+    "deepseek-v3": small(
         DeepseekV3Config,
         num_key_value_heads=4,
         q_lora_rank=6,
@@ -88,5 +89,5 @@ CONFIGS = {
         **EXPERTS,
     ),
 }
-WHOLE = {"bloom": _small(BloomConfig, "num_key_value_heads", "intermediate_size", "max_position_embeddings")}
+WHOLE = {"bloom": small(BloomConfig, "num_key_value_heads", "intermediate_size", "max_position_embeddings")}
 """Families with a part that every tensor rank computes whole."""

@@ -14,7 +14,7 @@ import reference
 import torch
 from families import whole_model
 from harness import run_processes
-from small_families import CONFIGS, EXPERTS, USUAL
+from small_families import CONFIGS, EXPERTS, small
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -32,55 +32,33 @@ from evenpipe.model.fp64 import InFp64
 from evenpipe.schedule import Order, add_recompute, plan_order
 
 TOKENS, SEQUENCES = 16, 4
+LAYER_TYPES = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
     **CONFIGS,
-    "gpt-oss": partial(  # sinks, windows
+    "gpt-oss": small(  # sinks, windows
         GptOssConfig,
-        **USUAL,
         head_dim=4,
-        sliding_window=5,
         num_local_experts=4,
-        num_experts_per_tok=2,
-        experts_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        **EXPERTS,
+        **LAYER_TYPES,
     ),
     "deepseek-v3": partial(CONFIGS["deepseek-v3"], v_head_dim=6),  # keys and values of two sizes
-    "qwen2-moe": partial(  # experts beside a shared one, which reads the same input as the router
-        Qwen2MoeConfig,
-        **USUAL | EXPERTS,
-        num_experts=4,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=24,
+    # experts beside a shared one, which reads the same input as the router
+    "qwen2-moe": small(
+        Qwen2MoeConfig, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=24, **EXPERTS
     ),
     "mixtral of 5 experts": partial(CONFIGS["mixtral"], num_local_experts=5),
     # Their own attention looks at other documents of a row.
-    "opt": partial(
-        OPTConfig,
-        **{name: value for name, value in USUAL.items() if name != "intermediate_size"},
-        ffn_dim=24,
-        word_embed_proj_dim=16,
-        dropout=0.0,
-    ),
-    "biogpt": partial(
+    "opt": small(OPTConfig, "intermediate_size", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0),
+    "biogpt": small(
         BioGptConfig,
-        **USUAL,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        activation_dropout=0.0,
-        layerdrop=0.0,
+        **dict.fromkeys(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "layerdrop"), 0.0
+        ),
     ),
-    "afmoe": partial(
-        AfmoeConfig,
-        **USUAL,
-        head_dim=4,
-        sliding_window=5,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_dense_layers=1,
-        moe_intermediate_size=8,
-        experts_implementation="eager",
-        layer_types=["sliding_attention", "full_attention"] * 2,
+    "afmoe": small(
+        AfmoeConfig, head_dim=4, num_experts=4, num_dense_layers=1, moe_intermediate_size=8, **EXPERTS, **LAYER_TYPES
     ),
 }
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import until_they_wait
+from process_groups import running
 from torch import Tensor, nn
 
 import evenpipe
@@ -209,54 +211,43 @@ def interrupted(folder: str) -> None:
             print(name, repr(error), flush=True)
 
 
-def start_program(name: str, folder: Path) -> subprocess.Popen[str]:
-    here = Path(__file__).parent
-    return subprocess.Popen(
-        [sys.executable, __file__, name, str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def program(name: str, folder: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    command = [sys.executable, __file__, name, str(folder)]
+    return running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 def test_processes_do_their_work_while_their_launcher_is_stopped(tmp_path):
-    program = start_program("told", tmp_path)
-    try:
+    with program("told", tmp_path) as launcher:
         pids = pids_in(tmp_path, processes=2)
-        program.send_signal(signal.SIGSTOP)
+        launcher.send_signal(signal.SIGSTOP)
         time.sleep(2.0)  # longer than a silence
         assert all(alive(pid) for pid in pids)
         (tmp_path / "go").touch()
         wait_until_gone(pids)
         assert all((tmp_path / f"done-{rank}").exists() for rank in range(2))
-        program.send_signal(signal.SIGCONT)
-        assert program.communicate(timeout=HANGS_SECONDS) == ("", "")
-        assert program.returncode == 0
-    finally:
-        program.kill()
+        launcher.send_signal(signal.SIGCONT)
+        assert launcher.communicate(timeout=HANGS_SECONDS) == ("", "")
+        assert launcher.returncode == 0
 
 
 @pytest.mark.slow
 def test_signals_to_the_program_end_all_processes(tmp_path):
     """Ctrl-C and SIGTERM become exceptions once all are gone; after SIGKILL the kernel ends the processes."""
-    program = start_program("interrupted", tmp_path)
-    try:
+    with program("interrupted", tmp_path) as launcher:
         while not (tmp_path / "early").exists():
             time.sleep(0.02)
         time.sleep(0.3)  # the fork server is in its imports
-        program.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGINT)
         for name, number in (("first", signal.SIGINT), ("second", signal.SIGTERM)):
             pids = pids_in(tmp_path / name)
-            program.send_signal(number)
+            launcher.send_signal(number)
             wait_until_gone(pids)
         pids = pids_in(tmp_path / "third")
-        program.kill()
+        launcher.kill()
         wait_until_gone(pids)
-        output, errors = program.communicate(timeout=HANGS_SECONDS)
-    finally:
-        program.kill()
+        output, errors = launcher.communicate(timeout=HANGS_SECONDS)
     lines = ["early KeyboardInterrupt()", "first KeyboardInterrupt()", "second SystemExit(143)"]
     assert output.splitlines() == lines
     assert "Traceback" not in errors

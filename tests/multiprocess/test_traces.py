@@ -121,6 +121,14 @@ def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[T
             for entry in device.passes:
                 assert device.start <= entry.start <= entry.end <= device.end, case
                 assert entry.processor > 0, case
+        timeline = trace.timeline()
+        for number, device in enumerate(trace.devices):
+            assert [event.item for event in timeline.events[number]] == [entry.item for entry in device.passes], case
+            assert {event.item for event in timeline.beside[number]} == {one.item for one in device.transfers}, case
+            assert device.allocations == (Allocations(100, number, 0, 0) if case is CASES[-1] else None), case
+        assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
+        assert costs_of([trace]).F is not None
+        assert trace.about["vocabulary"] == case[1] and trace.about["step"] == 2
 
 
 def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
@@ -151,18 +159,6 @@ def test_clocks_that_are_far_apart_are_brought_together(measured: list[Any], tra
         slack = second.uncertainty + 1e-6
         for one, other in zip(ours, real, strict=True):
             assert one == pytest.approx([start - begin for start in other], abs=slack), case
-
-
-def test_the_timeline_has_all_events_and_the_figures_of_each_device_are_there(traces: list[Trace]) -> None:
-    for case, trace in each(traces):
-        timeline = trace.timeline()
-        for device, row in enumerate(trace.devices):
-            assert [event.item for event in timeline.events[device]] == [entry.item for entry in row.passes], case
-            assert {event.item for event in timeline.beside[device]} == {entry.item for entry in row.transfers}, case
-            assert row.allocations == (Allocations(100, device, 0, 0) if case is CASES[-1] else None), case
-        assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
-        assert costs_of([trace]).F is not None
-        assert trace.about["vocabulary"] == case[1] and trace.about["step"] == 2
 
 
 def trace_of_tensor_ranks() -> tuple[dict[str, Any] | None, list[float]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import process_groups
 from harness import Outcome, describe, run_outcomes
 
 from evenpipe.train import trainer
@@ -145,14 +146,8 @@ def train(path: Path, *overrides: str, until: int | None = None) -> str:
 
 def evenpipe(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """Start the command line in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "evenpipe.cli.main", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+    command = [sys.executable, "-m", "evenpipe.cli.main", *map(str, arguments)]
+    return process_groups.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
