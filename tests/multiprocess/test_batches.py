@@ -119,7 +119,6 @@ def test_the_routers_of_a_single_sequence() -> None:
 # --- by name, as loaders and collators of transformers make them ------------------------------------------------------
 
 IDS = torch.arange(12).view(2, 6)
-POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
 ROWS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7, 8]}]
 
 
@@ -165,11 +164,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"input_ids": IDS, "labels": IDS},
         {"labels": IDS},
         "labels: given in the batch and as an argument too, expected one of both",
-    ),
-    "positions given twice": (
-        {"input_ids": IDS, "position_ids": POSITIONS},
-        {"position_ids": POSITIONS},
-        "position_ids: given in the batch and as an argument too, expected one of both",
     ),
     "no ids": ({"labels": IDS}, {}, "batch: it has labels, expected at least input_ids"),
     "nothing": ({}, {}, "batch: it has nothing, expected at least input_ids"),

@@ -1,5 +1,5 @@
 """Experts in runs: from folders to folders, repeated forwards, the load, moves of router biases,
-optimizers that need whole matrices; and what is refused in a sentence.
+optimizers that need whole matrices.
 
 Gradients are compared with one process by tests/fuzz.
 """
@@ -182,25 +182,6 @@ def test_router_biases_move_towards_experts_with_few_tokens() -> None:
         assert not torch.equal(before[name], router.e_score_correction_bias)
     with pytest.raises(InputError, match="expert_load: only step\\(\\) gives it"):
         run_processes(biases_after_two_moves, 1, replace(alone, family="llama"))
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
-REFUSED = [
-    ("mixtral", {"replicas": 1, "expert_parallel": 2}, "expert_parallel: 2, expected a divisor of 1"),
-    ("llama", {"replicas": 2, "expert_parallel": 2}, "expert_parallel: 2, expected 1, since LlamaForCausalLM has no"),
-]
-
-
-def refused() -> None:
-    for family, options, sentence in REFUSED:
-        with pytest.raises(InputError, match=sentence):
-            Pipeline(described(family), parameter_dtype=torch.float64, self_check=False, **options)
-
-
-def test_what_cannot_run_is_refused() -> None:
-    run_processes(refused, 2)
 
 
 # --- optimizers that need whole matrices -----------------------------------------------------------------------------

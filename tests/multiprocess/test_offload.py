@@ -1,5 +1,5 @@
-"""Activations on the host in real runs: the same bits, and nothing that is used too early. How much memory is left is
-seen in test_estimated_memory.py.
+"""Activations on the host in real runs: the same bits, and nothing that is used too early. What is left on the device is
+counted by test_estimated_memory.py.
 
 The judge is the same pipeline with everything on the device, which tests/fuzz compares with transformers in one
 process. Memory that is given back is poisoned, copies are late by chance, layers choose at random what becomes of
@@ -8,21 +8,26 @@ their activations.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import threading
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
 from harness import run_processes
+from small_families import CONFIGS
 from small_llama import llama
 
 from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
+from evenpipe.host.memory import return_freed_memory
 from evenpipe.host.offload import Activations
 from evenpipe.host.pool import FileSlab, Slot
 from evenpipe.model import describe
@@ -146,17 +151,12 @@ def faults_of_all(cases: list[Case]) -> tuple[list[str], int, int]:
     return faults, forwards, count[0]
 
 
-def every_schedule(processes: int, turns: int) -> list[Case]:
-    return [
-        Case(
-            name,
-            MODES[(number + turn) % 3],
-            (1, 3, processes + 1, 2 * processes)[(number + turn) % 4],
-            31 * number + turn,
-        )
-        for turn in range(turns)
-        for number, name in enumerate(SCHEDULES)
-    ]
+def every_schedule(processes: int) -> list[Case]:
+    numbers, cases = (1, 3, processes + 1, 2 * processes), []
+    for turn, (number, name) in itertools.product(range(2), enumerate(SCHEDULES)):
+        place = number + turn
+        cases.append(Case(name, MODES[place % 3], numbers[place % 4], 31 * number + turn))
+    return cases
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -165,11 +165,48 @@ def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processe
     """Also two schedules that have copies of their own."""
     several = Case("1f1b", "vocab-2", 2 * processes, 1)
     scheduled = [Case(name, mode, 6, seed, "scheduled") for name in ("po-h", "po-f") for seed, mode in enumerate(MODES)]
-    cases = [several, *sample(every_schedule(processes, turns=2), 3), *sample(scheduled, 1)]
+    cases = [several, *sample(every_schedule(processes), 3), *sample(scheduled, 1)]
     results = run_processes(faults_of_all, processes, cases)
     assert not any(faults for faults, _, _ in results), "\n".join(fault for faults, _, _ in results for fault in faults)
     assert sum(moved for _, moved, _ in results) >= processes * several.microbatches
     assert sum(copies for _, _, copies in results) >= 20 * processes
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    """Bytes of the process that no file stands behind."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def grown_in_a_step(activations: str) -> int:
+    config = CONFIGS["llama"](hidden_size=256, intermediate_size=512, max_position_embeddings=256)
+    options = {"schedule": "gpipe", "microbatches": 16, "offload": OffloadOptions(activations=activations)}
+    pipeline = Pipeline(config, self_check=False, **options)
+    return_freed_memory()  # with everything on the device too
+    ids = torch.zeros(16, 256, dtype=torch.int64)
+    pipeline.step(ids)
+    before, seen, over = resident(), [], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            seen.append(resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    pipeline.step(ids)
+    over.set()
+    watcher.join()
+    return max(seen) - before
+
+
+@pytest.mark.slow
+def test_resident_memory_falls() -> None:
+    """To that of a microbatch, and the gradients of the last hidden states, which forwards of GPipe make."""
+    on_device, on_host = (run_processes(grown_in_a_step, 1, activations)[0] for activations in ("none", "all"))
+    assert on_device > 2**26 and on_host < on_device / 4
 
 
 # --- what a user may give ---------------------------------------------------------------------------------------

@@ -208,11 +208,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "n
 SHAPE |= {"max_position_embeddings": 256, "num_key_value_heads": 4}
 CASES: dict[str, tuple[Callable[[], PreTrainedConfig], int, list[str]]] = {
     # model, processes, options of the plan
-    "a tokenizer is trained": (
-        lambda: LlamaConfig(**SHAPE, vocab_size=1000),
-        2,
-        ["--data", "texts", "--batch", "8"],
-    ),
+    "a tokenizer is trained": (lambda: LlamaConfig(**SHAPE, vocab_size=1000), 2, ["--data", "texts", "--batch", "8"]),
     "a tokenizer is given": (
         lambda: Qwen3Config(**SHAPE, vocab_size=512, head_dim=16, tie_word_embeddings=True),
         4,

@@ -86,6 +86,7 @@ def _llama(**options: Any) -> Pipeline:
 
 PAIR = {"context_parallel": 2}
 PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
+    (lambda: _modules(tensor_parallel=2), "tensor_parallel: plain modules do not say how they could be cut"),
     (lambda: _modules(slices=2), "slices: plain modules do not say where they attend to other tokens, expected 1"),
     (lambda: _modules(**PAIR), "context_parallel: plain modules do not say where they attend to other tokens"),
     (lambda: _llama(slices=2, schedule="dualpipe-v"), "sequences cannot be cut in an order with .*OVERLAP_F_B, whose"),

@@ -285,15 +285,6 @@ def bad_input() -> None:
         pipeline.step(torch.ones(1, 7, dtype=torch.int64))
     assert pipeline.step(torch.ones(1, 8, dtype=torch.int64)).loss > 0
     pipeline.close()
-    with pytest.raises(InputError, match="tensor_parallel: plain modules do not say how they could be cut"):
-        Pipeline.from_modules(
-            torch.nn.Embedding(9, 8),
-            [torch.nn.Linear(8, 8)],
-            None,
-            torch.nn.Linear(8, 9),
-            microbatches=1,
-            tensor_parallel=2,
-        )
 
 
 def test_bad_input_is_refused() -> None:

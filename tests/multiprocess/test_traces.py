@@ -104,12 +104,8 @@ def traces(measured: list[Any]) -> list[Trace]:
     return [trace_from_dict(json.loads(json.dumps(values))) for values in measured[0][0]]
 
 
-def each(traces: list[Trace]) -> Any:
-    return zip(CASES, traces, strict=True)
-
-
 def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[Trace]) -> None:
-    for case, trace in each(traces):
+    for case, trace in zip(CASES, traces, strict=True):
         for row, device in zip(trace.program.rows, trace.devices, strict=True):
             passes = [item for item in row if isinstance(item, Pass)]
             assert [entry.item for entry in device.passes] == passes, case
@@ -132,7 +128,7 @@ def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[T
 
 
 def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
-    for case, trace in each(traces):
+    for case, trace in zip(CASES, traces, strict=True):
         dependencies = Dependencies.of(trace.program)
         for number, device in enumerate(trace.devices):
             waited = {(wait.needed_by, wait.transfer) for wait in device.waits if wait.needed_by is not None}
@@ -148,7 +144,7 @@ def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
 
 def test_clocks_that_are_far_apart_are_brought_together(measured: list[Any], traces: list[Trace]) -> None:
     """On one clock every pass started when it really did, though the clocks differ by a thousand seconds."""
-    for number, (case, trace) in enumerate(each(traces)):
+    for number, (case, trace) in enumerate(zip(CASES, traces, strict=True)):
         real = [starts[number] for _, starts in measured]
         ours = [[entry.start for entry in device.passes] for device in trace.devices]
         begin = real[0][0] - ours[0][0]

@@ -478,6 +478,7 @@ OF_1 = {
     2: "2RECV_F3 for 2F3 from process 1",
     3: "3RECV_F3 for 3F3 from process 2",
 }
+OF_0 = {1: "1RECV_F0 from process 0", 2: "2RECV_F0 from process 1"}
 NO_STORE = "process 0 has died.*store of the run.*"
 CIRCLE = "process 2 awaits 2RECV_F3 for 2F3 from process 1, a circle back to process 1"
 WAITS = (
@@ -491,6 +492,7 @@ COMMUNICATORS = {
     2: "the making of communicators from processes 0, 1",
 }
 ORPHANED = "evenpipe: the launcher of this process has died: killed, out of memory or crashed\n"
+TERMINATED = r"process [02] \(pid \d+\) was ended by signal 15 \(SIGTERM\)"
 LEFT = r"process 1 \(pid \d+\) has ended while others still needed it"
 
 ENDINGS = [
@@ -500,13 +502,7 @@ ENDINGS = [
     Ending(one_of_four_fails, 4, SILENT, OF_1, (signal.SIGSTOP,), {1: -9}),  # by the harness
     Ending(bystanders, 3, "process 1 said: model: no such folder", {0: "rows for 0F1 from process 2", 2: ""}),
     Ending(an_operation_of_torchs_own, 3, "", {}, (), {0: 0, 1: -9, 2: 0}),
-    Ending(
-        the_store_dies_with_process_0,
-        3,
-        NO_STORE,
-        {1: "1RECV_F0 from process 0", 2: "2RECV_F0 from process 1"},
-        group=True,
-    ),
+    Ending(the_store_dies_with_process_0, 3, NO_STORE, OF_0, group=True),
     Ending(stuck, 3, WAITS + "process 2 does not wait", {0: None, 1: None}, (False,)),
     Ending(stuck, 3, WAITS + CIRCLE, {0: None, 1: None}, (True,)),
     Ending(one_makes_no_group, 3, NO_GROUP, {0: None, 2: None}),
@@ -516,13 +512,7 @@ ENDINGS = [
     Ending(victims_of_sigterm, 3, DIED, {0: OF_1[0], 2: None}, ("dies",)),
     Ending(victims_of_sigterm, 3, LEFT, {0: OF_1[0], 2: None}, ("leaves",)),
     # who settles that it was the signal is itself the origin, and says nothing of what it awaited
-    Ending(
-        victims_of_sigterm,
-        3,
-        r"process [02] \(pid \d+\) was ended by signal 15 \(SIGTERM\)",
-        {0: None, 2: None},
-        ("terminated",),
-    ),
+    Ending(victims_of_sigterm, 3, TERMINATED, {0: None, 2: None}, ("terminated",)),
     Ending(orphans, 2, ORPHANED, {1: None}),
     Ending(one_dies_before_all_are_here, 4, "", {}, ("dies",), {0: 0, 3: 0}),
     Ending(one_dies_before_all_are_here, 4, "", {}, ("comes not",), {0: 0, 3: 0}),
