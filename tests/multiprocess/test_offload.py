@@ -1,5 +1,5 @@
-"""Activations on the host in real runs: the same bits, and nothing that is used too early. What is left on the device is
-counted by test_estimated_memory.py.
+"""Activations on the host in real runs: the same bits, and nothing that is used too early. What is left on the device
+is counted by test_estimated_memory.py.
 
 The judge is the same pipeline with everything on the device, which tests/fuzz compares with transformers in one
 process. Memory that is given back is poisoned, copies are late by chance, layers choose at random what becomes of

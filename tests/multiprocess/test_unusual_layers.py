@@ -210,6 +210,8 @@ ALL, SECOND = ("add",) * 4, ("run", "run", "assign", "run")
 HOST = OffloadOptions(activations="all")
 RECOMPUTE = {"recompute": True}
 CASES = [
+    # before others have made torch compile so often on one of two processes that it stops there, but not on the other
+    Case(at(1, "run"), 2, {"compile_layers": True, "tensor_parallel": 2, "schedule": "zb-h1"}),
     # of one process, which draws as the reference does
     Case(("random",) * 4, 1, {"checkpointing": "selective"}),
     Case(("random",) * 4, 1, RECOMPUTE | {"self_check": True}),
@@ -224,7 +226,6 @@ CASES = [
     Case(at(1, "below"), options={"self_check": True}),
     Case(at(3, "above"), options={"compile_layers": True, "checkpointing": "full"}),
     *(Case(layers, options={"compile_layers": True, "schedule": "zbv"}) for layers in (at(2, "skip?"), ALL)),
-    Case(at(1, "run"), 2, {"compile_layers": True, "tensor_parallel": 2, "schedule": "zb-h1"}),
     Case(at(2, "above"), options={"slices": 2, "schedule": "zbv"}),
     Case(("run", "below?", "skip?", "below"), options={"slices": 3}),
     Case(ALL, options=RECOMPUTE | {"slices": 2, "schedule": "zbv"}),
