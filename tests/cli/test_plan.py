@@ -340,10 +340,12 @@ def large() -> None:
 
 
 COMMAND = """
+import signal
 import sys
 from evenpipe.cli import printing
 from evenpipe.cli.main import main
 printing.EVERY_SECONDS = 0.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore Ctrl-C
 sys.exit(main(sys.argv[1:]))
 """
 

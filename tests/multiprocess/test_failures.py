@@ -8,7 +8,9 @@ import itertools
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,8 +76,9 @@ OF_CONTEXT_RANKS = [
 ]
 
 
-def fail_in_a_collective(how: str, awaited: Awaited, victim: int) -> None:
-    """Two steps; in the second one the victim fails where it should begin a collective for the n-th time."""
+def fail_in_a_collective(how: str, awaited: Awaited, victim: int, mate: int, begun: Path) -> None:
+    """Two steps; in the second one the victim fails where it should begin a collective for the n-th time, when `mate`
+    has begun it, which the file `begun` says."""
     worker = initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=600)
     options: dict[str, Any] = {"tensor_parallel": 2}
     if awaited.axis == "context":
@@ -88,17 +91,21 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int) -> None:
     pipeline.clip_gradients(1.0)
     start, left = Communicator._start, awaited.nth
 
-    def fail(self, text, *arguments, **named):
+    def begin(self, text, *arguments, **named):
         nonlocal left
         left -= text == awaited.what
-        if left == 0:
+        if left == 0 and worker.rank == mate:
+            begun.touch()
+        elif left == 0:
+            for _ in itertools.takewhile(lambda _: not begun.exists(), range(2000)):
+                time.sleep(0.01)
             if how == "raises":
                 raise ArithmeticError("a bad number")
             os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
         return start(self, text, *arguments, **named)
 
-    if worker.rank == victim:
-        Communicator._start = fail
+    if worker.rank in (victim, mate):
+        Communicator._start = begin
     try:
         pipeline.step(ids)
         pipeline.clip_gradients(1.0)
@@ -111,10 +118,12 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int) -> None:
 @pytest.mark.parametrize("awaited", [*OF_TENSOR_RANKS, *OF_CONTEXT_RANKS], ids=str)
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.sampled(1)
-def test_a_rank_that_fails_is_named_with_its_place_and_what_was_awaited(how: str, awaited: Awaited, rank: int) -> None:
+def test_a_rank_that_fails_is_named_with_its_place_and_what_was_awaited(
+    how: str, awaited: Awaited, rank: int, tmp_path: Path
+) -> None:
     victim, mate = 2 * awaited.device + rank, 2 * awaited.device + 1 - rank
     place = f"process {victim} \\(device {awaited.device}, {awaited.axis} rank {rank}"
-    outcomes = run_outcomes(fail_in_a_collective, 2 * awaited.devices, how, awaited, victim)
+    outcomes = run_outcomes(fail_in_a_collective, 2 * awaited.devices, how, awaited, victim, mate, tmp_path / "begun")
     said = {one.rank: f"{one.exception} {one.printed}" for one in outcomes if one.rank != victim}
     for rank_of_other, text in said.items():
         assert outcomes[rank_of_other].exit_code not in (0, None, -9), describe(outcomes)

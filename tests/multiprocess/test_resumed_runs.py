@@ -117,6 +117,11 @@ def marks(folder: Path) -> dict[int, bool]:
     return {saved.step: saved.unhealthy is None for saved in reversed(listed)}
 
 
+def usual_losses(folder: Path) -> dict[str, object]:
+    """Return what the newest checkpoint knows of the losses before it, by which later ones are judged."""
+    return list_checkpoints(folder / "run" / "checkpoints")[0].extra["health"]
+
+
 DIVERGENCES = [
     # steps between checkpoints, steps between log lines, last step of the good part
     (1, 1, 24),
@@ -167,6 +172,7 @@ def test_a_run_that_has_diverged_goes_back_to_a_healthy_checkpoint(
     assert f"continuing from {tmp_path / 'a' / 'run' / 'checkpoints' / f'step-{healthy + every:08d}'}" in printed
     assert curve(tmp_path / "a") == curve(tmp_path / "whole")
     assert all(marks(tmp_path / "a").values())
+    assert usual_losses(tmp_path / "a") == usual_losses(tmp_path / "whole")
     assert not list((tmp_path / "a").rglob("*.abandoned"))
 
 
