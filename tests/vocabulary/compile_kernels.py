@@ -2,7 +2,7 @@
 
     python tests/vocabulary/compile_kernels.py          prints a line per kernel; exit status 1 where one fails
 
-Triton must not be told to interpret, so this is a program of its own (test_kernels_compile.py runs it).
+Triton must not be told to interpret, so this is a program of its own (test_triton_kernels.py runs it).
 """
 
 from __future__ import annotations

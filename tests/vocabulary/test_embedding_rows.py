@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding, linear
-from vocabulary_reference import BACKWARDS, Problem, frobenius, leaf, sharded
+from torch.nn.functional import embedding
+from vocabulary_reference import frobenius, leaf
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary import (
-    LossOptions,
     add_row_gradients,
     gather_rows,
     pick_row_gradients,
@@ -71,28 +70,6 @@ def test_every_layout(vocabulary: int, parts: int, tokens: int, seed: int, paddi
     assert padding_index is None or not bool(weight_gradient[padding_index].any())
 
 
-def test_one_shard_is_a_plain_gather() -> None:
-    weight, token_ids = random(30, 4, seed=0), token_ids_of(12, 30)
-    routes = route(token_ids, split(30, 1))
-    rows = gather_rows(weight, routes, 0)
-    assert place_rows([rows], routes) is rows
-    gradient = random(12, 4, seed=1)
-    assert pick_row_gradients(gradient, routes) is gradient
-
-
-def test_only_tokens_other_than_padding_are_trained() -> None:
-    token_ids = torch.tensor([7, 2, 0, 2, 9, 7])
-    cases = {  # padding_index: per shard, which of [2, 0, 2] and of [7, 9, 7] are trained; None: all
-        None: [None, None],
-        2: [[1], None],
-        7: [None, [1]],
-        5: [None, None],
-    }
-    for padding_index, expected in cases.items():
-        trained = route(token_ids, split(10, 2), padding_index=padding_index).trained
-        assert [None if part is None else part.tolist() for part in trained] == expected, padding_index
-
-
 def test_gradients_accumulate_in_fp32_in_the_same_order_every_time() -> None:
     """Many repeated tokens, bf16 messages, a gradient that is not empty."""
     token_ids = token_ids_of(400, 7)
@@ -120,30 +97,3 @@ def test_unknown_token_ids_are_refused() -> None:
     for wrong in (30, -1):
         with pytest.raises(InputError, match=f"Token id {wrong} is outside the vocabulary, which has the ids 0 to 29"):
             route(torch.tensor([1, wrong, 2]), split(30, 2))
-
-
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("padding_index", [None, 5])
-def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, backward: str) -> None:
-    """Embedding and output layer add to the same gradient; the padding row keeps what the output layer gives it."""
-    vocabulary, tokens, parts = 41, 30, 4
-    matrix = random(vocabulary, 8, seed=1)
-    token_ids, labels = token_ids_of(tokens, vocabulary), token_ids_of(tokens, vocabulary, seed=1)
-    token_ids[:3] = 5
-
-    whole = leaf(matrix)
-    hidden = embedding(token_ids, whole, padding_idx=padding_index).tanh()
-    cross_entropy(linear(hidden, whole), labels).backward()
-    assert whole.grad is not None
-
-    shards, total = split(vocabulary, parts), torch.zeros_like(matrix)
-    routes = route(token_ids, shards, padding_index=padding_index)
-    rows = [gather_rows(matrix[shard.start : shard.stop], routes, part) for part, shard in enumerate(shards)]
-    hidden = place_rows(rows, routes).tanh()
-    output = Problem(hidden, matrix, None, labels, torch.full((tokens,), 1 / tokens, dtype=torch.float64))
-    answer = sharded(output, LossOptions(), parts, backward=backward, weight_gradient=total)
-    sent_back = pick_row_gradients(answer.hidden * (1 - hidden.square()), routes)
-    for part, shard in enumerate(shards):
-        add_row_gradients(total[shard.start : shard.stop], sent_back[routes.span(part)], routes, part)
-    assert frobenius(total, whole.grad) <= 1e-10
-    assert bool(total[5].any())

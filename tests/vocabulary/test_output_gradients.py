@@ -14,13 +14,12 @@ from vocabulary_reference import (
     Problem,
     assert_close,
     assert_same_bits,
-    frobenius,
     problem,
     reference,
     sharded,
 )
 
-from evenpipe.vocabulary import LossOptions, combine, forward_shard, split
+from evenpipe.vocabulary import LossOptions
 
 KEEP = ("probabilities", "nothing")
 EACH_OPTION = {
@@ -104,22 +103,6 @@ def test_any_combination(case: tuple[Problem, LossOptions, int, str, int | None]
             assert float((ours - theirs).norm()) <= 1e-10 * max(float(theirs.norm()), 1e-3), name
 
 
-def test_fp32(combinations) -> None:
-    inputs = problem(61, 48, 509, bias=True, ignored=(7,)).to(torch.float32)
-    for name, backward in combinations(EACH_OPTION, BACKWARDS):
-        options = replace(EACH_OPTION[name], rows_per_block=16)
-        expected = reference(inputs, options)
-        assert_close(sharded(inputs, options, 3, backward=backward), expected, 2e-5, row_tolerance=1e-4)
-
-
-def test_fp32_does_not_depend_on_the_layout(combinations) -> None:
-    inputs = problem(61, 48, 509, ignored=(7,)).to(torch.float32)
-    first = sharded(inputs, LossOptions(), 1, backward="two barriers")
-    for keep, parts, block, backward in combinations(KEEP, (2, 3, 4, 8), (None, 5, 32), BACKWARDS):
-        options = LossOptions(keep=keep, rows_per_block=block)
-        assert_close(sharded(inputs, options, parts, backward=backward), first, 2e-6)
-
-
 def test_runs_agree_bit_for_bit(combinations) -> None:
     """Twice the same; and both halves of a split backward with the whole one."""
     inputs = problem(61, 48, 509, bias=True, ignored=(7,)).to(torch.float32)
@@ -128,47 +111,6 @@ def test_runs_agree_bit_for_bit(combinations) -> None:
         first = sharded(inputs, options, 3, backward=backward)
         again = "two barriers" if backward == "split" else backward
         assert_same_bits(sharded(inputs, options, 3, backward=again), first)
-
-
-def test_gradients_accumulate(combinations) -> None:
-    """Two microbatches into a gradient that is not empty."""
-    first, second = problem(20, 16, 103, seed=1), problem(13, 16, 103, seed=2, ignored=(0,))
-    second = replace(second, weight=first.weight)
-    options = LossOptions(label_smoothing=0.1)
-    before = torch.randn(103, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    expected = before + reference(first, options).weight + reference(second, options).weight
-    for (backward,) in combinations(BACKWARDS):
-        total = before.clone()
-        for inputs in (first, second):
-            sharded(inputs, options, 4, backward=backward, weight_gradient=total)
-        assert frobenius(total, expected) <= 1e-10, backward
-
-
-def test_a_frozen_weight_has_no_gradient(combinations) -> None:
-    """What the hidden states get is the same."""
-    inputs = problem(29, 12, 103, bias=True, ignored=(3,))
-    for keep, backward in combinations(KEEP, BACKWARDS[1:]):
-        options = LossOptions(keep=keep, label_smoothing=0.1)
-        answer, expected = sharded(inputs, options, 1, backward=backward, trained=False), reference(inputs, options)
-        assert not answer.weight.any()
-        assert_close(replace(answer, weight=expected.weight, bias=expected.bias), expected, 1e-10)
-
-
-def test_evaluation_needs_only_the_statistics(combinations) -> None:
-    inputs = problem(29, 12, 103, bias=True, ignored=(3,))
-    assert inputs.bias is not None
-    for (name,) in combinations(EACH_OPTION):
-        options, table = replace(EACH_OPTION[name], rows_per_block=8), []
-        for shard in split(103, 4):
-            rows = slice(shard.start, shard.stop)
-            tensors = inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels
-            statistics, state = forward_shard(*tensors, shard, options, True, gradients=False)
-            assert state.hidden is None and state.exponentials is None and state.products is None
-            table.append(statistics)
-        combined = combine(torch.stack(table), inputs.token_weights, inputs.labels, options, 103)
-        expected = reference(inputs, options)
-        assert frobenius(combined.losses, expected.losses) <= 1e-10, name
-        assert frobenius(combined.log_probabilities, expected.log_probabilities) <= 1e-10, name
 
 
 # --- on a GPU, with labels and token weights on the host; the CPU runs the first test too ----------------------------

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from vocabulary_reference import BACKWARDS, Answer, Problem, assert_close, frobenius, problem, reference, sharded
 
 from evenpipe.vocabulary import LossOptions, products
+from evenpipe.vocabulary.products import vocabulary_slices
 
 KEEP = ("probabilities", "nothing")
 OPTIONS = {
@@ -23,61 +23,8 @@ OPTIONS = {
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both policies for bf16 on a CPU, whatever this CPU has; and slices smaller than the shard."""
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: request.param)
-    monkeypatch.setattr(products, "vocabulary_slices", lambda rows: _slices(rows, 7))
+    monkeypatch.setattr(products, "vocabulary_slices", lambda rows: vocabulary_slices(rows, 7))
     return bool(request.param)
-
-
-def _slices(rows: int, size: int) -> list[slice]:
-    return [slice(start, min(rows, start + size)) for start in range(0, rows, size)]
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-# dtype of the operands -> dtype of the result, tolerance with bf16 products, tolerance with upcast
-PRODUCTS = {
-    torch.float64: (torch.float64, 1e-14, 1e-14),
-    torch.float32: (torch.float32, 1e-6, 1e-6),
-    torch.bfloat16: (torch.float32, 4e-3, 1e-6),
-    torch.float16: (torch.float32, 1e-6, 1e-6),
-}
-
-
-@pytest.mark.parametrize("dtype", PRODUCTS)
-@pytest.mark.parametrize("add", [True, False])
-def test_products(native: bool, dtype: torch.dtype, add: bool) -> None:
-    result, rounded, exact = PRODUCTS[dtype]
-    tolerance = rounded if native else exact
-    hidden, weight = random(9, 8, seed=0, dtype=dtype), random(23, 8, seed=1, dtype=dtype)
-    factor = random(9, 23, seed=2, dtype=products.stored_dtype(dtype))
-    coefficients = random(9, seed=3, dtype=result)
-
-    logits = torch.full((9, 23), torch.nan, dtype=products.logits_dtype(hidden))
-    assert logits.dtype == (dtype if native and dtype == torch.bfloat16 else result)
-    products.logits_product(hidden, weight, logits)
-    assert frobenius(logits, hidden.double() @ weight.double().t()) <= tolerance
-
-    def begun_with(rows: int, seed: int, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """What is added to; or NaN, which must not be read."""
-        if not add:
-            return torch.full((rows, 8), torch.nan, dtype=kind), 0.0
-        values = random(rows, 8, seed=seed, dtype=kind)
-        return values, values.to(torch.float64, copy=True)
-
-    total, begun = begun_with(9, 4, result)
-    products.hidden_product(factor, weight, total, add=add)
-    assert frobenius(total, begun + factor.double() @ weight.double()) <= tolerance
-
-    for kind, allowed in ((result, tolerance), (factor.dtype, max(tolerance, PRODUCTS[factor.dtype][1]))):
-        total, begun = begun_with(23, 5, kind)
-        products.weight_product(factor, hidden.to(factor.dtype), total, add=add)
-        assert frobenius(total, begun + factor.double().t() @ hidden.double()) <= allowed
-
-    begun = random(23, seed=6, dtype=result)
-    total = begun.clone()
-    products.column_product(factor, coefficients, total)
-    assert frobenius(total, begun.double() + factor.double().t() @ coefficients.double()) <= exact
 
 
 def test_torch_offers_fp32_results_of_bf16_products() -> None:
@@ -119,7 +66,7 @@ def test_bf16(native: bool, combinations) -> None:
             assert float((actual.losses - expected.losses).abs().max()) <= 1e-5
 
 
-def test_fp16_is_computed_in_fp32(combinations) -> None:
+def test_fp16_is_computed_in_fp32(native: bool, combinations) -> None:
     """Exponentials and scaled hidden states have no room in fp16 when the weight of a token is 1e-6."""
     inputs = problem(96, 64, 509).to(torch.float16)
     inputs = replace(inputs, token_weights=inputs.token_weights * 1e-6)
@@ -130,7 +77,7 @@ def test_fp16_is_computed_in_fp32(combinations) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bias_may_stay_in_fp32(dtype: torch.dtype) -> None:
+def test_bias_may_stay_in_fp32(native: bool, dtype: torch.dtype) -> None:
     inputs = problem(30, 16, 103, bias=True)
     assert inputs.bias is not None
     inputs = replace(inputs.to(dtype), bias=inputs.bias.float())

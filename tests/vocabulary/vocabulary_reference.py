@@ -154,16 +154,12 @@ def sharded(
     backward: str = BACKWARDS[0],
     padded_rows: int | None = None,
     buffers: Buffers | None = None,
-    weight_gradient: Tensor | None = None,
-    trained: bool = True,
 ) -> Answer:
     """The same through S, the barrier, C and T on `parts` shards; gathers and reductions are a stack and a sum.
 
     On `TORCH_DEVICE`, or where the inputs are; the answer is on the host.
 
     padded_rows: add rows to weight and bias that stand for no token, filled with NaN: they must never be read.
-    weight_gradient: added to in place.
-    trained: whether gradients of weight and bias are wanted.
     """
     torch_device = TORCH_DEVICE if inputs.hidden.device.type == "cpu" else inputs.hidden.device.type
     inputs = inputs.on(torch_device)
@@ -174,7 +170,7 @@ def sharded(
     padding = (padded_rows or vocabulary) - vocabulary
     weight = torch.cat([inputs.weight, inputs.weight.new_full((padding, hidden_size), torch.nan)])
     bias = None if inputs.bias is None else torch.cat([inputs.bias, inputs.bias.new_full((padding,), torch.nan)])
-    of_weight = torch.zeros_like(weight, dtype=dtype) if weight_gradient is None else weight_gradient.to(torch_device)
+    of_weight = torch.zeros_like(weight, dtype=dtype)
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -202,16 +198,13 @@ def sharded(
         ]
     sent = [part.clone() for part in hidden_parts]
     for part, (_, state) in zip(rows, passes, strict=True):
-        gradients = (of_weight[part], part_of(bias_gradient, part)) if trained else (None, None)
-        late = backward_shard(state, combined, weight[part], *gradients)
+        late = backward_shard(state, combined, weight[part], of_weight[part], part_of(bias_gradient, part))
         assert (late is None) == (backward != "two barriers")
         if late is not None:
             hidden_parts.append(late)
     assert all(map(torch.equal, sent, hidden_parts)), "the hidden gradient is on its way while the weight's is made"
     assert not padding or not bool(of_weight[vocabulary:].any())
     assert all(part.dtype == dtype for part in hidden_parts)
-    if weight_gradient is not None:
-        weight_gradient.copy_(of_weight)
     return Answer(
         combined.losses,
         combined.log_probabilities,
