@@ -53,23 +53,6 @@ def test_ranks_count_as_the_planner_times_them() -> None:
         assert (len(line), line[1] - line[0]) == (axis.size, axis.stride)
 
 
-def test_ranks_count_along_the_axes_that_exchange_most_first() -> None:
-    for axis, step in {"tp": 1, "cp": 2, "ep": 4, "edp": 8, "pp": 16}.items():
-        line = Grid.from_sizes(0, **SIZES).line(axis)
-        assert line == tuple(range(0, step * len(line), step)), axis
-
-
-def test_members_of_an_expert_group_are_neighbours_whatever_the_devices() -> None:
-    """rank = (device * blocks + block) * ep + member; the replica is block * ep + member."""
-    for rank in range(24):
-        grid = Grid.from_sizes(rank, dp=8, pp=3, ep=4)
-        member, block, device = rank % 4, rank // 4 % 2, rank // 8
-        assert grid.line("ep") == tuple(range(rank - member, rank - member + 4))
-        places = [grid.coordinate(axis) for axis in ("dp", "pp", "ep", "edp")]
-        assert places == [4 * block + member, device, member, block]
-        assert grid.line("edp") == (rank - 4 * block, rank - 4 * block + 4)
-
-
 def test_every_process_is_where_its_coordinates_say() -> None:
     for grid in grids():
         own = {axis: grid.coordinate(axis) for axis in AXES}
