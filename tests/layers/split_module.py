@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from evenpipe.layers.weight_gradients import SplitConv1D, SplitLinear, WeightGradients, split_layers
 
@@ -66,6 +63,16 @@ class Layers(nn.Module):
         return hidden
 
 
+class ChangesItsInput(Layers):
+    """Of two layers, the second one's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.layers[0](hidden)
+        output = self.layers[1](hidden)
+        hidden.add_(1)
+        return output
+
+
 class Split:
     """Runs passes of microbatches on one module, as the walker does on a stage."""
 
@@ -78,22 +85,15 @@ class Split:
         self._forwarded: dict[int, tuple[Tensor, Any]] = {}
         self._passes = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
-    def run(self, passes: str) -> None:
-        """Such as "F0 I0 F1 B1 W0"."""
-        tokens = passes.split()
+    def run(self, passes: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[Any]:
+        """Such as "F0 I0 F1 B1 W0", each pass in a context of its own; returns these."""
+        tokens, contexts = passes.split(), []
         self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
         for token in tokens:
-            self._passes[token[0]](int(token[1:]))
-
-    def run_counted(self, passes: str, count: Callable[[], AbstractContextManager]) -> list[int]:
-        """What is counted in each of the passes."""
-        tokens, counts = passes.split(), []
-        self._split = {int(token[1:]) for token in tokens if token[0] == "I"}
-        for token in tokens:
-            with count() as counter:
+            with around() as context:
                 self._passes[token[0]](int(token[1:]))
-            counts.append(counter.count)
-        return counts
+            contexts.append(context)
+        return contexts
 
     def forward(self, index: int) -> None:
         hidden = self.batches[index][0].detach().requires_grad_()
@@ -130,7 +130,7 @@ class Fused(Split):
 
 
 def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str, split: type[Split] = Split) -> list[str]:
-    """What is not bit for bit what F and B of the same microbatches give.
+    """Names of the values that are not bit for bit those of F and B of the same microbatches, or are on one side only.
 
     Sums over microbatches follow the order of the W passes in the parameters of linear layers, of the I passes in all
     others; so there are two fused runs, in these two orders.
@@ -142,67 +142,29 @@ def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str, s
         fused[kind] = Fused(copy.deepcopy(module), batches)
         fused[kind].run(forwards)
         fused[kind].run(" ".join(f"B{token[1:]}" for token in passes.split() if token[0] in ("B", kind)))
-    runner = split(module, batches)
+    runner, plain = split(module, batches), fused["W"]
     runner.run(passes)
     assert not len(runner.queue)
-    return unequal(runner, fused["W"], fused["I"])
-
-
-def unequal(split: Split, plain: Split, plain_in_order_of_I: Split | None = None) -> list[str]:
-    """Names of the values that differ in a single bit, or that only one of the two has."""
     found = []
-    for index in range(len(split.batches)):
+    for index in range(len(batches)):
         for name in ("outputs", "input_gradients"):
-            if not torch.equal(getattr(split, name)[index], getattr(plain, name)[index]):
+            if not torch.equal(getattr(runner, name)[index], getattr(plain, name)[index]):
                 found.append(f"{name} of microbatch {index}")
     linear = {
         parameter
-        for layer in split.module.modules()
+        for layer in runner.module.modules()
         if isinstance(layer, (SplitLinear, SplitConv1D)) and layer.weight.requires_grad
         for parameter in layer.parameters()
     }
     expected = dict(plain.module.named_parameters())
-    others = dict((plain_in_order_of_I or plain).module.named_parameters())
-    for name, parameter in split.module.named_parameters():
+    others = dict(fused["I"].module.named_parameters())
+    for name, parameter in runner.module.named_parameters():
         wanted = (expected if parameter in linear else others)[name].grad
         if (wanted is None) != (parameter.grad is None) or (
             wanted is not None and not torch.equal(parameter.grad, wanted)
         ):
             found.append(f"gradient of {name}")
     return found
-
-
-class Storages(TorchDispatchMode):
-    """Counts the bytes that are alive of all storages made while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    @property
-    def alive(self) -> int:
-        return sum(size for storage, size in self._made.values() if not storage.expired())
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Only reference cycles would need it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Products(TorchDispatchMode):

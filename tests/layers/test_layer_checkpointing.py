@@ -1,16 +1,17 @@
-"""What a checkpointed layer keeps, how often it runs, and that its gradients are those of plain autograd to the bit."""
+"""What a checkpointed layer computes again, and that its gradients are those of plain autograd to the bit.
+
+`tests/multiprocess` counts its forwards and the bytes that it keeps.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from split_module import Layers, Products, Split, Storages, data, difference, trunk, without_collector
+from split_module import ChangesItsInput, Products, Split, data, difference, trunk
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
@@ -25,10 +26,10 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return list(module.h if hasattr(module, "h") else module.layers)
 
 
-def checkpointed(module: nn.Module, *choices: str, switch: Switch | None = None) -> nn.Module:
+def checkpointed(module: nn.Module, *choices: str) -> nn.Module:
     layers = layers_of(module)
     for layer, choice in zip(layers, choices * len(layers), strict=False):
-        checkpoint_layer(layer, choice, switch or Switch(), CPU)
+        checkpoint_layer(layer, choice, Switch(), CPU)
     return module
 
 
@@ -54,73 +55,12 @@ def test_gradients_are_those_of_plain_layers_bit_for_bit(sample, monkeypatch: py
         assert difference(lambda: trunk(family, dtype), batches, passes, split=Checkpointed) == [], case
 
 
-class Blocks(nn.Module):
-    """Layers whose forward is called with everything that a layer of transformers may get, and more."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        scale = hidden.mean()
-        for layer in self.layers:
-            hidden, scale = layer(hidden, None, scale=scale, factors=(2.0, torch.ones(32)))
-        return hidden * scale
-
-
-class Block(nn.Module):
-    shared = nn.Linear(32, 32)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.dropout, self.down = nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32, bias=False)
-        self.everywhere = Block.shared
-
-    def forward(self, hidden: Tensor, mask: None, *, scale: Tensor, factors: tuple[float, Tensor]) -> Any:
-        hidden = self.everywhere(hidden) * factors[0] + factors[1]
-        return hidden + self.down(self.dropout(self.up(hidden).relu()) * scale), scale + hidden.mean()
-
-
-def test_other_differentiable_arguments_tuples_of_results_and_parameters_of_several_layers() -> None:
-    assert difference(Blocks, data(3, 2, dtype=torch.float32), PASSES[1], split=Checkpointed) == []
-
-
-# --- how often -------------------------------------------------------------------------------------------------------
-
-
-def forwards_in(passes: str, choice: str, switch: Switch | None = None) -> dict[str, list[int]]:
-    """For every module of the layers: its forwards in each of the passes."""
-    runner = Split(checkpointed(trunk("llama", torch.float32), choice, switch=switch), data(1, dtype=torch.float32))
-    counts: dict[str, list[int]] = {}
-    for number, layer in enumerate(layers_of(runner.module)):
-        for name, part in layer.named_modules():
-            if name:  # hooks of the layer itself stay outside of what runs again
-                own = counts.setdefault(f"{number}.{name}", [])
-                part.register_forward_pre_hook(lambda *_, own=own: own.__setitem__(-1, own[-1] + 1))
-
-    @contextmanager
-    def next_pass() -> Iterator[SimpleNamespace]:
-        for own in counts.values():
-            own.append(0)
-        yield SimpleNamespace(count=0)
-
-    runner.run_counted(passes, next_pass)
-    return counts
-
-
-def test_each_forward_runs_exactly_twice_and_never_in_W() -> None:
-    passes = {"F0 I0 W0": [1, 1, 0], "F0 B0": [1, 1]}
-    for choice, (tokens, expected) in itertools.product(("full", "selective"), passes.items()):
-        counts = forwards_in(tokens, choice)
-        assert len(counts) > 20 and all(own == expected for own in counts.values()), counts
-    switched_off = forwards_in("F0 I0 W0", "full", Switch(off=True))
-    assert all(own == [1, 0, 0] for own in switched_off.values()), "a layer keeps everything"
+# --- what runs again, and what is the same -----------------------------------------------------------------------
 
 
 def products_in(passes: str, choice: str) -> list[int]:
     runner = Split(checkpointed(trunk("llama", torch.float32), choice), data(1, dtype=torch.float32))
-    return runner.run_counted(passes, Products)
+    return [products.count for products in runner.run(passes, Products)]
 
 
 def test_products_that_run_again() -> None:
@@ -132,36 +72,6 @@ def test_products_that_run_again() -> None:
         assert products_in(passes, "none") == products_in(passes, "selective") == plain
         plain[1] += layers * (6 + 1)
         assert products_in(passes, "full") == plain
-
-
-# --- what is kept ----------------------------------------------------------------------------------------------------
-
-
-def test_a_fully_checkpointed_layer_keeps_its_input_until_I_and_what_W_needs_until_W() -> None:
-    tokens, width = 10, 32
-    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
-    runner = Split(checkpointed(Layers(*layers), "full"), [])
-    unit = tokens * width * 4
-    with without_collector(), Storages() as storages:
-        runner.batches, runner._split = [(torch.randn(1, tokens, width), torch.randn(1, tokens, width))], {0}
-        runner.forward(0)
-        runner.outputs.clear()
-        assert storages.alive == (1 + 3) * unit  # the gradient to come, and an input each
-        runner.input_gradient(0)
-        runner.batches.clear()
-        runner.input_gradients.clear()
-        assert storages.alive == 3 * (1 + 4 + 4 + 1) * unit  # input and output gradient of both linear layers
-        runner.weight_gradient(0)
-        runner.module.zero_grad()
-        assert storages.alive == 0
-
-
-class ChangesItsInput(Layers):
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = self.layers[0](hidden)
-        output = self.layers[1](hidden)
-        hidden.add_(1)
-        return output
 
 
 class Forgetful(nn.Module):
@@ -194,7 +104,7 @@ def test_what_is_not_the_same_the_second_time_is_an_error() -> None:
         ),
         (
             "selective",
-            Elsewhere().switch,
+            Switch(hooks=(lambda tensor: (tensor.clone(),), lambda packed: packed[0])),
             Forgetful(
                 lambda linear, hidden: linear(hidden).exp() @ torch.ones(4, 4),
                 lambda linear, hidden: linear(hidden @ torch.ones(4, 4)).exp(),
@@ -212,62 +122,6 @@ def test_what_is_not_the_same_the_second_time_is_an_error() -> None:
         checkpoint_layer(layer, choice, switch, CPU)
         with pytest.raises(RuntimeError, match=sentence):
             layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
-
-
-# --- what "selective" keeps goes to somebody else ---------------------------------------------------------------------
-
-
-class Elsewhere:
-    """Takes copies of what it is given, and counts it."""
-
-    def __init__(self) -> None:
-        self.given = self.asked_for = 0
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor]:
-        self.given += 1
-        return (tensor.clone(),)
-
-    def unpack(self, packed: tuple[Tensor]) -> Tensor:
-        self.asked_for += 1
-        return packed[0]
-
-    @property
-    def switch(self) -> Switch:
-        return Switch(hooks=(self.pack, self.unpack))
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_products_that_are_handed_over_come_back(family: str) -> None:
-    """A Llama layer has 7 linear layers and an attention with two results, GPT-2's has 4. The last product of Llama's
-    is the layer's result, which nobody wants to know again where the backward is whole."""
-    places = []
-
-    class HandingOver(Split):
-        def __init__(self, module: nn.Module, batches: list[Any]) -> None:
-            places.append(Elsewhere())
-            super().__init__(checkpointed(module, "selective", switch=places[-1].switch), batches)
-
-    for passes in PASSES:
-        batches = data(3, 2, dtype=torch.float32)
-        assert difference(lambda: trunk(family, torch.float32), batches, passes, split=HandingOver) == []
-    calls = 2 * 3
-    kept = calls * ((7 if family == "llama" else 4) + 2)
-    wanted = kept - (calls if family == "llama" else 0)
-    assert all(place.given == kept and wanted <= place.asked_for <= kept for place in places)
-    assert places[-1].asked_for == wanted
-
-
-# --- what stands around -----------------------------------------------------------------------------------------------
-
-
-def test_hooks_on_saved_tensors_around_a_layer_see_its_input_alone() -> None:
-    layer = Block()
-    checkpoint_layer(layer, "full", Switch(), CPU)
-    hidden, scale = torch.randn(2, 32, requires_grad=True), torch.ones((), requires_grad=True)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor.shape), lambda packed: packed):
-        layer(hidden, None, scale=scale, factors=(1.0, torch.ones(32)))
-    assert seen == [hidden.shape, scale.shape]
 
 
 def test_the_mechanism_of_transformers_is_switched_off() -> None:

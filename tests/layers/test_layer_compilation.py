@@ -103,37 +103,6 @@ def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPa
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
-def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued: list[Tensor] = []
-    entry = compilation.linear_entry
-
-    def watched(layer: Any, hidden: Tensor, gradient: Tensor) -> Any:
-        queued.extend((hidden, gradient))
-        return entry(layer, hidden, gradient)
-
-    monkeypatch.setattr(compilation, "linear_entry", watched)
-    monkeypatch.setattr(Compiled, "choice", "selective")
-    runner = Compiled(trunk("llama", torch.float32, num_hidden_layers=1), data(1, 2, dtype=torch.float32))
-    runner.run("F0 I0")
-    tokens, hidden, r, q = 10, 32, 2 / 4, 48 / 32
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in queued}
-    assert sum(storages.values()) == (12 + 4 * r + 6 * q) / 2 * tokens * hidden * 4
-    assert len(runner.queue._entries[0, 0]) == 7
-    runner.run("W0")
-
-
-def test_no_hook_of_a_linear_layer_runs_in_I() -> None:
-    runner = Compiled(one_layer(nn.Linear(8, 8)), data(1, width=8, dtype=torch.float32))
-    seen: list[str] = []
-    for name, parameter in runner.module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    runner.run("F0 I0")
-    assert seen == []
-    runner.run("W0")
-    assert seen == ["layers.0.inside.0.weight", "layers.0.inside.0.bias"]
-
-
 class Layer(nn.Module):
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
