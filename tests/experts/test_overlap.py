@@ -59,27 +59,6 @@ def test_what_is_chosen_is_nearly_the_best() -> None:
         assert taken(chosen) <= 1.03 * min(map(taken, every)), (name, speed, members)
 
 
-def test_passes_hide_what_they_can() -> None:
-    work = work_of(layer("DeepSeek-V3"), rates(100))
-    plain, overlapped = times(work, Overlap()), times(work, Overlap(4, 2))
-    assert overlapped.F < plain.F and overlapped.I < plain.I and overlapped.B < plain.B
-    assert overlapped.I <= overlapped.B <= overlapped.I + overlapped.W
-    assert overlapped.F - work.leaves.of(1) > overlapped.R, "a repeated forward sends nothing back"
-
-
-def test_more_parts_pay_unless_matrices_are_read_again_for_too_long() -> None:
-    arrivals = {
-        ("Qwen3-30B-A3B", 4, 300): 2,
-        ("Qwen3-30B-A3B", 4, 45): 4,
-        ("DeepSeek-V3", 4, 300): 1,  # 64 experts of 88 MB each
-        ("DeepSeek-V3", 8, 300): 2,
-        ("Mixtral-8x7B", 4, 45): 4,
-    }
-    for (name, members, speed), expected in arrivals.items():
-        chosen = choose(ExpertOptions(), layer(name, members), rates(speed)).overlap
-        assert chosen.arrivals == expected, (name, members, speed)
-
-
 def test_without_costs_4_columns_and_own_rows_first() -> None:
     for width, columns in {64: 1, 512: 2, 2048: 4, 7168: 4}.items():
         narrow = Layer(tokens=64, hidden_size=width, width=64, experts=8, choices=2, members=4)

@@ -1,4 +1,7 @@
-"""Experts over the members of a group, each a thread, against transformers' loop over the experts of one process."""
+"""Experts of one process and over the members of a group, each a thread, against transformers in one process.
+
+`tests/multiprocess` compares the messages of processes, and the bytes that live.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,33 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import WIDTH, experts_of
-from families import EXPERTS
+from families import EXPERTS, tiny_config, whole_model
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from evenpipe.experts import function
+from evenpipe.experts.adopt import adopt_experts
 from evenpipe.experts.function import Call, Overlap, first_of, run
-from evenpipe.experts.layout import Layout, alone, spread
+from evenpipe.experts.layout import alone, spread
 from evenpipe.experts.load import Load
-from evenpipe.layers.checkpointing import Switch, checkpointed
+from evenpipe.experts.products import Groups, fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.weight_gradients import WeightGradients
-from evenpipe.memory.tracker import Tracker
+from evenpipe.model import gradient_errors
 from evenpipe.parallel.running import Running
 from evenpipe.processes.signs import cause_of
 from evenpipe.tensor.threads import in_threads
+
+WIDTH = 64
+
+
+def experts_of(family: str, dtype: torch.dtype = torch.float64, implementation: str = "eager", **changes: Any) -> Any:
+    """The experts of the last layer of a tiny model; "eager" is transformers' loop over them."""
+    config = tiny_config(family, **changes)
+    config._experts_implementation = implementation
+    model = whole_model(config, dtype)
+    return next(module for module in model.base_model.layers[-1].modules() if hasattr(module, "_apply_gate"))
+
+
+# --- over members ----------------------------------------------------------------------------------------------------
 
 
 class Member:
@@ -33,7 +48,6 @@ class Member:
 
     def __init__(self, rank: int, barrier: threading.Barrier, table: list[Any]) -> None:
         self.rank, self.size, self.barrier, self.table = rank, len(table), barrier, table
-        self.bytes, self.log = 0, []
 
     def meet(self, brought: Any) -> list[Any]:
         self.table[self.rank] = brought
@@ -48,8 +62,6 @@ class Member:
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Any:
         assert sum(received) == len(output) and sum(sent) == len(rows) and not sent[self.rank]
         assert output.dtype == rows.dtype and output.shape[1:] == rows.shape[1:]
-        self.bytes += rows.nbytes
-        self.log.append(what)
         messages = self.meet((what, rows.split(list(sent))))
         assert {name for name, _ in messages} == {what}, "members exchange different things"
         parts = [parts[self.rank] for _, parts in messages]
@@ -61,11 +73,11 @@ class Member:
         self.barrier.abort()
 
 
-def in_group(size: int, work: Callable[[Member], Any]) -> tuple[list[Any], list[Member]]:
+def in_group(size: int, work: Callable[[Member], Any]) -> list[Any]:
     """What `work` returns on each member."""
     barrier, table = threading.Barrier(size), [None] * size
     members = [Member(rank, barrier, table) for rank in range(size)]
-    return in_threads(members, lambda rank: work(members[rank])), members
+    return in_threads(members, lambda rank: work(members[rank]))
 
 
 def local(experts: Any, size: int, rank: int) -> Any:
@@ -150,7 +162,7 @@ def ours(experts: Any, tokens: list[tuple[Tensor, ...]], overlap: Overlap, *, sp
         results = {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
         return results | {name: getattr(own, name).grad for name, _ in experts.named_parameters(recurse=False)}
 
-    results, _ = in_group(size, work)
+    results = in_group(size, work)
     of_tokens = {name: [result[name] for result in results] for name in ("output", "hidden", "weights")}
     return of_tokens | {
         name: [torch.cat([result[name] for result in results])] for name, _ in experts.named_parameters(recurse=False)
@@ -194,92 +206,101 @@ def test_gradients_of_all_members_are_those_of_one_process(sample) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("choice", ["none", "full", "selective"])
-def test_what_travels(choice) -> None:
-    """Rows and their weights travel once more with "full"; nothing does that "selective" repeats."""
-    experts, size = experts_of("gpt_oss"), 2
-    tokens = [tokens_of("even", rank, size, 4, choices=2, seed=1) for rank in range(size)]
+# --- of one process --------------------------------------------------------------------------------------------------
 
-    def work(member: Member) -> dict[str, Tensor]:
-        hidden, index, weights, gradient = tokens[member.rank]
-        hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        call = Call(local(experts, size, member.rank), spread(index, 4, member), member, Overlap())
-
-        def forward(hidden: Tensor, weights: Tensor) -> Tensor:
-            return run(call, hidden.tanh(), weights)
-
-        if choice != "none":
-            forward = checkpointed(forward, choice, Switch(), torch.device("cpu"))
-        output = forward(hidden, weights)
-        output.backward(gradient)
-        return {"output": output.detach(), "weights": weights.grad}
-
-    results, members = in_group(size, work)
-    again = ["rows", "weights"] if choice == "full" else []
-    expected = ["choices", "rows", "weights", "sums", *again, "gradients", "gradients of weights", "sums"]
-    assert [member.log for member in members] == [expected] * size
-    plain = ours(experts, [(hidden.tanh(), *others) for hidden, *others in tokens], Overlap(), split=False)
-    for rank, result in enumerate(results):
-        assert all(torch.equal(tensor, plain[name][rank]) for name, tensor in result.items())
+TOKENS = 24
+NARROW = {"moe_intermediate_size": 6, "intermediate_size": 6}
+WAYS: list[tuple[str, torch.dtype, str, dict[str, int], float]] = [
+    # how transformers computes products: one after the other, or at once; dtype; its way that is the reference; changes
+    # of the config; tolerance: in fp32 weights come before the second product, not after it
+    ("eager", torch.float64, "eager", {}, 1e-14),
+    ("grouped_mm", torch.float32, "grouped_mm", {}, 1e-6),
+    # what torch cannot multiply at once: fp64, and rows that are not whole 16 bytes
+    ("grouped_mm", torch.float64, "eager", {}, 1e-14),
+    ("grouped_mm", torch.float32, "eager", NARROW, 1e-6),
+]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_bytes_that_are_kept_and_that_travel(family, size) -> None:
-    """b (R h + P F) + b P are kept from F to B, b (2 R h + P (F + f)) + b P from I to W, both beside integers. Rows
-    travel twice in F and twice in I, never in W; beside those of F an int32 and a weight of each choice, and in I the
-    gradient of each weight."""
-    experts, choices = experts_of(family), 2
-    tokens = [tokens_of("even", rank, size, 4, choices=choices, seed=5) for rank in range(size)]
+def routed(experts: Any, choices: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """(hidden, chosen experts, their weights, gradient of the output). Nobody chooses the last expert."""
+    generator = torch.Generator().manual_seed(3)
+    count = next(experts.parameters()).shape[0] - 1
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
+    scores = torch.rand(TOKENS, count, generator=generator).to(dtype)
+    weights, chosen = scores.topk(choices, dim=-1)
+    return hidden, chosen, weights, torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
 
-    def work(member: Member) -> tuple[Layout, dict[str, int], list[int]]:
-        own, live, sent = local(experts, size, member.rank), {}, []
-        hidden, index, weights, gradient = tokens[member.rank]
-        hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        queue = WeightGradients()
+
+def gradients(experts: Any, inputs: tuple[Tensor, ...], queue: WeightGradients | None = None) -> dict[str, Any]:
+    """Of all parameters, the input and the weights; through I and W where there is a queue."""
+    experts.zero_grad()
+    hidden, chosen, weights, gradient = inputs
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    if queue is not None:
+        queue.under_way = (0, 0)
+    output = experts(hidden, chosen, weights)
+    if queue is not None:
         queue.begin((0, 0))
-        with Tracker() as tracker:
-            tracker.add(hidden, index, weights, gradient, *own.parameters(False))
+    output.backward(gradient)
+    if queue is not None:
+        queue.under_way = None
+        assert all(parameter.grad is None for parameter in experts.parameters()), "nothing before W"
+        queue.compute((0, 0))
+    results = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return results | {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
 
-            def after(moment: str) -> None:
-                member.meet(None)  # nobody holds what others have sent
-                live[moment] = tracker.live
-                sent.append(member.bytes)
 
-            after("begin")
-            layout = spread(index, 4, member)
-            layout.by_row, layout.by_token
-            after("layout")
-            output = run(Call(own, layout, member, Overlap(), queue), hidden, weights)
-            edge = get_gradient_edge(output)
-            del output
-            after("F")
-            torch.autograd.backward((edge,), (gradient,))
-            del edge
-            hidden.grad = weights.grad = None
-            after("I")
-            queue.compute((0, 0))
-            for parameter in own.parameters(False):
-                parameter.grad = None
-            after("W")
-        return layout, live, sent
+def test_gradients_are_those_of_transformers(sample) -> None:
+    """Of each way; and a backward that is not split has the same bits. Choices of no expert add nothing, and an expert
+    without tokens gets zeros."""
+    absent = torch.arange(TOKENS) % 3 == 0
+    for family, way, choices in sample(itertools.product(EXPERTS, range(len(WAYS)), (1, 2, 3))):
+        implementation, dtype, of_reference, changes, tolerance = WAYS[way]
+        experts, same = (experts_of(family, dtype, name, **changes) for name in (implementation, of_reference))
+        hidden, chosen, weights, gradient = routed(experts, choices, dtype)
+        expected = gradients(same, (hidden, chosen, torch.where(absent[:, None], 0, weights), gradient))
+        expected["weights"][absent] = 0
+        count = next(experts.parameters()).shape[0]
+        inputs = hidden, torch.where(absent[:, None], count, chosen), weights, gradient
+        queue = WeightGradients()
+        adopt_experts(experts, queue)
+        whole, split = gradients(experts, inputs), gradients(experts, inputs, queue)
+        assert max(gradient_errors(split, expected).values()) < tolerance, (family, way, choices)
+        assert all(torch.equal(whole[name], split[name]) for name in whole), (family, way, choices)
+        assert not any(split[name][count - 1].any() for name, _ in experts.named_parameters())
 
-    results, _ = in_group(size, work)
-    b, f = 8, 96
-    for layout, live, sent in results:
-        rows, pairs = layout.rows * WIDTH, layout.pairs
-        kept = b * (rows + pairs * 2 * f) + b * pairs
-        queued = b * (2 * rows + pairs * 3 * f) + b * pairs
-        assert (live["F"] - live["layout"], live["I"] - live["layout"]) == (kept, queued)
-        assert live["W"] == live["layout"]
-        goes, comes = sum(layout.sent), sum(layout.received)
-        sides = layout.own + goes
-        integers = 8 * (4 * pairs + layout.rows) + 8 * (2 * sides + layout.tokens) + choices * sides
-        assert live["layout"] - live["begin"] == integers + 4 * len(layout.groups.ends)
-        by_pass = [late - early for early, late in itertools.pairwise(sent)]
-        small = 4 * choices * goes  # which experts
-        back = comes * (WIDTH * b + choices * b)
-        assert by_pass == [small, goes * (WIDTH + choices) * b + comes * WIDTH * b, goes * WIDTH * b + back, 0]
+
+def test_experts_train_where_nothing_before_them_does() -> None:
+    experts = experts_of("mixtral")
+    hidden, chosen, weights, gradient = routed(experts)
+    adopt_experts(experts, WeightGradients())
+    experts(hidden, chosen, weights).backward(gradient)
+    assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_products_by_group(dtype) -> None:
+    """Against a loop over the groups; in fp64 that loop is the implementation. Rows of a part are written to their
+    places, and others stay as they are."""
+    torch.manual_seed(0)
+    rows, matrices, right = (torch.randn(*shape).to(dtype) for shape in ((12, 16), (4, 16, 8), (12, 8)))
+    for ends in ([5, 5, 9, 12], [0, 12, 12, 12], [0, 0, 0, 12]):
+        stops = Groups(torch.tensor(ends, dtype=torch.int32))
+        products, outer = grouped_product(rows, matrices, stops), grouped_outer(rows, right, stops)
+        for expert, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            torch.testing.assert_close(products[start:end], rows[start:end] @ matrices[expert])
+            torch.testing.assert_close(outer[expert], rows[start:end].t() @ right[start:end])
+    whole = grouped_product(rows, matrices, Groups(torch.tensor([5, 5, 9, 12], dtype=torch.int32)))
+    places = torch.tensor([0, 1, 2, 7, 8, 9])  # of the experts 0, 2, 2, 3
+    part = torch.full_like(whole, 7.0)
+    fill_grouped(part, places, rows[places], matrices, Groups(torch.tensor([3, 3, 5, 6], dtype=torch.int32)))
+    others = torch.ones(12, dtype=torch.bool)
+    others[places] = False
+    torch.testing.assert_close(part[places], whole[places])
+    assert (part[others] == 7.0).all()
+
+
+# --- errors and load ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
