@@ -7,7 +7,9 @@ take its time, since a busy machine is no fault of the code. No test asks the hu
 from __future__ import annotations
 
 import gc
+import multiprocessing.forkserver
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,3 +44,11 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton calls all of it leaked when Python ends
+
+
+@pytest.fixture(scope="module")
+def own_fork_server() -> Iterator[None]:
+    """A fork server for a module alone: one that was started before has not imported what its processes need."""
+    multiprocessing.forkserver._forkserver._stop()
+    yield
+    multiprocessing.forkserver._forkserver._stop()

@@ -4,9 +4,7 @@ Families that run in fp64 also run in bf16, the default on a GPU."""
 from __future__ import annotations
 
 import json
-import multiprocessing.forkserver
 import re
-from collections.abc import Iterator
 from functools import partial
 
 import families_page
@@ -23,14 +21,6 @@ from evenpipe.parallel.parameters import StageParameters
 
 RESULTS = json.loads(families_page.RESULTS.read_text(encoding="utf-8"))
 ROWS = {Configuration(row["model_type"], row["variant"]): row for row in RESULTS["configurations"]}
-
-
-@pytest.fixture(scope="module")
-def own_fork_server() -> Iterator[None]:
-    """Stop a running fork server, which has not imported the modules that these configurations need."""
-    multiprocessing.forkserver._forkserver._stop()
-    yield
-    multiprocessing.forkserver._forkserver._stop()
 
 
 EXPECTED = {

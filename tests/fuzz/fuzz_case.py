@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from families import EXPERTS, FAMILIES, PROMISED_EXPERTS
@@ -221,10 +221,10 @@ def _with_tensor_ranks(case: Case) -> Case:
     ranks = dice.choice((2, 2, 4)) if case.processes == 1 and case.model.family not in TWO_HEADS else 2
 
     def shared(batch: Batch) -> Batch:
-        return replace_field(batch, tokens=batch.tokens + -batch.tokens % ranks * (dice.random() > RULES_BROKEN))
+        return replace(batch, tokens=batch.tokens + -batch.tokens % ranks * (dice.random() > RULES_BROKEN))
 
     steps = _steps_of(case, shared)
-    return replace_field(case, processes=ranks * case.processes, tensor_parallel=ranks, steps=steps)
+    return replace(case, processes=ranks * case.processes, tensor_parallel=ranks, steps=steps)
 
 
 TWO_HEADS = {"phi3"}
@@ -254,16 +254,16 @@ def _in_pieces(case: Case) -> Case:
     if ranks == slices == 1:
         return case
     if given.given_as == "function" and slices > 1:  # it is given units, which become slices before R
-        changes["schedule"] = replace_field(given, recomputed=())
+        changes["schedule"] = replace(given, recomputed=())
     number = divisor_of(ranks, case.tensor_parallel)
 
     def divided(batch: Batch) -> Batch:
         if batch.tokens > 128 or dice.random() < RULES_BROKEN:
             return batch
-        return replace_field(batch, tokens=max(-(-batch.tokens // number), slices) * number)
+        return replace(batch, tokens=max(-(-batch.tokens // number), slices) * number)
 
-    case = replace_field(case, **changes, slices=slices)
-    return replace_field(case, steps=_steps_of(case, divided))
+    case = replace(case, **changes, slices=slices)
+    return replace(case, steps=_steps_of(case, divided))
 
 
 def _with_shared_experts(case: Case) -> Case:
@@ -272,20 +272,20 @@ def _with_shared_experts(case: Case) -> Case:
     if case.replicas == 1 or (unfit and dice.random() > RULES_BROKEN) or dice.random() < 0.2:
         return case
     members = [count for count in range(2, case.replicas + 1) if case.replicas % count == 0]
-    return replace_field(case, expert_parallel=dice.choice(members))
+    return replace(case, expert_parallel=dice.choice(members))
 
 
 def _with_unusual_layers(case: Case) -> Case:
     if case.model.family != MODULES or case.compile_layers or case.random("unusual layers").random() < 0.3:
         return case
     changes = case.checkpointing == "none" or set(case.checkpointing) == {"none"}
-    return replace_field(case, model=replace_field(case.model, unusual_layers=True, changes_input=changes))
+    return replace(case, model=replace(case.model, unusual_layers=True, changes_input=changes))
 
 
 def _with_means(case: Case) -> Case:
     dice = case.random("means")
     means = ("its own batch", "its own batch", "labels", "labels", "batches")
-    return replace_field(case, steps=tuple(replace_field(step, counts=dice.choice(means)) for step in case.steps))
+    return replace(case, steps=tuple(replace(step, counts=dice.choice(means)) for step in case.steps))
 
 
 def _with_hooks(case: Case) -> Case:
@@ -293,7 +293,7 @@ def _with_hooks(case: Case) -> Case:
     hooks = dice.choice(("none", "none", "none", "tensor", "accumulated", "both"))
     if case.model.unusual_layers and hooks != "none":
         hooks = "tensor"  # the others are called for zeros, too, where one process has nothing
-    return replace_field(case, hooks=hooks)
+    return replace(case, hooks=hooks)
 
 
 def _with_options_of_axes(case: Case) -> Case:
@@ -306,7 +306,7 @@ def _with_options_of_axes(case: Case) -> Case:
         changes["slice_ends"] = "random"
     if case.data_parallel == "shard":
         changes["gathering"] = dice.choice(({}, {"reshard": True, "prefetch": 0}, {"reshard": True}, {"prefetch": 1}))
-    return replace_field(case, **changes)
+    return replace(case, **changes)
 
 
 def _with_documents(case: Case) -> Case:
@@ -318,9 +318,9 @@ def _with_documents(case: Case) -> Case:
 
     def packed(batch: Batch) -> Batch:
         padded = batch.padded and dice.random() < RULES_BROKEN
-        return replace_field(batch, padded=padded, positions=dice.choice(("default", "packed", "packed", "packed")))
+        return replace(batch, padded=padded, positions=dice.choice(("default", "packed", "packed", "packed")))
 
-    return replace_field(case, documents="separate", steps=_steps_of(case, packed))
+    return replace(case, documents="separate", steps=_steps_of(case, packed))
 
 
 KEPT_IN_FP32 = ("ernie4_5_moe", "deepseek_v3")
@@ -334,13 +334,13 @@ def _in_bf16(case: Case) -> Case:
     if model.family == MODULES or model.given_as == "config" or case.compile_layers or dice.random() > 0.1:
         return case
     batches = (tuple(Batch(sequences=batch.sequences, tokens=max(batch.tokens, 4)) for _ in range(case.replicas)),)
-    return replace_field(
+    return replace(
         case,
         bf16=True,
         hooks="none",
         loss={},
         saves=False,
-        model=replace_field(
+        model=replace(
             model,
             family=dice.choice((model.family, *KEPT_IN_FP32)),
             given_as="live",
@@ -353,7 +353,7 @@ def _in_bf16(case: Case) -> Case:
 
 def _steps_of(case: Case, change: Callable[[Batch], Batch]) -> tuple[Step, ...]:
     return tuple(
-        replace_field(step, batches=tuple(tuple(map(change, replicas[: case.replicas])) for replicas in step.batches))
+        replace(step, batches=tuple(tuple(map(change, replicas[: case.replicas])) for replicas in step.batches))
         for step in case.steps
     )
 
@@ -376,7 +376,7 @@ def _draw_whole(seed: int, number: int) -> Case:
                 break
     recomputed = tuple(stage for stage in range(stages) if dice.random() < 0.6)
     if given.given_as != "name" and dice.random() < 0.25:
-        given = replace_field(given, recomputed=recomputed)
+        given = replace(given, recomputed=recomputed)
     layers, layers_per_stage = _draw_layers(dice, stages)
     model = _draw_model(dice, layers)
     count = dice.choices((1, 2, 3), (6, 3, 2))[0]
@@ -408,10 +408,6 @@ def _draw_whole(seed: int, number: int) -> Case:
         steps=tuple(_draw_step(dice, model, replicas, microbatches, last=index == count - 1) for index in range(count)),
         saves=dice.random() < 0.08,
     )
-
-
-def replace_field(given: Any, **changes: Any) -> Any:
-    return type(given)(**({entry.name: getattr(given, entry.name) for entry in fields(given)} | changes))
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class PlainModel(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(model.vocabulary, HIDDEN, padding_idx=model.padding)
-        layers = [_plain_layer((seed + index) % 6) for index in range(model.layers)]
+        layers = [PLAIN_LAYERS[(seed + index) % 6]() for index in range(model.layers)]
         self.layers = nn.ModuleList(
             unusual(layers, random.Random(seed), model.changes_input) if model.unusual_layers else layers
         )
@@ -155,19 +155,19 @@ def unusual(layers: list[nn.Module], dice: random.Random, changes_input: bool) -
     return wrapped
 
 
-def _plain_layer(number: int) -> nn.Module:
-    if number == 0:
-        return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-    if number == 1:
-        return nn.Tanh()
-    if number == 2:
-        return OverTime()
-    if number == 3:
-        twice = nn.Linear(HIDDEN, HIDDEN)
-        return nn.Sequential(twice, nn.GELU(), twice)
-    if number == 4:
-        return Scale()
-    return Residual()
+def twice() -> nn.Module:
+    layer = nn.Linear(HIDDEN, HIDDEN)
+    return nn.Sequential(layer, nn.GELU(), layer)
+
+
+PLAIN_LAYERS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()),
+    nn.Tanh,
+    OverTime,
+    twice,
+    Scale,
+    Residual,
+]
 
 
 def config_of(case: Case) -> Any:
@@ -241,24 +241,16 @@ def freeze(parameters: Iterable[tuple[str, nn.Parameter]], case: Case, what: str
 
 def _is_frozen(what: str, name: str, parameter: Tensor, dice: random.Random) -> bool:
     in_layers = "layers." in name or ".h." in name
-    match what:
-        case "nothing":
-            return False
-        case "everything":
-            return True
-        case "embedding":
-            return any(word in name for word in ("embed", "wte", "wpe"))
-        case "head":
-            return "head" in name or "embed_out" in name
-        case "layers":
-            return in_layers
-        case "all but layers":
-            return not in_layers
-        case "vectors":
-            return parameter.dim() < 2
-        case "some":
-            return dice.random() < 0.5
-    raise AssertionError(what)
+    return {
+        "nothing": False,
+        "everything": True,
+        "embedding": any(word in name for word in ("embed", "wte", "wpe")),
+        "head": "head" in name or "embed_out" in name,
+        "layers": in_layers,
+        "all but layers": not in_layers,
+        "vectors": parameter.dim() < 2,
+        "some": dice.random() < 0.5,
+    }[what]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
-from fuzz_model import FP64, Data, data_of, freeze, live_model
+from fuzz_model import FP64, data_of, freeze, live_model
 from fuzz_pipeline import gathered, is_first, open_pipeline, tokens_in_any_order
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
 from torch import Tensor, nn
@@ -33,19 +32,7 @@ BF16_ERRORS, BF16_LOSS = 3.0, 2e-2
 """Times the error of transformers' own bf16; and of a loss, whose error there may be nothing by chance."""
 
 
-class Side(Protocol):
-    def freeze(self, what: str, number: int) -> None: ...
-    def add_hooks(self) -> None: ...
-    def step(self, data: list[Data], recorded: bool, update: Update | None) -> Observed: ...
-    def evaluate(self, data: list[Data]) -> Observed: ...
-    def clip(self, max_norm: float) -> float: ...
-    def update(self) -> None: ...
-    def clear(self) -> None: ...
-    def gradients(self) -> dict[str, Tensor]: ...
-    def weights(self) -> dict[str, Tensor]: ...
-
-
-def play(case: Case, side: Side) -> Observed:
+def play(case: Case, side: InProcesses | OneProcess) -> Observed:
     """All that is seen on the way."""
     seen: Observed = []
     if case.hooks != "none":

@@ -16,10 +16,11 @@ import argparse
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ sys.path[:0] = [
 
 from families import EXPERTS, FAMILIES, WINDOW  # noqa: E402
 from fuzz_case import MODULES, Case  # noqa: E402
-from fuzz_rows import RUNS_PER_CASE, faults_of_resumed_runs  # noqa: E402
 from fuzz_run import Verdict, run, shape  # noqa: E402
+from rows_of_runs import Start, faults_of_run  # noqa: E402
 
 BLOCK = 64
 """Cases that share the starts of processes."""
+
+RUNS_PER_CASE = 10
+"""That are resumed with other batches, replicas and numbers of steps."""
 
 LINES = 12
 """Of what is said about a case that is wrong, unless it runs alone."""
@@ -107,6 +111,22 @@ def main() -> int:
             arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(verdicts, time.monotonic() - started))
     return 1 if faults or any(verdict.complaints for verdict in verdicts) else 0
+
+
+def faults_of_resumed_runs(seed: int, numbers: Iterable[int]) -> list[str]:
+    """What is wrong with the rows that some resumed runs read, for each number, with what they were."""
+    faults = []
+    for number in numbers:
+        dice = random.Random(f"rows {seed} {number}")
+        for _ in range(RUNS_PER_CASE):
+            rows, packed, fraction = dice.randint(2, 60), dice.random() < 0.5, dice.choice((0.0, 0.1, 0.2))
+            starts = [
+                Start(steps=dice.randint(0, 9), replicas=dice.randint(1, 4), rows=dice.randint(1, 6))
+                for _ in range(dice.randint(1, 10))
+            ]
+            found = faults_of_run(rows, starts, fraction=fraction, packed=packed)
+            faults += [f"{fault} ({rows} rows, {fraction=}, {packed=}, {starts})" for fault in found]
+    return faults
 
 
 def _blocks(arguments: argparse.Namespace, started: float) -> Iterator[range]:

@@ -9,9 +9,8 @@ import pytest
 import rows_of_runs
 from families import EXPERTS, FAMILIES
 from fuzz_case import MODULES, Case, draw
-from fuzz_rows import faults_of_resumed_runs
 from fuzz_run import run, shape
-from run_fuzz import SIDES, figures_of, table
+from run_fuzz import SIDES, faults_of_resumed_runs, figures_of, table
 from sampling import choose
 
 from evenpipe.schedule import SCHEDULES

@@ -1,4 +1,4 @@
-"""The cases of `make gpu-test`, where there is a GPU; elsewhere a few of them on the CPU. Which device a process takes."""
+"""The cases of `make gpu-test`, where there is a GPU, elsewhere a few of them; which device a process takes."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabulary_reference import (
     BACKWARDS,
+    KEEP,
     NAMES,
     Problem,
     assert_close,
@@ -21,7 +22,6 @@ from vocabulary_reference import (
 
 from evenpipe.vocabulary import LossOptions
 
-KEEP = ("probabilities", "nothing")
 EACH_OPTION = {
     "plain": LossOptions(),
     "label smoothing": LossOptions(label_smoothing=0.1),

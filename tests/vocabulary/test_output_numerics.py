@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from vocabulary_reference import (
     BACKWARDS,
+    KEEP,
     Answer,
     Problem,
     assert_close,
@@ -24,8 +25,6 @@ from vocabulary_reference import (
 )
 
 from evenpipe.vocabulary import Buffers, LossOptions, backward_shard, combine, forward_shard, split
-
-KEEP = ("probabilities", "nothing")
 
 
 def answers(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from vocabulary_reference import BACKWARDS, assert_close, problem, reference, sharded
+from vocabulary_reference import BACKWARDS, KEEP, assert_close, problem, reference, sharded
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary import Buffers, LossOptions, kernels, output, split
@@ -40,9 +40,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "COLUMNS_AT_ONCE", 16)
     monkeypatch.setattr(triton_kernels, "HIDDEN_AT_ONCE", 8)
     monkeypatch.setattr(triton_kernels, "TOKENS_AT_ONCE", 8)
-
-
-KEEP = ("probabilities", "nothing")
 
 
 class Padded(Buffers):

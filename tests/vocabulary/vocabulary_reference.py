@@ -15,6 +15,7 @@ TORCH_DEVICE = "cpu"
 """Where `sharded` computes; with Triton's kernels the GPU, where there is one (conftest.py)."""
 
 
+KEEP = ("probabilities", "nothing")
 BACKWARDS = ("one barrier", "two barriers", "split")
 """S prepares the hidden gradient and T makes that of the weight; T makes both; T makes the hidden gradient, and the
 weight's later."""
@@ -95,28 +96,32 @@ def problem(
 
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions) -> Tensor:
-    logits = linear(hidden, weight, bias) * options.logit_scale
+    """Products in the dtype of the operands; then at least fp32."""
+    product = linear(hidden, weight, bias)
+    logits = (product if product.dtype == torch.float64 else product.float()) * options.logit_scale
     if options.soft_cap is not None:
         logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
     return logits
 
 
-def leaf(values: Tensor) -> Tensor:
-    """An own copy in fp64 that collects a gradient."""
-    return values.detach().to(torch.float64, copy=True).requires_grad_()
+def leaf(values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An own copy that collects a gradient."""
+    return values.detach().to(dtype, copy=True).requires_grad_()
 
 
-def reference(inputs: Problem, options: LossOptions, *, log_odds: bool = False) -> Answer:
-    """Autograd in fp64 on the unsharded problem, ignored tokens cut out first.
+def reference(
+    inputs: Problem, options: LossOptions, *, log_odds: bool = False, dtype: torch.dtype = torch.float64
+) -> Answer:
+    """Autograd on the unsharded problem, ignored tokens cut out first.
 
+    dtype: of the products.
     log_odds: write lse - z_t as log(1 + exp(lse of the others - z_t)), for tokens so confident that fp64 itself would
     lose digits in lse - z_t. Only for label_smoothing = 0.
     """
     valid = inputs.labels != options.ignore_index
     labels = inputs.labels[valid]
-    hidden = leaf(inputs.hidden[valid])
-    weight = leaf(inputs.weight)
-    bias = None if inputs.bias is None else leaf(inputs.bias)
+    hidden, weight = leaf(inputs.hidden[valid], dtype), leaf(inputs.weight, dtype)
+    bias = None if inputs.bias is None else leaf(inputs.bias, dtype)
     logits = logits_of(hidden, weight, bias, options)
     if log_odds:
         assert not options.label_smoothing
@@ -132,7 +137,7 @@ def reference(inputs: Problem, options: LossOptions, *, log_odds: bool = False) 
     def spread(values: Tensor | None) -> Tensor:
         assert values is not None
         return torch.zeros(len(valid), *values.shape[1:], dtype=torch.float64).index_copy(
-            0, valid.nonzero().squeeze(1), values.detach()
+            0, valid.nonzero().squeeze(1), values.detach().double()
         )
 
     assert weight.grad is not None
