@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import families_page
 import pytest
@@ -42,17 +43,14 @@ def test_a_few_families_are_equal_or_refused_and_one_that_ends_a_process_is_told
             assert 0.0 < outcome.error < 1e-10 and 0.0 < outcome.tensor_error < 1e-10, outcome
 
 
-class Tied:
-    tied, head_name, embedding_name = True, "head", "embedding"
-
-
 def test_what_is_wrong_is_found() -> None:
     """Use a reference that lists the tied matrix under the head's name, with a tower that gets no gradient."""
     ones = partial(torch.ones, dtype=torch.float64)
     expected = {"head": ones(4), "layer": ones(3), "idle": None}
     reference = Reference(None, torch.float64, torch.empty(0), 2.0, expected, 1e-10)
     right = {"embedding": ones(4), "layer": ones(3)}
-    assert worst_error(reference, Tied(), 2.0, right) == 0.0
+    description = SimpleNamespace(tied=True, head_name="head", embedding_name="embedding")
+    assert worst_error(reference, description, 2.0, right) == 0.0
     for loss, changes, text in (
         (2.0 + 1e-9, {}, "the loss is"),
         (2.0, {"layer": ones(3) * (1 + 1e-9)}, "the gradient of layer is off by 1.0e-09"),
@@ -63,7 +61,7 @@ def test_what_is_wrong_is_found() -> None:
     ):
         changed = {name: gradient for name, gradient in (right | changes).items() if gradient is not None}
         with pytest.raises(DifferentError, match=text):
-            worst_error(reference, Tied(), loss, changed)
+            worst_error(reference, description, loss, changed)
 
 
 def test_every_model_type_has_a_configuration_that_can_be_made() -> None:

@@ -38,6 +38,10 @@ HANG_SECONDS = 6.0
 """Limit of a wait in a case where a process hangs; elsewhere so long that reaching it is a fault."""
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
 
+OF_A_PIPELINE = ("schedule", "vocabulary", "microbatches", "tensor_parallel", "context_parallel", "context_exchange")
+OF_A_PIPELINE += ("slices", "expert_parallel")
+"""Fields of a case that are options of its pipeline."""
+
 ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
 ISSUING |= {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
 ISSUING |= {"all_gather_into_tensor", "reduce_scatter_tensor"}  # the same before torch 2.13
@@ -65,27 +69,11 @@ def train(case: Case, folder: Path) -> int:
         num_key_value_heads=1,
         max_position_embeddings=16,
     )
-
-    def pipeline() -> Pipeline:
-        return Pipeline(
-            config,
-            schedule=case.schedule,
-            vocabulary=case.vocabulary,
-            microbatches=case.microbatches,
-            tensor_parallel=case.tensor_parallel,
-            context_parallel=case.context_parallel,
-            context_exchange=case.context_exchange,
-            slices=case.slices,
-            replicas=case.expert_parallel,
-            expert_parallel=case.expert_parallel,
-            self_check=False,
-            timeout_seconds=timeout_seconds(case),
-        )
-
+    options = {name: getattr(case, name) for name in OF_A_PIPELINE} | {"replicas": case.expert_parallel}
     for number in range(2):
         checkpoints = folder / f"checkpoints-{number}"
         with trap.armed("build"):
-            trained = pipeline()
+            trained = Pipeline(config, **options, self_check=False, timeout_seconds=timeout_seconds(case))
         tokens = 6 if case.context_parallel == 1 else 8  # a multiple of two chunks for each rank and slice
         ids = torch.randint(0, 67, (2 * case.microbatches, tokens), generator=torch.Generator().manual_seed(rank))
         optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
@@ -168,11 +156,12 @@ def fail(how: str, folder: Path, place: str, *, delayed: bool = False) -> None:
     (folder / "fault.part").write_text(f"{time.monotonic()} {place}")
     (folder / "fault.part").rename(folder / "fault")
     if how.startswith("SIG"):
+        signalled = os.getpid(), getattr(signal, how)
         if delayed:
-            threading.Timer(0.01, os.kill, (os.getpid(), getattr(signal, how))).start()
+            threading.Timer(0.01, os.kill, signalled).start()
             time.sleep(0)
             return
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(*signalled)
         time.sleep(600 if how == "SIGTERM" else 0)  # under torchrun the watch ends it
     elif how == "freezes":
         ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock

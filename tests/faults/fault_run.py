@@ -143,7 +143,8 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
         return "", ["torchrun did not end"]
     complaints = [] if exit_code else ["torchrun ended with exit code 0"]
     message = ""
-    printed = {rank: _printed(folder, rank) for rank in _others(case, folder)}
+    files = {rank: folder / f"printed-{rank}" for rank in _others(case, folder)}
+    printed = {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
     absent = _not_started("".join(printed.values()))
     for rank, text in printed.items():
         if rank in absent and not text:
@@ -158,11 +159,6 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
             if _waits(folder, rank) and not re.search(awaited, text):
                 complaints.append(f"process {rank} does not say what it was awaiting")
     return message, complaints
-
-
-def _printed(folder: Path, rank: int) -> str:
-    file = folder / f"printed-{rank}"
-    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _not_started(text: str) -> set[int]:

@@ -106,32 +106,30 @@ class Scenario:
 
 NO_SIGN = r"process [23] gave no sign of life for"
 LOST_STORE = rf"the launcher cannot be reached: the store at {re.escape(ADDRESSES[0])}:\d+ has not answered for"
+CUT = (NO_SIGN, NO_SIGN, LOST_STORE, LOST_STORE)
 AWAITED = r".*process \d was awaiting .* from process"
 
 
-def _moment(cable: Cable, _: object) -> None:
-    cable.down()
-    time.sleep(1.0)
-    cable.up()
+def _down_for(seconds: float) -> Callable[[Cable, object], None]:
+    def happens(cable: Cable, _: object) -> None:
+        cable.down()
+        time.sleep(seconds)
+        cable.up()
 
-
-def _too_long(cable: Cable, _: object) -> None:
-    cable.down()
-    time.sleep(12.0)
-    cable.up()
-
-
-def _launcher_stops(_: Cable, launchers: list[subprocess.Popen[bytes]]) -> None:
-    launchers[0].send_signal(signal.SIGSTOP)
+    return happens
 
 
 SCENARIOS = (
-    Scenario("the link fails for a moment", _moment),
-    Scenario("the link fails", lambda cable, _: cable.down(), (NO_SIGN, NO_SIGN, LOST_STORE, LOST_STORE)),
-    Scenario("the link comes back too late", _too_long, (NO_SIGN, NO_SIGN, LOST_STORE, LOST_STORE)),
-    Scenario("machine 0 hears nothing", lambda cable, _: cable.deafen(0), (NO_SIGN, NO_SIGN, LOST_STORE, LOST_STORE)),
-    Scenario("machine 1 hears nothing", lambda cable, _: cable.deafen(1), (NO_SIGN, NO_SIGN, LOST_STORE, LOST_STORE)),
-    Scenario("the launcher with the store is stopped", _launcher_stops, (LOST_STORE,) * 4),
+    Scenario("the link fails for a moment", _down_for(1.0)),
+    Scenario("the link fails", lambda cable, _: cable.down(), CUT),
+    Scenario("the link comes back too late", _down_for(12.0), CUT),
+    Scenario("machine 0 hears nothing", lambda cable, _: cable.deafen(0), CUT),
+    Scenario("machine 1 hears nothing", lambda cable, _: cable.deafen(1), CUT),
+    Scenario(
+        "the launcher with the store is stopped",
+        lambda _, launchers: launchers[0].send_signal(signal.SIGSTOP),
+        (LOST_STORE,) * 4,
+    ),
     Scenario(
         "the link fails, and silence may last",
         lambda cable, _: cable.down(),

@@ -69,17 +69,13 @@ def table(verdicts: list[Verdict]) -> str:
     by_how: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         case = verdict.case
-        kinds = {
-            case.how: True,
-            "(beside one that is stopped)": case.also_stopped is not None,
-            f"(started by {case.started_by})": True,
-            "(with tensor ranks)": case.tensor_parallel > 1,
-            "(with context ranks)": case.context_parallel > 1,
-            "(with shared experts)": case.expert_parallel > 1,
-        }
-        for kind, holds in kinds.items():
-            if holds:
-                by_how[kind].append(verdict)
+        kinds = [case.how, f"(started by {case.started_by})"]
+        kinds += ["(beside one that is stopped)"] * (case.also_stopped is not None)
+        kinds += ["(with tensor ranks)"] * (case.tensor_parallel > 1)
+        kinds += ["(with context ranks)"] * (case.context_parallel > 1)
+        kinds += ["(with shared experts)"] * (case.expert_parallel > 1)
+        for kind in kinds:
+            by_how[kind].append(verdict)
     lines = [f"{'how a process failed':<30}{'runs':>6}{'as they should':>16}{'longest until all had ended':>30}"]
     for how in sorted(by_how, key=lambda how: (how.startswith("("), how)):
         group = by_how[how]

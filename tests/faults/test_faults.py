@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 import os
 import re
-from collections.abc import Callable
-from functools import partial
 
 import attack_case
 import network_case
@@ -22,14 +19,13 @@ one that ends at once before a wait."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def marked_processes():
+def marked_processes(own_fork_server):
+    """A fork server that was started before carries no mark."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.delenv("RANK", raising=False)
         mark()
-        multiprocessing.forkserver._forkserver._stop()  # one that was started before carries no mark
         yield
-        multiprocessing.forkserver._forkserver._stop()
         os.environ.pop("EVENPIPE_FAULT_MARK")
 
 
@@ -41,25 +37,19 @@ def test_all_others_end_and_say_why(started_by: str, seed: int) -> None:
     assert not verdict.complaints, f"{case}; at {verdict.place}: {verdict.complaints}; {verdict.message}"
 
 
-def cut_cable() -> list[str]:
-    """All name a machine that is cut off."""
-    scenario = next(scenario for scenario in network_case.SCENARIOS if scenario.name == "the link fails")
-    return network_case.play(scenario).complaints
-
-
-def another_user(answers: int) -> list[str]:
-    """He cannot get in."""
-    attack = next(
-        attack for attack in attack_case.ATTACKS if attack.early and (attack.machine, attack.answers) == (0, answers)
-    )
-    return attack_case.play(attack, run_network.loss_in_one_process()).complaints
+CUT = next(scenario for scenario in network_case.SCENARIOS if scenario.name == "the link fails")
+USERS = [attack for attack in attack_case.ATTACKS if attack.early and attack.machine == 0]
 
 
 @pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
-@pytest.mark.parametrize("play", [cut_cable, partial(another_user, 1), partial(another_user, 2)])
+@pytest.mark.parametrize("scenario", [CUT, *USERS], ids=lambda scenario: scenario.name)
 @pytest.mark.slow
-def test_on_networks_of_their_own(play: Callable[[], list[str]]) -> None:
-    assert play() == []
+def test_on_networks_of_their_own(scenario: network_case.Scenario | attack_case.Attack) -> None:
+    """All name a machine that is cut off; another user cannot get in."""
+    if isinstance(scenario, attack_case.Attack):
+        assert attack_case.play(scenario, run_network.loss_in_one_process()).complaints == []
+    else:
+        assert network_case.play(scenario).complaints == []
 
 
 SIZES = {

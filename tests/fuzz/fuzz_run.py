@@ -59,7 +59,7 @@ class Verdict:
     case: Case
     refusal: str
     """The sentence of the InputError; empty where the case ran."""
-    complaints: tuple[str, ...]
+    complaints: Sequence[str]
     """What was wrong."""
     seconds: float
     hashes: dict[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def _serve(processes: int, cases: Sequence[Case], damage: str) -> list[Verdict]:
         except (InputError, RunError) as error:
             failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         verdicts = [
-            _verdict(case, json.loads(file.read_text()))
+            Verdict(case, **json.loads(file.read_text()))
             for case in cases
             if (file := folder / f"outcome-{case.number}").exists()
         ]
@@ -122,11 +122,6 @@ def _serve(processes: int, cases: Sequence[Case], damage: str) -> list[Verdict]:
                 Verdict(case, "", (failure, *([stacks] if stacks else [])), time.perf_counter() - started),
             ]
         return verdicts
-
-
-def _verdict(case: Case, outcome: dict) -> Verdict:
-    complaints = tuple(outcome["complaints"])
-    return Verdict(case, outcome["refusal"], complaints, outcome["seconds"], outcome["hashes"])
 
 
 def _path() -> str:

@@ -57,7 +57,7 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "vocabulary": lambda case: case.vocabulary,
     "data parallel": lambda case: case.data_parallel if case.replicas > 1 else "one replica",
     "checkpointing": lambda case: case.checkpointing if isinstance(case.checkpointing, str) else "by layer",
-    "offload": lambda case: "no options" if case.offload is None else _kind_of(case.offload["activations"]),
+    "offload": lambda case: offloaded(case.offload),
     "optimizer": lambda case: case.optimizer,
     "communicators": lambda case: case.communicators,
     "frozen": lambda case: case.model.frozen,
@@ -73,6 +73,11 @@ SIDES: dict[str, Callable[[Case], Any]] = {
     "model given as": lambda case: case.model.given_as,
 }
 """By which the figures are told apart."""
+
+
+def offloaded(options: dict[str, Any] | None) -> str:
+    activations = "no options" if options is None else options["activations"]
+    return activations if isinstance(activations, str) else "bytes"
 
 
 def kind_of_family(family: str) -> str:
@@ -154,10 +159,6 @@ def _show(verdict: Verdict, always: bool) -> None:
     if len(lines) > LINES and not always:
         lines[LINES:] = [f"and {len(lines) - LINES} lines more"]
     print("".join(f"    {line}\n" for line in lines), end="", flush=True)
-
-
-def _kind_of(activations: str | int) -> str:
-    return activations if isinstance(activations, str) else "bytes"
 
 
 def figures_of(verdicts: list[Verdict], faults: list[str], seed: int, seconds: float) -> dict[str, Any]:

@@ -22,10 +22,17 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from gpu_here import no_gpu  # noqa: E402
-
 VOCABULARY = Path(__file__).resolve().parents[1] / "vocabulary"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_test.json"
+
+
+def no_gpu() -> str | None:
+    """Why there is nothing to run on, in one sentence; None where there is a GPU."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA, so it sees no NVIDIA GPU"
+    return f"torch {torch.__version__} sees no NVIDIA GPU on this machine"
 
 
 def main() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import CASES, ON_A_CPU_TOO
-from gpu_here import no_gpu
+from run_gpu import no_gpu
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
@@ -26,14 +25,12 @@ from evenpipe.runtime import pipeline
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fork_server():
-    """One for this module, that finds its cases; one that was started before knows other modules."""
+def fork_server(own_fork_server):
+    """One for this module, that finds its cases."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
-        multiprocessing.forkserver._forkserver._stop()
         yield
-    multiprocessing.forkserver._forkserver._stop()
 
 
 @pytest.mark.gpu

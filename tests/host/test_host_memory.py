@@ -31,9 +31,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the proces
 def run(program: str, *arguments: str, **changes: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(
-        command, env=environment | changes, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
+    return subprocess.check_output(command, env=environment | changes, text=True).strip()
 
 
 @pytest.mark.slow

@@ -14,9 +14,7 @@ import torch
 from split_module import ChangesItsInput, Products, Split, data, difference, trunk
 from torch import Tensor, nn
 
-from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import Switch, check_choices, checkpoint_layer
-from evenpipe.recipe.recipe import Recipe
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 
 CPU = torch.device("cpu")
 PASSES = ("F0 F1 F2 I0 I1 I2 W0 W1 W2", "F0 F1 I0 F2 B1 I2 W0 W2", "F0 B0 F1 B1 F2 B2")
@@ -130,24 +128,3 @@ def test_the_mechanism_of_transformers_is_switched_off() -> None:
     assert layers_of(module)[0].gradient_checkpointing
     checkpointed(module, "full")
     assert not layers_of(module)[0].gradient_checkpointing
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_one_choice_or_one_per_layer() -> None:
-    for value, layers, expected in (
-        ("none", 2, ("none", "none")),
-        ("selective", 3, ("selective",) * 3),
-        (["full", "none"], 2, ("full", "none")),
-        (("selective",), 1, ("selective",)),
-    ):
-        assert Recipe.of(checkpointing=value).checkpointing_of(layers) == expected
-    for value, sentence in (
-        ("some", 'checkpointing: \'some\', expected one of "none", "full", "selective"'),
-        (["full", True], "checkpointing: True"),
-        (["full"], "checkpointing: 1 choice, expected one for each of the model's 2 layers"),
-        (True, "checkpointing: True"),
-    ):
-        with pytest.raises(InputError, match=sentence):
-            check_choices(Recipe.of(checkpointing=value).checkpointing_of(2))

@@ -34,6 +34,8 @@ MADE = [
     ({"model": torch.nn.Linear(2, 2)}, ["model = Linear", "Pipeline.from_modules"]),
     ({"compute_dtype": "fp7"}, ["compute_dtype: fp7", "torch.bfloat16"]),
     ({"checkpointing": "some"}, ["checkpointing: 'some'", '"none", "full", "selective"']),
+    ({"checkpointing": True}, ["checkpointing: True"]),
+    ({"checkpointing": ["full", True, "none", "none"]}, ["checkpointing: True"]),
     ({"offload": "all"}, ["offload: 'all'", "OffloadOptions"]),
     ({"data_parallel": "x"}, ["data_parallel: 'x'", "'replicate' or 'shard'"]),
     ({"layers_per_stage": [1, 2]}, ["layers_per_stage: [1, 2]", "4 layers"]),

@@ -13,7 +13,7 @@ from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, cut
 from evenpipe.runtime.inputs import Inputs
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.vocabulary import LossOptions, combine, split
+from evenpipe.vocabulary import LossOptions, split
 
 VOCABULARY, HIDDEN, PARTS, PADDING = 60, 8, 3, 2
 
@@ -37,15 +37,15 @@ class BlockingCopies(TorchDispatchMode):
         return result
 
 
-def batch_of(sequences: int, tokens: int, *, torch_device: str, microbatches: int = 2) -> Batch:
+def batch_of(sequences: int, tokens: int, *, torch_device: str) -> Batch:
     ids = torch.randint(VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(0))
     ids[:, -3:] = PADDING
     labels = ids.masked_fill(ids == PADDING, -100)
-    return cut(Inputs(ids, labels), microbatches=microbatches, dtype=torch.float32, torch_device=torch_device)
+    return cut(Inputs(ids, labels), microbatches=2, dtype=torch.float32, torch_device=torch_device)
 
 
-def output_shard(options: LossOptions, torch_device: str, *, one_barrier: bool, part: int = 0) -> OutputShard:
-    shard = split(VOCABULARY, PARTS)[part]
+def output_shard(options: LossOptions, torch_device: str, *, one_barrier: bool) -> OutputShard:
+    shard = split(VOCABULARY, PARTS)[0]
     rows = torch.nn.Parameter(torch.ones(shard.rows, HIDDEN, device=torch_device))
     return OutputShard(Matrix(rows, torch.float32), None, shard, options, one_barrier=one_barrier)
 
@@ -72,7 +72,7 @@ def test_the_output_layer() -> None:
 
 
 def test_the_barrier_copies_nothing() -> None:
-    """S has moved the labels; only who calls `combine` with labels on the host pays a copy, and waits for none."""
+    """S has moved the labels."""
     layer, batch = output_shard(LossOptions(), "meta", one_barrier=True), batch_of(4, 9, torch_device="meta")
     layer.clear()
     microbatch = batch.microbatches[0]
@@ -80,9 +80,6 @@ def test_the_barrier_copies_nothing() -> None:
     with BlockingCopies() as copies:
         layer.combine(statistics[None], microbatch, 0, gradients=True)
     assert not copies.copies
-    with BlockingCopies() as copies:
-        combine(statistics[None], microbatch.weights, microbatch.targets, LossOptions(), VOCABULARY)
-    assert copies.copies == 1 and not copies.blocking
 
 
 @pytest.mark.parametrize("parts", [1, PARTS])
