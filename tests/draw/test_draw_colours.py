@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import combinations, product
 
-from evenpipe.draw.kinds import IDLE, LOOKS, channels, colours_of, for_dark, ink_on, luminance, mix
+from evenpipe.draw.kinds import IDLE, LOOKS, channels, colours_of, for_dark, ink_on, luminance
 from evenpipe.schedule import Kind, Pass, TransferKind
 
 # Linear RGB as seen without one kind of cone: Machado, Oliveira, Fernandes (2009), severity 1.0.
@@ -62,14 +62,6 @@ def test_two_stages_of_a_kind_stay_apart() -> None:
         assert luminance(first) > luminance(last)
 
 
-def test_stages_of_a_device_differ_in_shade_from_light_to_dark() -> None:
-    for stages, page in product([(3,), (0, 7), (1, 5, 9, 13)], (str, for_dark)):
-        for kind in (Kind.F, Kind.W):
-            colours = [page(colours_of(Pass(kind, stage, 0), stages)[0]) for stage in stages]
-            assert len(set(colours)) == len(stages)
-            assert colours == sorted(colours, key=luminance, reverse=True)
-
-
 def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark() -> None:
     for kind, page, (held, slices) in product("FBIWST", (str, for_dark), [(1, 2), (1, 4), (1, 16), (2, 4)]):
         stages = (0, 7)[:held] if kind in "FBIW" else (None,)
@@ -83,26 +75,11 @@ def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark() -> None:
     assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,), "of replicas: no slices"
 
 
-def test_numbers_can_be_read_in_every_box() -> None:
+def test_every_kind_has_a_colour_in_which_numbers_can_be_read() -> None:
+    assert set(LOOKS) == {*Kind, *TransferKind}
     for kind, stages in product(LOOKS, (1, 2, 4)):
         for stage in range(stages):
             item = Pass(kind, stage, 0) if isinstance(kind, Kind) else None
             colours = colours_of(item, tuple(range(stages))) if item else (LOOKS[kind].colour,)
             for colour in (*colours, *map(for_dark, colours)):
                 assert contrast(colour, ink_on(colour)) >= 4.5, colour
-
-
-def test_passes_that_run_as_one_have_the_colours_of_both() -> None:
-    item = Pass.parse("(0F1;0B0)OVERLAP_F_B")
-    assert colours_of(item, (0,)) == (LOOKS[Kind.F].colour, LOOKS[Kind.B].colour)
-
-
-def test_every_kind_has_a_look() -> None:
-    assert set(LOOKS) == {*Kind, *TransferKind}
-
-
-def test_dark_pages_raise_the_darkest_colours_only() -> None:
-    assert for_dark("#f8bb2d") == "#f8bb2d"
-    assert luminance(for_dark("#5c2608")) > 2 * luminance("#5c2608")
-    assert mix("#000000", "#ffffff", 0.5) == "#808080"
-    assert mix("#123456", "#ffffff", 0.0) == "#123456"

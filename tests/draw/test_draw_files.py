@@ -7,7 +7,6 @@ import hashlib
 import re
 import struct
 import zlib
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from drawn_timelines import EMPTY, timeline, two_devices
 from headless_browser import find_browser
 
 from evenpipe.draw import check_file, draw, page, svg
-from evenpipe.draw.encode import Looks, encode, tick
+from evenpipe.draw.encode import Looks, encode
 from evenpipe.draw.figures import Scale
-from evenpipe.draw.page import SCRIPTS
 from evenpipe.draw.panel import Panel
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, plan_order, time_order
@@ -48,9 +46,7 @@ def test_png_is_the_picture_in_twice_as_many_pixels(tmp_path: Path) -> None:
 
 def test_png_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        InputError, match=r"\.png needs Chromium or Chrome .*apt-get install chromium.*\.svg needs nothing"
-    ):
+    with pytest.raises(InputError, match=r"\.png needs Chromium or Chrome .*apt-get install chromium.*\.svg needs "):
         check_file(tmp_path / "step.png")
     assert list(tmp_path.iterdir()) == []
 
@@ -62,6 +58,8 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
         check_file(tmp_path / "nowhere" / "step.svg")
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="no timeline"):
+        page({})
     (tmp_path / "step.svg").mkdir()
     with pytest.raises(InputError, match="cannot be written"):
         draw(two_devices(), tmp_path / "step.svg")
@@ -83,17 +81,8 @@ def test_the_page_admits_its_own_script_and_style_and_no_connection() -> None:
 def test_figures_are_there_without_scripts() -> None:
     text = page({"first": two_devices(), "second": timeline("0F0 0 1, 0B0 4 6")})
     tables = re.sub(r"<[^>]+>", " ", text[text.index("<section") : text.index('<script type="application/json"')])
-    for words in (
-        "step 12 6 From the first start",
-        "bubble of the slowest device 58.3 % 50.0 %",
-        "1 41.7 % 2 KiB 16.7 % 25.0 %",
-    ):
+    for words in ("step 12 6 From the first start", "slowest device 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
         assert words in " ".join(tables.split())
-
-
-def test_empty_timelines_make_a_page() -> None:
-    for empty in EMPTY.values():
-        assert page(empty).endswith("</html>\n")
 
 
 def unpacked(text: str, count: int) -> list[list[int]]:
@@ -109,33 +98,18 @@ def unpacked(text: str, count: int) -> list[list[int]]:
 def test_events_are_columns_of_integers() -> None:
     encoded = encode(Panel("", two_devices()), Looks(), Scale())
     assert encoded["rows"] == [(0, 0, 0), (1, 0, 2), (0, 1, 4), (1, 1, 5)]
-    starts, durations, _, stages, _, slices, causes, resources, exchanges = unpacked(
-        encoded["columns"], encoded["count"]
-    )
+    starts, durations, _, stages, _, _, causes, resources, _ = unpacked(encoded["columns"], encoded["count"])
     step = encoded["step"]
-    sums = [sum(starts[: number + 1]) * step for number in range(6)]
-    assert sums == pytest.approx([0, 9, 3, 5, 8, 2])
+    assert [sum(starts[: number + 1]) * step for number in range(6)] == pytest.approx([0, 9, 3, 5, 8, 2])
     assert [duration * step for duration in durations] == pytest.approx([2, 3, 2, 3, 1, 1])
     assert stages == [0, 0, 1, 1, 0, 1]
-    assert slices == [0] * 6
     assert [number - cause if cause else None for number, cause in enumerate(causes)] == [None, 4, 5, 2, 3, 0]
     assert resources == [1, 3, 3, 2, 3, 3]
-    assert exchanges == [0] * 6
 
 
-def test_ticks_are_decimal_and_fine() -> None:
-    for length in (1e-9, 0.02, 1.0, 162.0, 3397.2, 1e12):
-        step = tick(length)
-        assert 2**26 <= length / step < 2**31
-        assert float(f"{step:.0e}") == pytest.approx(step, rel=1e-12)
-
-
-def test_a_page_grows_by_a_few_bytes_per_pass() -> None:
+def test_a_page_may_be_empty_and_grows_by_a_few_bytes_per_pass() -> None:
+    for empty in EMPTY.values():
+        assert page(empty).endswith("</html>\n")
     steps = [time_order(plan_order("1f1b", 8, microbatches, "vocab-2"), EQUAL_COSTS) for microbatches in (100, 200)]
     sizes = [len(page(step)) for step in steps]
     assert (sizes[1] - sizes[0]) / (100 * 8 * 7) < 3
-
-
-def test_every_part_of_the_page_is_used() -> None:
-    parts = {part.name for part in files("evenpipe.draw").joinpath("page").iterdir()}
-    assert parts == {"page.html", "page.css", *SCRIPTS}

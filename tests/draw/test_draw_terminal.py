@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
@@ -43,11 +44,8 @@ def test_time_goes_on_below_where_passes_would_have_no_room_for_their_microbatch
         "device 0 F10......................B10---  35 %",
         "         20             30              40",
     ]
-    (line,) = [
-        line
-        for line in terminal(timeline(row), width=9 + 31 + 6, colour="none", overview=True).splitlines()
-        if line.startswith("device 0")
-    ]
+    lines = terminal(timeline(row), width=9 + 31 + 6, colour="none", overview=True).splitlines()
+    (line,) = [line for line in lines if line.startswith("device 0")]
     assert re.findall(r"[FB]\d*", line[9:]) == ["F8", "F", "B", "B9", "F", "B10"]
 
 
@@ -64,8 +62,7 @@ def test_every_microbatch_can_be_read_and_no_number_is_cut() -> None:
 def test_memory_has_a_line_per_device() -> None:
     lines = terminal(timeline(*ROWS), width=WIDTH, colour="none", memory=True).splitlines()
     assert lines[3].split() == ["=" * 4 + "#" * 20 + "=" * 12, "2"]
-    assert lines[5].split() == ["=" * 24, "1"]
-    assert lines[5].index("=") == 9 + 4
+    assert lines[5].split() == ["=" * 24, "1"] and lines[5].index("=") == 9 + 4
 
 
 @pytest.mark.parametrize("colour", ["none", "256", "truecolor"])
@@ -77,27 +74,20 @@ def test_no_line_is_longer_than_the_terminal(devices: int, microbatches: int, wi
     text = terminal(timelines, width=width, colour=colour, memory=True, overview=True)
     assert text.endswith("\n")
     assert max(map(len, terminal(timelines, width=width, colour="none", memory=True).splitlines())) <= max(width, 40)
+    for line in text.splitlines():
+        assert not SEQUENCE.findall(line) or SEQUENCE.findall(line)[-1] == "\033[0m", "a line ends without colour"
     lines = SEQUENCE.sub("", text).splitlines()
     assert max(map(len, lines)) <= max(width, 40)
     assert sum(line.startswith("device ") for line in lines) == 2 * devices
 
 
-@pytest.mark.parametrize("colour", ["256", "truecolor"])
-def test_every_line_in_colour_ends_without_one(colour: str) -> None:
-    for line in terminal(step(4, 8, "vocab-2"), width=80, colour=colour).splitlines():
-        assert not SEQUENCE.findall(line) or SEQUENCE.findall(line)[-1] == "\033[0m"
-
-
-def test_microbatches_stand_in_wide_blocks() -> None:
+def test_blocks_have_the_microbatch_and_passes_that_run_as_one_both_colours() -> None:
     text = terminal(timeline("0F10 0 10, 0B10 10 30"), width=60, colour="truecolor")
     row = next(line for line in SEQUENCE.sub("", text).splitlines() if line.startswith("device"))
     assert row.split() == ["device", "0", "10", "10", "100", "%"]
-
-
-def test_passes_that_run_as_one_have_both_colours() -> None:
-    text = terminal(timeline("(0F1;0B0)OVERLAP_F_B 0 4"), width=60, colour="truecolor")
-    assert "38;2;62;112;212;48;2;84;173;139m▀" in text
-    assert "& forward and backward as one" in terminal(timeline("(0F1;0B0)OVERLAP_F_B 0 4"), width=60, colour="none")
+    joint = timeline("(0F1;0B0)OVERLAP_F_B 0 4")
+    assert "38;2;62;112;212;48;2;84;173;139m▀" in terminal(joint, width=60, colour="truecolor")
+    assert "& forward and backward as one" in terminal(joint, width=60, colour="none")
 
 
 @pytest.mark.parametrize(
@@ -118,35 +108,25 @@ def test_colour_follows_the_output(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
-    class Output:
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return is_terminal
-
-    monkeypatch.setattr("sys.stdout", Output())
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding="utf-8", isatty=lambda: is_terminal))
     text = terminal(two_devices(), width=80)
     assert (sequences in text) if sequences else "\033" not in text
 
 
-def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_that_of_the_terminal_and_the_legend_says_what_tensor_ranks_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "123")
-    row = next(line for line in terminal(two_devices(), colour="none").splitlines() if line.startswith("device"))
-    assert len(row) == 123
+    lines = terminal(tensor_ranks(), colour="none").splitlines()
+    assert {len(line) for line in lines if line.startswith("device")} == {123}
+    for colour in ("none", "truecolor"):
+        last = terminal(tensor_ranks(), width=80, colour=colour).splitlines()[-1]
+        assert last == "tensor collectives: 25.0 % of F, 37.5 % of I, 50.0 % of S"
 
 
-@pytest.mark.parametrize("colour", ["none", "truecolor"])
-def test_the_legend_says_what_tensor_ranks_exchange(colour: str) -> None:
-    lines = terminal(tensor_ranks(), width=80, colour=colour).splitlines()
-    assert lines[-1] == "tensor collectives: 25.0 % of F, 37.5 % of I, 50.0 % of S"
-
-
-def test_an_unknown_depth_of_colour_is_refused() -> None:
-    with pytest.raises(InputError, match="colour must be one of none, 256, truecolor, not 'red'"):
-        terminal(two_devices(), colour="red")
-
-
-def test_empty_timelines_are_drawn() -> None:
+def test_odd_timelines_are_drawn_and_odd_depths_of_colour_refused() -> None:
     for odd in (*EMPTY.values(), timeline("S0 3 3")):
         for colour in ("none", "truecolor"):
             assert terminal(odd, width=80, colour=colour, memory=True)
+    with pytest.raises(InputError, match="colour must be one of none, 256, truecolor, not 'red'"):
+        terminal(two_devices(), colour="red")

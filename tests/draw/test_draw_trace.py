@@ -26,33 +26,24 @@ def events(timelines: Any, **options: Any) -> list[dict[str, Any]]:
     return json.loads(trace(timelines, **options))["traceEvents"]
 
 
-def vocabulary() -> Timeline:
-    return time_order(plan_order("1f1b", 3, 4, "vocab-2"), EQUAL_COSTS)
-
-
 def of_phase(found: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     return [event for event in found if event["ph"] == phase]
 
 
-@pytest.mark.parametrize(
-    "timelines",
-    [two_devices(), {"a": two_devices(), "b": vocabulary()}, *EMPTY.values()],
-)
+VOCABULARY = time_order(plan_order("1f1b", 3, 4, "vocab-2"), EQUAL_COSTS)
+
+
+@pytest.mark.parametrize("timelines", [two_devices(), {"a": two_devices(), "b": VOCABULARY}, *EMPTY.values()])
 def test_every_event_has_the_fields_of_its_phase(timelines: Any) -> None:
     found = events(timelines)
     for event in found:
         assert set(event) >= FIELDS[event["ph"]], event
-        assert event.get("ts", 0) >= 0
-        assert event.get("dur", 0) >= 0
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
     times = [event["ts"] for event in found if event["ph"] != "M"]
     assert times == sorted(times)
     # Perfetto takes process 0 for the kernel's, and reads an id that is text as a hexadecimal number or not at all.
-    assert all(
-        isinstance(event[name], int) and event[name] > 0
-        for event in found
-        for name in ("pid", "tid", "id")
-        if name in event
-    )
+    numbers = [event[name] for event in found for name in ("pid", "tid", "id") if name in event]
+    assert all(isinstance(number, int) and number > 0 for number in numbers)
     arrows = of_phase(found, "s")
     assert len({event["id"] for event in arrows}) == len(arrows) == len(of_phase(found, "f"))
     named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
@@ -79,14 +70,11 @@ def test_a_device_is_a_process_with_its_threads() -> None:
     assert threads == ["compute", "waits", "communication"] * 4
 
 
-def test_times_are_microseconds_from_the_first_event() -> None:
+def test_times_are_microseconds_from_the_first_event_and_do_not_overlap_in_whole_nanoseconds() -> None:
+    """Thirds of a microsecond: start and duration, each rounded down to nanoseconds as Perfetto does, still fit."""
     for unit, microseconds in ((None, 1e3), (1.0, 1e6), (1e-6, 1.0)):
         (slice_,) = of_phase(events(timeline("0F0 5 7"), unit_seconds=unit), "X")
         assert (slice_["ts"], slice_["dur"]) == (0.0, 2 * microseconds)
-
-
-def test_slices_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> None:
-    """Thirds of a microsecond: start and duration, each rounded down to nanoseconds as Perfetto does, still fit."""
     row = ", ".join(f"0F{k} {k / 3} {(k + 1) / 3}" for k in range(50))
     found = of_phase(events(timeline(row), unit_seconds=1e-6), "X")
     in_nanoseconds = [(round(1e3 * event["ts"], 6), round(1e3 * event["dur"], 6)) for event in found]
@@ -94,34 +82,27 @@ def test_slices_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> 
     assert all(a[0] + a[1] == b[0] for a, b in pairwise(in_nanoseconds))
 
 
-def test_arguments_say_what_was_waited_for() -> None:
+def test_arguments_say_what_was_waited_for_and_what_tensor_ranks_exchange() -> None:
     arguments = {event["name"]: event["args"] for event in of_phase(events(two_devices()), "X")}
     assert arguments["1F0"] == {"stage": 1, "microbatch": 0, "waited for": "transfer: 1RECV_F0 on device 1"}
     assert arguments["0F0"]["waited for"] == "start"
+    arguments = {event["name"]: event["args"] for event in of_phase(events(tensor_ranks()), "X")}
+    assert arguments["1I1"]["of which tensor collectives"] == "50.0 %"
+    assert "of which tensor collectives" not in arguments["1W1"]
 
 
 def test_arrows_lead_to_the_pass_that_takes_the_result() -> None:
     rows = "0F0 0 2, 0B0 9 12", "1F0 3 5, 1B0 5 8"
     found = events(timeline(*rows, placement=Placement.linear(2)), unit_seconds=1e-6)
     ends = {event["id"]: event for event in of_phase(found, "f")}
-    arrows = [
-        (event["pid"], event["ts"], ends[event["id"]]["pid"], ends[event["id"]]["ts"]) for event in of_phase(found, "s")
-    ]
-    assert arrows == [(1, 1.0, 2, 3.0), (2, 6.5, 1, 9.0)]  # from the middle of a slice to the start of another
+    arrows = [(begin, ends[begin["id"]]) for begin in of_phase(found, "s")]
+    places = [(begin["pid"], begin["ts"], end["pid"], end["ts"]) for begin, end in arrows]
+    assert places == [(1, 1.0, 2, 3.0), (2, 6.5, 1, 9.0)]  # from the middle of a slice to the start of another
     assert not of_phase(events(timeline(*rows)), "s")  # which stages are next to each other is not known
 
 
 def test_memory_is_a_counter() -> None:
-    counters = of_phase(events(two_devices(), unit_seconds=1e-6), "C")
-    assert [(event["pid"], event["ts"], event["args"]) for event in counters if event["pid"] == 2] == [
-        (2, 3.0, {"bytes": 2048.0}),
-        (2, 8.0, {"bytes": 0.0}),
-    ]
+    counters = [event for event in of_phase(events(two_devices(), unit_seconds=1e-6), "C") if event["pid"] == 2]
+    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(3.0, 2048.0), (8.0, 0.0)]
     (first, *_) = of_phase(events(timeline("0F0 0 1, 0B0 1 2")), "C")
     assert first["args"] == {"stage activations": 1.0}
-
-
-def test_slices_say_what_tensor_ranks_exchange() -> None:
-    found = {event["name"]: event["args"] for event in of_phase(events(tensor_ranks()), "X")}
-    assert found["1I1"]["of which tensor collectives"] == "50.0 %"
-    assert "of which tensor collectives" not in found["1W1"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from drawn_timelines import words
+from traced_steps import one_device
 
 from evenpipe.cli.main import main
 from evenpipe.draw import Bars, bars_svg, page, svg, terminal, trace
 from evenpipe.schedule import EQUAL_COSTS, Timeline, generate, time_order
+from evenpipe.schedule.trace_file import write_trace
 
 FOREIGN = [
     "<script>alert(1)</script>",
@@ -51,19 +54,8 @@ def test_a_name_is_text_in_every_picture(name: str, timeline: Timeline, monkeypa
 
 def test_what_a_trace_says_of_itself_is_text(tmp_path, capsys):
     about = {"schedule": "</script><script>alert(1)</script>", "vocabulary": "\x1b[31m", "step": ["\n"]}
-    row = {
-        "row": "0F0,0B0",
-        "start": 0,
-        "end": 2,
-        "clock": {"offset": 0, "drift": 0, "uncertainty": 0},
-        "passes": [["0F0", 0, 1, 0], ["0B0", 1, 2, 0]],
-        "waits": [],
-        "transfers": [],
-    }
-    values = {"format": "evenpipe trace", "version": 1, "about": about, "placement": [0], "microbatches": 1}
-    values |= {"barriers": 0, "forward_only": False, "costs": None, "devices": [row]}
     file, drawn, costs = (str(tmp_path / name) for name in ("t.json", "t.html", "costs.toml"))
-    (tmp_path / "t.json").write_text(json.dumps(values))
+    write_trace(replace(one_device([1.0]), about=about), tmp_path / "t.json")
     assert main(["draw", file, "-o", drawn]) == 0
     text = (tmp_path / "t.html").read_text()
     assert "<script>alert" not in text
