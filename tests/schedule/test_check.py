@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
-from schedule_oracle import completes, edited
+from schedule_oracle import edited
 from text_tables import cases, order_of
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
-    EQUAL_COSTS,
     SCHEDULES,
     Costs,
     Kind,
@@ -158,19 +156,15 @@ def test_a_fault_shows_the_rows_around_it() -> None:
     ]
 
 
-def test_raise_if_faulty() -> None:
+def test_an_error_shows_so_many_faults_and_a_report_all() -> None:
     check_order(plan_order("1f1b", 3, 3)).raise_if_faulty()
-    broken = Order.from_csv("0F0,0F1,0B0\n1F0,1F1,1B0")
     with pytest.raises(InputError) as error:
-        check_order(broken).raise_if_faulty()
+        check_order(Order.from_csv("0F0,0F1,0B0\n1F0,1F1,1B0")).raise_if_faulty()
     assert str(error.value).splitlines() == [
         "the schedule has 2 faults",
         "device 0: 0B1 is missing, so its activations are never released",
         "device 1: 1B1 is missing, so its activations are never released",
     ]
-
-
-def test_an_error_shows_so_many_faults_and_a_report_all() -> None:
     order = generate("1f1b", 2, 40)
     report = check_order(Order(order.placement, 40, (order.rows[0], order.rows[1][:1])))
     assert len(report.faults) == 79
@@ -240,103 +234,35 @@ def test_a_transfer_says_who_takes_part() -> None:
         assert (fault.device, fault.what) == (1, message)
 
 
-def test_a_program_that_only_separate_queues_complete() -> None:
-    """Each communicator is in order on both devices, but between communicators the devices disagree."""
-    _, program = plan_program("1f1b", 2, 2, "first-last")
-    rows = [
-        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1",
-        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
-    ]
-    damaged = Program.from_csv("\n".join(rows))
-    assert check_program(program).ok
-    (fault,) = check_program(damaged).faults
-    assert fault.what.startswith("with one queue per device the program cannot complete: device 0 stops at position 5")
-    assert "0B0, awaiting 0RECV_B0 (queued after 1RECV_F1 on device 1)" in fault.what
-    assert completes(damaged, lambda transfer: transfer.communicator)
-    assert not completes(damaged, lambda transfer: "")
-
-
-def test_what_is_missing_hides_no_standstill() -> None:
-    rows = [
-        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0B1",
-        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1SEND_B1",
-    ]
-    faults = check_program(Program.from_csv("\n".join(rows))).faults
-    assert [fault.what[:33] for fault in faults] == [
-        "1B1 is missing, so its activation",
-        "0RECV_B1 is missing",
-        "with one queue per device the pro",
-    ]
-
-
-def test_a_program_that_no_queues_complete() -> None:
-    """Device 0 offers 1F1's input only behind the backward that 1F1 comes before on device 1."""
-    rows = [
-        "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
-        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
-    ]
-    faults = check_program(Program.from_csv("\n".join(rows))).faults
-    for fault, model in zip(faults, ("one queue per communicator", "one queue per device"), strict=True):
-        assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position 4, 0B0")
-        assert "awaiting 0RECV_B0 (not issued by device 1)" in fault.what
-        assert "device 1 stops at position 3, 1F1, awaiting 1RECV_F1 (not issued by device 0)" in fault.what
-
-
-def test_what_a_device_sends_is_sent_before_the_device_uses_it_up() -> None:
-    """Its own share too, for which it waits for nobody. Who only gives may do it later."""
-    uses = [(2, "X0", "S0"), (0, "ROW_GRADIENTS0", "G0"), (1, "X0", "S0"), (1, "DX0", "")]
-    for mode, (device, transfer, user) in product(["vocab-1", "vocab-2", "interlaced"], uses):
-        _, program = plan_program("1f1b", 3, 1, mode)
-        row = list(program.rows[device])
-        (late,) = (item for item in row if str(item) == transfer)
-        row.append(row.pop(row.index(late)))
-        late_faults = [
-            fault
-            for fault in check_program(edited(program, device, row)).faults
-            if fault.device == device and "is issued after" in fault.what
-        ]
-        place = [str(item) for item in row].index(user) if user else 0
-        why = "which waits for it" if device == 1 else "which consumes its data"
-        expected = [f"{transfer} is issued after {user} at position {place}, {why}"] if user else []
-        assert [fault.what for fault in late_faults] == expected
-        assert all(f"[{transfer}]" in fault.rows for fault in late_faults)
-
-
-def test_the_message_of_a_standstill_shows_rows_with_transfers() -> None:
-    damaged = Program.from_csv(f"{FIRST}\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
-    assert check_program(damaged).ok
-    damaged = Program.from_csv(f"{FIRST.replace('0SEND_F1,0RECV_B0', '0RECV_B0,0SEND_F1')}\n{SECOND}")
-    (fault,) = check_program(damaged).faults
-    assert fault.rows.splitlines()[0] == "  device 0: ... 0SEND_F0 0F1 0RECV_B0 0SEND_F1 [0B0] 0RECV_B1 0B1"
-
-
-def test_a_program_that_is_not_sound_is_refused_with_all_its_faults() -> None:
-    program = Program.from_csv(f"{FIRST.replace('0SEND_F0,', '')}\n{SECOND.replace(',1SEND_B1', '')}")
-    with pytest.raises(InputError) as error:
-        check_program(program).raise_if_faulty()
-    assert str(error.value) == (
-        "the schedule has 2 faults\ndevice 0: 0SEND_F0 is missing\ndevice 1: 1SEND_B1 is missing"
-    )
-
-
-def test_hops_of_one_pair_in_another_order_than_its_partner_are_found() -> None:
-    """Devices 1 and 2 of three, neither of which is the communicator's first member."""
-    _, program = plan_program("gpipe", 3, 2, "first-last", EQUAL_COSTS, sharing="per-kind")
-    row = list(program.rows[2])
-    first, second = (row.index(item) for item in row if isinstance(item, Transfer) and item.kind == "RECV_F")
-    assert (row[first].microbatch, row[second].microbatch) == (0, 1)
-    row[first], row[second] = row[second], row[first]
-    damaged = Program(program.placement, 2, (*program.rows[:2], tuple(row)), sharing="per-kind")
-    report = check_program(damaged)
-    assert not report.ok
-    assert any("on communicator F" in fault.what for fault in report.faults)
-
-
-def test_a_communicator_of_another_name_is_a_fault() -> None:
-    _, program = plan_program("1f1b", 2, 1, "first-last")
-    renamed = program.shared("per-kind")
-    wrong = Program(program.placement, 1, renamed.rows)
-    assert any("communicator" in fault.what for fault in check_program(wrong).faults)
+def test_standstills_of_programs() -> None:
+    """With one queue per device they stand still where communicators are in order, but not beside each other."""
+    queued = "awaiting 0RECV_B0 (queued after 1RECV_F1 on device 1)"
+    never = "awaiting 0RECV_B0 (not issued by device 1) and device 1 stops at position 3, 1F1, awaiting 1RECV_F1 (not "
+    missing = ["1B1 is missing", "0RECV_B1 is missing"]
+    for first, second, starts, words in (
+        (
+            "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1",
+            "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+            ["with one queue per device the program cannot complete: device 0 stops at position 5, 0B0, "],
+            queued,
+        ),
+        (
+            "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0B1",
+            "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1SEND_B1",
+            [*missing, "with one queue per device the program cannot complete"],
+            queued,
+        ),
+        (  # device 0 offers 1F1's input only behind the backward that 1F1 comes before on device 1
+            "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
+            "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+            [f"with one queue per {model} the program cannot complete" for model in ("communicator", "device")],
+            never,
+        ),
+    ):
+        faults = check_program(Program.from_csv(f"{first}\n{second}")).faults
+        assert len(faults) == len(starts)
+        assert all(fault.what.startswith(start) for fault, start in zip(faults, starts, strict=True))
+        assert words in faults[-1].what and "[0B0]" in faults[-1].rows
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -368,6 +294,10 @@ GPIPE ; {"activations": 1, "bytes": 1, "costs": 1}
     device 1, position 1: 1F1 makes it 2 stage activations
     device 0, position 1: 0F1 makes it 2 bytes
     device 1, position 1: 1F1 makes it 2 bytes
+0F0,0F1,0B0|1F0,1F1,1B1,1B0 ; {"activations": 1}
+    device 0: 0B1 is missing
+    device 0, position 1: 0F1 makes it 2 stage activations
+    device 1, position 1: 1F1 makes it 2 stage activations
 """
 """Rows and limits, with the bytes of each stage, and below them the faults."""
 
@@ -391,23 +321,10 @@ def test_the_peak_is_the_least_limit() -> None:
                 assert f"makes it {peak} stage activations, more than the limit of {peak - 1}" in fault.what
 
 
-def test_positions_in_a_program_count_transfers() -> None:
+def test_positions_in_a_program_count_transfers_and_evaluation_stores_nothing() -> None:
     _, program = plan_program("gpipe", 2, 2, "first-last")
     (fault,) = check_program(program, Limits(activations=[2, 1])).faults
-    assert str(program.rows[1][fault.position]) == "1F1"
-    assert f"[{program.rows[1][fault.position]}]" in fault.rows
-
-
-def test_limits_stand_beside_other_faults() -> None:
-    faults = check_order(Order.from_csv("0F0,0F1,0B0\n1F0,1F1,1B1,1B0"), Limits(activations=1)).faults
-    assert [fault.what.split(",")[0] for fault in faults] == [
-        "0B1 is missing",
-        "0F1 makes it 2 stage activations",
-        "1F1 makes it 2 stage activations",
-    ]
-
-
-def test_evaluation_stores_nothing() -> None:
+    assert str(program.rows[1][fault.position]) == "1F1" and "[1F1]" in fault.rows
     assert check_order(forward_only(generate("gpipe", 2, 4)), Limits(activations=1)).ok
 
 
@@ -415,8 +332,6 @@ def test_evaluation_stores_nothing() -> None:
 
 ONE = Placement.linear(1)
 HUGE = 10**9
-
-
 SOUND = Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0)
 FAR_OFF = [
     # passes of one device, microbatches, faults

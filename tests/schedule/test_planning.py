@@ -21,7 +21,6 @@ from evenpipe.schedule import (
     DeadlockError,
     Order,
     Placement,
-    Transfer,
     add_vocabulary,
     check_order,
     check_program,
@@ -31,13 +30,10 @@ from evenpipe.schedule import (
     plan_order,
     plan_program,
     time_order,
-    vocabulary_mode,
 )
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.registry import generate as registered
 from evenpipe.schedule.registry import options_of
-from evenpipe.schedule.simpler_costs import FINE, in_parts
-from evenpipe.schedule.transforms.communication import Lowering
 
 # --- every schedule ---------------------------------------------------------------------------------------------------
 
@@ -111,29 +107,6 @@ def without_idle(order: Order) -> Order:
     return Order(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
 
 
-def test_every_schedule_in_every_size(sample: Callable[..., list[Any]]) -> None:
-    wrong = []
-    for name, devices, microbatches in sample(product(SCHEDULES, range(1, 8), (1, 2, 3, 7, 8)), 60):
-        order = generate(name, devices, microbatches)
-        sizes = order.devices, order.microbatches, order.barriers
-        if not check_order(order).ok or sizes != (devices, microbatches, 0):
-            wrong.append((name, devices, microbatches))
-    assert not wrong
-
-
-def test_a_single_device_is_lowered_as_in_the_whole_program(sample: Callable[..., list[Any]]) -> None:
-    for name, mode in sample(product(SCHEDULES, ["first-last", "vocab-2"]), 6):
-        order, program = plan_program(name, 4, 6, mode)
-        lowering = Lowering(order)
-        assert [lowering.row(device) for device in (2, 0, 3, 1)] == [program.rows[device] for device in (2, 0, 3, 1)]
-
-
-def test_one_device_has_no_transfers(sample: Callable[..., list[Any]]) -> None:
-    for name, mode in sample(product(SCHEDULES, MODES), 16):
-        _, program = plan_program(name, 1, 3, mode)
-        assert program.communicators == {} and not any(isinstance(item, Transfer) for item in program.rows[0]), name
-
-
 def test_the_first_microbatches_of_an_evaluation_are_a_sound_program(sample: Callable[..., list[Any]]) -> None:
     for name, mode, devices in sample(product(SCHEDULES, MODES, (1, 3)), 16):
         whole = evaluation_program(plan_order(name, devices, 6, mode))
@@ -162,8 +135,7 @@ def test_an_option_that_is_none_is_left_at_its_default() -> None:
 
 def test_each_mode_is_its_transform() -> None:
     base = generate("1f1b", 3, 4)
-    costs = Costs(F=[1, 2, 1], B=[2, 3, 3], S=1, T=1, E=0, G=0)
-    for costs in (None, costs):
+    for costs in (None, Costs(F=[1, 2, 1], B=[2, 3, 3], S=1, T=1, E=0, G=0)):
         assert plan_order("1f1b", 3, 4, "first-last", costs) == base
         assert plan_order("1f1b", 3, 4, "redistribute", costs) == base
         assert plan_order("1f1b", 3, 4, "vocab-2", costs) == add_vocabulary(base, 1, costs)
@@ -173,7 +145,9 @@ def test_each_mode_is_its_transform() -> None:
         assert plan_order("1f1b", 3, 4, "balanced", costs) == plan_order("1f1b", 3, 4, "vocab-2", costs)
 
 
-def test_a_schedule_may_be_a_name_an_order_or_a_function() -> None:
+def test_a_schedule_may_be_a_name_with_options_an_order_or_a_function() -> None:
+    _, program = plan_program("interleaved", 2, 4, "vocab-1", stages_per_device=3)
+    assert program.placement == Placement.looped(2, 3)
     order, program = plan_program("gpipe", 2, 3, "vocab-2")
     assert program.order == order
     assert plan_program(generate("gpipe", 2, 3), 2, 3, "vocab-2") == (order, program)
@@ -181,38 +155,31 @@ def test_a_schedule_may_be_a_name_an_order_or_a_function() -> None:
     assert plan_program(order, 2, 3, "vocab-2") == (order, program)
 
 
-def test_mode_names() -> None:
-    assert [vocabulary_mode(name) for name in (*MODES, "balanced")] == [*MODES, "vocab-2"]
+WRONG_SIZE = generate("1f1b", 3, 2)
+BAD: list[tuple[tuple[Any, ...], str]] = [
+    (("1f1", 2, 2), "schedule '1f1' is unknown, did you mean '1f1b'? Accepted: gpipe, 1f1b"),
+    (("", 2, 2), "schedule '' is unknown"),
+    (("1f1b", 2, 2, "vocab2"), "vocabulary mode 'vocab2' is unknown, did you mean 'vocab-2'? Accepted: first-last"),
+    (("1f1b", 0, 2), "devices must be a whole number of at least 1, not 0"),
+    (("1f1b", 2, 0), "microbatches must be a whole number of at least 1, not 0"),
+    (("1f1b", 2, 2.0), "microbatches must be a whole number of at least 1, not 2.0"),
+    ((WRONG_SIZE, 2, 2), "the order is for 3 devices and 2 microbatches, not 2 and 2"),
+    ((lambda devices, microbatches: WRONG_SIZE, 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
+    ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
+    ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
+    ((add_vocabulary(WRONG_SIZE, 1), 3, 2, "vocab-1"), "the order has 1 barrier, but vocabulary mode vocab-1"),
+    ((add_vocabulary(WRONG_SIZE, 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
+    ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
+    ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),
+    ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "the order cannot complete"),
+]
 
 
-def wrong_size() -> Order:
-    return generate("1f1b", 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("1f1", 2, 2), "schedule '1f1' is unknown, did you mean '1f1b'? Accepted: gpipe, 1f1b"),
-        (("", 2, 2), "schedule '' is unknown"),
-        (("1f1b", 2, 2, "vocab2"), "vocabulary mode 'vocab2' is unknown, did you mean 'vocab-2'? Accepted: first-last"),
-        (("1f1b", 0, 2), "devices must be a whole number of at least 1, not 0"),
-        (("1f1b", 2, 0), "microbatches must be a whole number of at least 1, not 0"),
-        (("1f1b", 2, 2.0), "microbatches must be a whole number of at least 1, not 2.0"),
-        ((wrong_size(), 2, 2), "the order is for 3 devices and 2 microbatches, not 2 and 2"),
-        ((lambda devices, microbatches: wrong_size(), 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
-        ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
-        ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
-        ((add_vocabulary(wrong_size(), 1), 3, 2, "vocab-1"), "the order has 1 barrier, but vocabulary mode vocab-1"),
-        ((add_vocabulary(wrong_size(), 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
-        ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
-        ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),
-        ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "the order cannot complete"),
-    ],
-)
-def test_bad_input(arguments: tuple[object, ...], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        plan_program(*arguments)
-    assert message in str(error.value)
+def test_bad_input() -> None:
+    for arguments, message in BAD:
+        with pytest.raises(InputError) as error:
+            plan_program(*arguments)
+        assert message in str(error.value)
 
 
 def test_options_of_a_schedule() -> None:
@@ -230,25 +197,6 @@ def test_options_of_a_schedule() -> None:
             registered("grouped", 2, 2, groups=2)
     finally:
         del SCHEDULES["grouped"]
-
-
-def test_options_reach_the_generator() -> None:
-    for mode in MODES:
-        order, program = plan_program("interleaved", 2, 4, mode, stages_per_device=3)
-        assert order.placement == program.placement == Placement.looped(2, 3)
-        assert evaluation_program(order).placement == order.placement
-
-
-def test_arranging_times_are_whole_parts_of_a_mean_pass() -> None:
-    costs = Costs(
-        F=(1.0, 2.0), B=3.1, I=1.49, W=1.53, S=0.2, T=1e-8, E=0.0, G=0.0, p2p=0.05, collectives={"reduce": 0.3}
-    )
-    found = in_parts(costs, Placement.linear(2))
-    unit = (1.0 + 2.0 + 2 * 1.49 + 2 * 1.53) / 6 / FINE
-    assert (round(1 / unit), round(2 / unit)) == found.F and round(1.49 / unit) == found.I
-    assert (found.T, found.R, found.C) == (0.0, None, 0.0)
-    assert found.collectives == {"reduce": round(0.3 / unit)}
-    assert hash(found) == hash(in_parts(costs, Placement.linear(2)))
 
 
 @pytest.mark.slow

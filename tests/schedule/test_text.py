@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -13,21 +13,24 @@ from hypothesis import strategies as st
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
+    EQUAL_COSTS,
     MODES,
     Kind,
     Order,
     Pass,
     Placement,
     Program,
+    Timeline,
     Transfer,
     TransferKind,
     evaluation_program,
     forward_only,
     generate,
     plan_program,
+    time_order,
 )
-from evenpipe.schedule.dependencies import dependencies_of
 from evenpipe.schedule.passes import parse_item, parts_of
+from evenpipe.schedule.picture import MOST_EVENTS
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
@@ -109,37 +112,18 @@ def test_the_message_shows_how_the_kind_is_written() -> None:
             parse_item(text)
 
 
-def test_a_pass_is_not_a_transfer() -> None:
-    assert Pass.parse("2F0") == Pass(Kind.F, 2, 0)
-    with pytest.raises(InputError, match="'X0' is a transfer"):
-        Pass.parse("X0")
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "parts"),
-    [
+def test_parts_that_cannot_run_as_one_and_transfers_are_no_passes() -> None:
+    for kind, stage, parts in (
         (Kind.OVERLAP_F_B, None, (F1,)),
         (Kind.OVERLAP_F_B, None, (F1, Pass(Kind.UNSHARD, 2))),
         (Kind.OVERLAP_F_B, None, (F1, JOINT)),
         (Kind.OVERLAP_F_B, 2, (F1, B0)),
         (Kind.F, None, (F1, B0)),
-    ],
-)
-def test_parts_that_cannot_run_as_one(kind: Kind, stage: int | None, parts: tuple[Pass, ...]) -> None:
-    with pytest.raises(InputError, match="OVERLAP_F_B"):
-        Pass(kind, stage, parts=parts)
-
-
-def test_members_and_root_are_part_of_a_transfers_identity() -> None:
-    one = Transfer(TransferKind.X, None, 0, members=(0, 1), root=1)
-    assert one == Transfer(TransferKind.X, None, 0, members=(0, 1), root=1)
-    assert one != Transfer(TransferKind.X, None, 0, members=(0, 1), root=0)
-    assert one != Transfer(TransferKind.X, None, 0, members=(0, 2), root=1)
-
-
-def test_a_collective_with_a_peer_can_be_told() -> None:
-    """No program has one, but a damaged one may, and the fault names it."""
-    assert str(Transfer(TransferKind.DX, 1, 0, members=(0, 1), peer=2)) == "1DX0-2"
+    ):
+        with pytest.raises(InputError, match="OVERLAP_F_B"):
+            Pass(kind, stage, parts=parts)
+    with pytest.raises(InputError, match="'X0' is a transfer"):
+        Pass.parse("X0")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -154,49 +138,32 @@ def test_orders_and_programs_survive_their_files(sample: Callable[..., list[Any]
             assert Program.from_csv(found.to_csv()) == found
 
 
-def test_a_file_as_torch_writes_it() -> None:
-    text = "0F0,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1\r\n"
-    order = Order.from_csv(text)
-    assert order.placement == Placement.linear(2)
-    assert order.microbatches == 2
-    assert order.rows[1][0] is None
-    assert [str(item) for item in order.passes(1)] == ["1F0", "1B0", "1F1", "1B1"]
-    assert order.to_csv() == text.replace("\r\n", "\n")
+READ = [
+    # text, and what is read from it: stages' devices, microbatches, barriers, whether it only evaluates
+    ("0F0,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1\r\n", (0, 1), 2, 0, False),  # as torch writes it
+    (" 0F0 ,\t0B0", (0,), 1, 0, False),
+    (
+        "0F0,3F0,(0F1;3I0)OVERLAP_F_B,3W0,0B0,3F1,3B1,0B1,0UNSHARD\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,\n",
+        *((0, 1, 1, 0), 2, 0, False),
+    ),
+    ("0F0,0F1,1B1,0B0,0B1\n1F0,1F1,1B0\n", (0, 1), 2, 0, False),  # a misplaced pass does not move its stage
+    ("0F0", (0,), 1, 0, True),
+    ("E0,0F0,S0,C0,T0,0B0,G0", (0,), 1, 1, False),
+    ("E0,0F0,S0,T0,0B0,G0", (0,), 1, 2, False),
+    ("E0,0F0,S0,C0", (0,), 1, 1, True),
+]
 
 
-def test_spaces_round_cells_and_a_missing_last_newline_do_not_matter() -> None:
-    assert Order.from_csv(" 0F0 ,\t0B0").to_csv() == "0F0,0B0\n"
-
-
-def test_stages_and_passes_run_as_one_and_split_backwards() -> None:
-    text = "0F0,3F0,(0F1;3I0)OVERLAP_F_B,3W0,0B0,3F1,3B1,0B1,0UNSHARD\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,\n"
-    order = Order.from_csv(text)
-    assert order.placement == Placement(2, (0, 1, 1, 0))
-    assert order.microbatches == 2
-    assert order.to_csv() == text
-
-
-def test_a_misplaced_pass_does_not_move_its_stage() -> None:
-    order = Order.from_csv("0F0,0F1,1B1,0B0,0B1\n1F0,1F1,1B0\n")
-    assert order.placement == Placement.linear(2)
-
-
-def test_what_is_given_is_not_inferred() -> None:
-    order = Order.from_csv("0F0,0B0\n", microbatches=2, barriers=1, forward_only=True, placement=Placement(1, (0, 0)))
-    assert (order.microbatches, order.barriers, order.forward_only) == (2, 1, True)
-    assert order.placement.stages == 2
-
-
-def test_barriers_and_direction_follow_from_the_kinds() -> None:
-    for text, barriers, evaluates in (
-        ("0F0,0B0", 0, False),
-        ("0F0", 0, True),
-        ("E0,0F0,S0,C0,T0,0B0,G0", 1, False),
-        ("E0,0F0,S0,T0,0B0,G0", 2, False),
-        ("E0,0F0,S0,C0", 1, True),
-    ):
+def test_what_a_file_says() -> None:
+    for text, stage_device, *expected in READ:
         order = Order.from_csv(text)
-        assert (order.barriers, order.forward_only) == (barriers, evaluates)
+        assert order.placement.stage_device == stage_device
+        assert [order.microbatches, order.barriers, order.forward_only] == expected
+        plain = text.replace("\r", "").replace(" ", "").replace("\t", "")
+        assert order.to_csv() == plain.rstrip("\n") + "\n"
+    assert Order.from_csv(READ[0][0]).rows[1][0] is None
+    told = Order.from_csv("0F0,0B0\n", microbatches=2, barriers=1, forward_only=True, placement=Placement(1, (0, 0)))
+    assert (told.microbatches, told.barriers, told.forward_only, told.placement.stages) == (2, 1, True, 2)
 
 
 @pytest.mark.parametrize(
@@ -229,25 +196,12 @@ def test_errors_name_row_and_column(text: str, message: str) -> None:
 
 def test_a_program_file_says_who_takes_part() -> None:
     program = Program.from_csv(plan_program("1f1b", 3, 2, "vocab-2")[1].to_csv())
-    assert program.communicators == {
-        "ROWS": (0, 1, 2),
-        "F:0>1": (0, 1),
-        "F:1>2": (1, 2),
-        "X": (0, 1, 2),
-        "STATISTICS": (0, 1, 2),
-        "DX": (0, 1, 2),
-        "B:1>0": (1, 0),
-        "B:2>1": (2, 1),
-    }
+    hops = {"F:0>1": (0, 1), "F:1>2": (1, 2), "B:1>0": (1, 0), "B:2>1": (2, 1)}
+    assert program.communicators == {**dict.fromkeys(("ROWS", "X", "STATISTICS", "DX"), (0, 1, 2)), **hops}
     with pytest.raises(
         InputError, match=r"row 1, column 2 \(device 0, position 1\): 'SEND0' is not a pass or transfer"
     ):
         Program.from_csv("0F0,SEND0")
-
-
-def test_a_transfer_that_no_pass_needs_stays_without_members() -> None:
-    program = Program.from_csv("0F0,X0,0B0\n1F0,1B0")
-    assert program.rows[0][1].members == ()
 
 
 # --- placements -------------------------------------------------------------------------------------------------------
@@ -272,15 +226,6 @@ def test_stages_of_devices() -> None:
     assert [placement.successors(stage) for stage in range(4)] == [(1,), (2,), (3,), ()]
 
 
-def test_a_placement_travels_without_what_is_derived() -> None:
-    placement = Placement.v_shape(64)
-    alone = len(pickle.dumps(placement))
-    dependencies_of(placement, barriers=1)
-    copied = pickle.loads(pickle.dumps(placement))
-    assert copied == placement and not copied.derived
-    assert len(pickle.dumps(placement)) == alone
-
-
 ROWS = generate("1f1b", 2, 2).rows
 IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: Placement(0, ()), "devices must be at least 1, not 0"),
@@ -288,19 +233,33 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: Placement(2, (0, -1)), "stage 1 is placed on device -1"),
     (lambda: Placement(3, (0, 2)), "device 1 holds no stage"),
     (lambda: Placement.looped(2, 0), "stages per device must be at least 1, not 0"),
-    *[
-        case
-        for cls in (Order, Program)
-        for case in [
-            (lambda cls=cls: cls(Placement.linear(2), 2, ()), "the order has 0 rows for 2 devices"),
-            (lambda cls=cls: cls(Placement.linear(2), 0, ROWS), "microbatches must be at least 1, not 0"),
-            (lambda cls=cls: cls(Placement.linear(2), 2, ROWS, 3), "barriers must be 0, 1 or 2, not 3"),
-        ]
-    ],
+    (lambda: Order(Placement.linear(2), 2, ()), "the order has 0 rows for 2 devices"),
+    (lambda: Program(Placement.linear(2), 0, ROWS), "microbatches must be at least 1, not 0"),
+    (lambda: Order(Placement.linear(2), 2, ROWS, 3), "barriers must be 0, 1 or 2, not 3"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), IMPOSSIBLE)
-def test_what_cannot_be(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        call()
+def test_what_cannot_be() -> None:
+    for call, message in IMPOSSIBLE:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+# --- in a notebook ----------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_a_line_and_a_picture() -> None:
+    order, program = plan_program("1f1b", 2, 3, "first-last")
+    for shown, words in (
+        (order, "<Order: 2 devices, 2 stages, 3 microbatches, 12 passes>"),
+        (program, "<Program: 2 devices, 2 stages, 3 microbatches, 12 passes, 12 transfers>"),
+        (time_order(order, EQUAL_COSTS), "<Timeline: 2 devices, step 12, busy 75.0 %>"),
+    ):
+        line, picture = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
+        assert repr(shown) == words and (line.text or "").startswith(words)
+        assert picture.tag.endswith("svg") and "device 1" in "".join(picture.itertext())
+    assert Timeline(((), ()))._repr_html_() == "<pre>&lt;Timeline: 2 devices, no events&gt;</pre>"
+    stuck = Order.from_csv("0F0,0B0\n1B0,1F0")._repr_html_()
+    assert stuck.startswith("<pre>&lt;Order: 2 devices, 2 stages, 1 microbatch, 4 passes&gt;\n")
+    assert "cannot complete" in stuck and "<svg" not in stuck
+    assert "<svg" not in generate("gpipe", 1, MOST_EVENTS // 2 + 1)._repr_html_()
