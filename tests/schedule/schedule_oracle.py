@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from evenpipe.schedule import Costs, Item, Kind, Order, Pass, Placement, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.transforms.vocabulary import FIXED, Passes, VirtualTimes, Wishes
 
 Placed = tuple[int, Pass]  # device, pass
 Unit = tuple[int | None, int]  # microbatch and slice
@@ -25,12 +24,6 @@ GRAPHS = [
     Placement(3, (0, 1, 2, 1, 0), UNEVEN),
     Placement(5, (0, 1, 2, 3, 4), UNEVEN),
 ]
-
-
-def by_virtual_times(order: Order, barriers: int, costs: Costs, wishes: Wishes = FIXED) -> Order:
-    """The order with vocabulary passes that virtual times give, without list scheduling."""
-    passes = Passes.of(order, barriers)
-    return passes.arranger.order_of(VirtualTimes.of(passes, costs).sort(wishes))
 
 
 def words(order: Order, device: int) -> str:

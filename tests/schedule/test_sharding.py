@@ -30,7 +30,7 @@ from evenpipe.schedule import (
     plan_program,
     without_sharding,
 )
-from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
+from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS
 from evenpipe.schedule.sharding import Part, Users, part_of, parts_of_device
 
 
@@ -65,7 +65,6 @@ PLACED = """
     0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD
 """
 """Orders and options, and what becomes of them."""
-VOCABULARY = "E0 0F0 S0 C0 T0 0B0 G0|E0 1F0 S0 C0 1B0 T0 G0"
 
 
 def test_where_they_are_placed() -> None:
@@ -74,17 +73,18 @@ def test_where_they_are_placed() -> None:
 
 
 def test_parts_of_the_vocabulary() -> None:
-    order = order_of(VOCABULARY, barriers=1)
-    assert text_of(add_sharding(order, gathers=False, tied=False)).split("|")[0] == (
-        "E0 0F0 S0 C0 T0 REDUCE_GRAD_S 0B0 0REDUCE_GRAD G0 REDUCE_GRAD_E"
-    )
-    assert text_of(add_sharding(order, gathers=False, tied=True)).split("|")[0] == (
-        "E0 0F0 S0 C0 T0 0B0 0REDUCE_GRAD G0 REDUCE_GRAD_S"
-    )
-    assert text_of(add_sharding(order, gathers=True, tied=False, reshard=True, prefetch=0)).split("|")[0] == (
-        "UNSHARD_E E0 RESHARD_E 0UNSHARD 0F0 0RESHARD UNSHARD_S S0 C0 T0 REDUCE_GRAD_S RESHARD_S "
-        "0UNSHARD 0B0 0REDUCE_GRAD 0RESHARD UNSHARD_E G0 REDUCE_GRAD_E RESHARD_E"
-    )
+    order = order_of("E0 0F0 S0 C0 T0 0B0 G0|E0 1F0 S0 C0 1B0 T0 G0", barriers=1)
+    gathered = {"gathers": True, "tied": False, "reshard": True, "prefetch": 0}
+    for options, first in (
+        ({"gathers": False, "tied": False}, "E0 0F0 S0 C0 T0 REDUCE_GRAD_S 0B0 0REDUCE_GRAD G0 REDUCE_GRAD_E"),
+        ({"gathers": False, "tied": True}, "E0 0F0 S0 C0 T0 0B0 0REDUCE_GRAD G0 REDUCE_GRAD_S"),
+        (
+            gathered,
+            "UNSHARD_E E0 RESHARD_E 0UNSHARD 0F0 0RESHARD UNSHARD_S S0 C0 T0 REDUCE_GRAD_S RESHARD_S "
+            "0UNSHARD 0B0 0REDUCE_GRAD 0RESHARD UNSHARD_E G0 REDUCE_GRAD_E RESHARD_E",
+        ),
+    ):
+        assert text_of(add_sharding(order, **options)).split("|")[0] == first
 
 
 def parts_there(placement: Placement, barriers: int, row: tuple[Item | None, ...]) -> Iterator[set[Part]]:
@@ -147,20 +147,9 @@ def test_faults() -> None:
 
 def test_a_row_that_evaluates_sums_nothing() -> None:
     order = order_of("0UNSHARD 0F0 0RESHARD", forward_only=True)
-    assert check_order(order).ok
-    assert add_sharding(order, gathers=True, tied=False) == order
-    faulty = order_of("0F0 0REDUCE_GRAD", forward_only=True)
-    assert [fault.what for fault in check_order(faulty).faults] == [
-        "0REDUCE_GRAD is not allowed in an order that only evaluates"
-    ]
-
-
-def test_every_kind_has_a_part() -> None:
-    for kind in SHARDING_KINDS:
-        stage = 3 if kind in {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD} else None
-        item = Pass(kind, stage)
-        assert Pass.parse(str(item)) == item
-        assert part_of(item) in {3, Kind.E, Kind.S}
+    assert check_order(order).ok and add_sharding(order, gathers=True, tied=False) == order
+    (fault,) = check_order(order_of("0F0 0REDUCE_GRAD", forward_only=True)).faults
+    assert fault.what == "0REDUCE_GRAD is not allowed in an order that only evaluates"
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
-from schedule_oracle import by_virtual_times
 
 from evenpipe.schedule import (
     EQUAL_COSTS,
@@ -44,15 +44,6 @@ GOLDENS = [
     ("dualpipe-v", {}, (14.0, 17), (10.6, 19), (8.2, 21)),
 ]
 
-# What sorting by virtual time alone is known to reach, and is to be beaten or met.
-PLAIN = {
-    "1f1b": ((21.0, 9), (21.6, 10)),
-    "zb-h1": ((8.0, 9), (8.4, 10)),
-    "interleaved": ((21.0, 25), (23.2, 27)),
-    "v-half": ((28.0, 12), (33.2, 14)),
-    "v-min": ((32.2, 10), (38.2, 12)),
-}
-
 
 def measured(order: Order) -> tuple[float, int]:
     timeline = time_order(order, EQUAL_COSTS)
@@ -73,43 +64,19 @@ def test_bubble_and_peak(
         reached = measured(lowered)
         assert reached[0] == pytest.approx(bubble, abs=1e-6)
         assert reached[1] == peak or peak is None
-        if barriers and options != FOUR and name in PLAIN:
-            assert reached[0] <= PLAIN[name][barriers - 1][0] + 1e-6
-            assert reached[1] <= PLAIN[name][barriers - 1][1]
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zbv"])
-def test_spans_grow_to_the_makespan(name: str) -> None:
-    """E and G put every device to work from the first moment to the last: zb-h2 and zbv, whose devices start and end at
-    different times and have no bubble for that, get one of p - 1, as zb-h1 has. The makespan does not grow."""
-    base = time_order(generate(name, 8, 32), EQUAL_COSTS)
-    lowered = time_order(add_vocabulary(generate(name, 8, 32), 1), EQUAL_COSTS)
-    vocabulary_work = 32 * 0.8
-    assert base.makespan == pytest.approx(32 * 3 * (2 if name == "zbv" else 1) + 7)
-    assert lowered.makespan == lowered.span == pytest.approx(base.makespan + vocabulary_work)
-    assert base.span == pytest.approx(base.makespan - (0 if name == "zb-h1" else 7))
-
-
-# Bubbles as in GOLDENS, m = 32, when X and the rows take 0.1 and the statistics and dX 0.3: of the order made for that,
-# and of the one made for collectives that take no time.
+# Bubbles as in GOLDENS, m = 32, when X and the rows take 0.1 and the statistics and dX 0.3.
 LATE = {"broadcast": 0.1, "statistics": 0.3, "reduce": 0.3, "embedding": 0.1}
+FORESEEN = [
+    # schedule, barriers, bubble of the order made for that, and of the one made for collectives that take no time
+    *[("1f1b", 1, 21.5, 24.4), ("1f1b", 2, 21.2, 27.6), ("interleaved", 1, 21.3, 21.4), ("interleaved", 2, 21.9, 21.9)],
+    *[("zb-h1", 1, 7.1, 7.4), ("zb-h1", 2, 7.4, 16.2), ("zbv", 1, 7.1, 7.1), ("zbv", 2, 7.2, 7.4)],
+    *[("gis", 1, 13.1, 12.7), ("gis", 2, 12.1, 12.1)],
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "barriers", "foreseen", "unforeseen"),
-    [
-        ("1f1b", 1, 21.5, 24.4),
-        ("1f1b", 2, 21.2, 27.6),
-        ("interleaved", 1, 21.3, 21.4),
-        ("interleaved", 2, 21.9, 21.9),
-        ("zb-h1", 1, 7.1, 7.4),
-        ("zb-h1", 2, 7.4, 16.2),
-        ("zbv", 1, 7.1, 7.1),
-        ("zbv", 2, 7.2, 7.4),
-        ("gis", 1, 13.1, 12.7),
-        ("gis", 2, 12.1, 12.1),
-    ],
-)
+@pytest.mark.parametrize(("name", "barriers", "foreseen", "unforeseen"), FORESEEN)
 def test_collectives_that_take_time(name: str, barriers: int, foreseen: float, unforeseen: float) -> None:
     order, late = generate(name, 8, 32), replace(EQUAL_COSTS, collectives=LATE)
     for costs, bubble in ((late, foreseen), (EQUAL_COSTS, unforeseen)):
@@ -138,20 +105,24 @@ def test_interlaced_waits_for_whole_backwards_of_several_stages(microbatches: in
 def test_few_wait_between_the_halves(name: str) -> None:
     """Between S and T a device keeps probabilities, between E and F rows: of few microbatches, of however many."""
     order = add_vocabulary(generate(name, 8, 64), 1)
+    ends = {Kind.T: Kind.S, Kind.F: Kind.E}
     for device in range(8):
         kept = {Kind.S: 0, Kind.E: 0}
-        most = dict(kept)
         for item in order.passes(device):
             if item.kind in kept:
                 kept[item.kind] += 1
-                most[item.kind] = max(most[item.kind], kept[item.kind])
-            elif item.kind is Kind.T:
-                kept[Kind.S] -= 1
-            elif item.kind is Kind.F and item.stage == 0:
-                kept[Kind.E] -= 1
-        assert most[Kind.S] <= 3
-        assert most[Kind.E] <= 8 or device > 0
-    assert check_order(order).ok
+            elif item.kind in ends and not item.stage:
+                kept[ends[item.kind]] -= 1
+            assert kept[Kind.S] <= 3 and (kept[Kind.E] <= 8 or device > 0)
+
+
+def test_rows_of_the_embedding_do_not_pile_up() -> None:
+    """E needs nothing, but waits until the first stage has come near, on devices that have nothing but time."""
+    order, costs = generate("1f1b", 4, 40), Costs(F=[4, 1, 1, 1], B=[4, 1, 1, 1], S=0.1, T=0.1, E=0.1, G=0.1)
+    rows = time_order(add_vocabulary(order, 1, costs), costs).events
+    starts = {(event.device, str(event.item)): event.start for row in rows for event in row}
+    for device, microbatch in product(range(1, 4), range(8, 40)):
+        assert starts[device, f"E{microbatch}"] >= starts[0, f"0F{microbatch - 6}"]
 
 
 # --- stages that differ -----------------------------------------------------------------------------------------------
@@ -205,29 +176,27 @@ def test_growth(name: str, options: dict[str, Any], devices: int, seed: int) -> 
     assert growth(*lowered) <= growth(*base) + 0.5
 
 
-# Bubble in percent of the span, mean of seeds 0 to 4, p = 8, m = 64, one barrier: of the base order, of rows sorted by
-# virtual time, and of what the transform gives.
+# Bubble in percent of the span, mean of seeds 0 to 4, p = 8, m = 64, one barrier: of the base order, and of what the
+# transform gives.
 BUBBLES = [
-    ("1f1b", {}, 6.3, 5.3, 5.1),
-    ("interleaved", FOUR, 4.7, 7.2, 2.8),
-    ("zb-h1", {}, 1.7, 2.3, 1.4),
-    ("zb-h2", {}, 0.2, 1.6, 1.1),  # the span of the base order grows to its makespan, as for zbv
-    ("zbv", {}, 0.3, 2.2, 0.7),
-    ("v-half", RAW, 4.3, 5.0, 2.2),
-    ("v-min", {}, 7.0, 6.9, 3.5),
-    ("gis", {**FOUR, "group_size": 4}, 5.8, 10.9, 2.3),
+    ("1f1b", {}, 6.3, 5.1),
+    ("interleaved", FOUR, 4.7, 2.8),
+    ("zb-h1", {}, 1.7, 1.4),
+    ("zb-h2", {}, 0.2, 1.1),  # the span of the base order grows to its makespan, as for zbv
+    ("zbv", {}, 0.3, 0.7),
+    ("v-half", RAW, 4.3, 2.2),
+    ("v-min", {}, 7.0, 3.5),
+    ("gis", {**FOUR, "group_size": 4}, 5.8, 2.3),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "base", "by_time", "result"), BUBBLES)
+@pytest.mark.parametrize(("name", "options", "base", "result"), BUBBLES)
 @pytest.mark.sampled(1)
-def test_bubbles_of_stages_that_differ(
-    name: str, options: dict[str, Any], base: float, by_time: float, result: float
-) -> None:
+def test_bubbles_of_stages_that_differ(name: str, options: dict[str, Any], base: float, result: float) -> None:
     shares = []
     for seed in range(5):
         order = generate(name, 8, 64, **options)
         costs = per_stage(seed, order.placement)
-        orders = (order, by_virtual_times(order, 1, costs), add_vocabulary(order, 1, costs))
+        orders = (order, add_vocabulary(order, 1, costs))
         shares.append([100 * bubble / span for bubble, span in (bubble_and_span(item, costs) for item in orders)])
-    assert [sum(column) / 5 for column in zip(*shares, strict=True)] == pytest.approx([base, by_time, result], abs=0.06)
+    assert [sum(column) / 5 for column in zip(*shares, strict=True)] == pytest.approx([base, result], abs=0.06)
