@@ -66,11 +66,14 @@ def test_with_times_alone_passes_run_as_in_the_event_model(sample: Sample) -> No
             assert simulated.peak_bytes == timeline.peak_bytes, case
 
 
-WHATEVER: list[dict[str, object]] = [{}, {"links": LINKS}, {"overlap_slowdown": 1.5}]
+WHATEVER: list[dict[str, object]] = [
+    *({}, {"links": LINKS}, {"overlap_slowdown": 1.5}),
+    *({"contention": 1.3}, {"contention": 1.5, "overlap_slowdown": 1.5}),
+]
 
 
 def test_what_holds_whatever_the_costs(sample: Sample) -> None:
-    for case, more in sample(product(CASES[::3], WHATEVER), 30):
+    for case, more in sample(product(CASES[::3], WHATEVER), 40):
         if case.order is not None:
             check_simulation(case.order, random_costs(case.order.placement, seed=7, **fitting(case.order, more)))
 
@@ -78,7 +81,9 @@ def test_what_holds_whatever_the_costs(sample: Sample) -> None:
 def check_simulation(order: Order, costs: Costs) -> None:
     simulation = simulate(order, costs)
     timeline, times = simulation.timeline, PassTimes(costs, order.placement)
+    most = costs.contention * costs.overlap_slowdown
     for device, row in enumerate(timeline.events):
+        assert all(event.end - event.start <= most * times.of(event.item, device) + 1e-9 for event in row)
         worked = sum(times.of(event.item, device) for event in row)
         assert timeline.busy[device] == pytest.approx(worked + simulation.slowed[device])
         assert timeline.busy[device] + sum(simulation.waiting[device].values()) == pytest.approx(simulation.makespan)
@@ -129,12 +134,13 @@ def test_a_program_that_cannot_complete_is_refused_with_its_faults() -> None:
     foreign = Program.from_csv("0F0,0SEND_F0,0RECV_B0,0B0,X0\n1RECV_F0,1F0,1B0,1SEND_B0")
     missing = Program.from_csv("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")
     assert simulate(crossed, Costs(F=1, B=1)).makespan == 4  # one communicator per direction: the hops pass each other
-    with pytest.raises(InputError, match="no pass needs X0"):
-        simulate(foreign, Costs(F=1, B=1))
-    with pytest.raises(InputError, match="0RECV_B0 is missing"):
-        simulate(missing, Costs(F=1, B=1))
-    with pytest.raises(InputError, match="cannot complete"):
-        simulate(Order.from_csv("0B0,0F0"), Costs(F=1, B=1))
+    for wrong, message in (
+        (foreign, "no pass needs X0"),
+        (missing, "0RECV_B0 is missing"),
+        (Order.from_csv("0B0,0F0"), "cannot complete"),
+    ):
+        with pytest.raises(InputError, match=message):
+            simulate(wrong, Costs(F=1, B=1))
 
 
 def test_what_the_report_has() -> None:
