@@ -39,7 +39,7 @@ def _starts(program: str) -> bool:
 class Browser:
     """One browser with one page. Use as a context manager; `folder` takes its profile."""
 
-    def __init__(self, program: str, folder: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def __init__(self, program: str, folder: Path, *, width: int = 1200, height: int = 900) -> None:
         to_browser, from_browser = os.pipe(), os.pipe()
         # Above 10, so that neither of them is 3 or 4 before it is put there. Only those two are inherited.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_browser[0], from_browser[1])]
@@ -74,7 +74,7 @@ class Browser:
         self.command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        features = [{"name": "prefers-color-scheme", "value": "light"}]
         self.command("Emulation.setEmulatedMedia", features=features)
 
     def __enter__(self) -> Browser:

@@ -19,25 +19,17 @@ def _no_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_pipelines", [])
 
 
-def test_without_tensor_ranks_a_process_has_its_number() -> None:
+def test_what_messages_call_processes() -> None:
     names.call_by_place({})
-    assert names.process(3) == "process 3"
-    assert names.process(3, 77) == "process 3 (pid 77)"
-    assert names.processes([3]) == "process 3"
-    assert names.processes([0, 3]) == "processes 0, 3"
+    assert (names.process(3), names.process(3, 77)) == ("process 3", "process 3 (pid 77)")
+    assert (names.processes([3]), names.processes([0, 3])) == ("process 3", "processes 0, 3")
     assert names.processes(range(10)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-
-
-def test_with_tensor_ranks_every_message_has_the_place() -> None:
     names.call_by_place(PLACES)
-    assert names.process(3) == "process 3 (device 1, tensor rank 1)"
+    first, third = "0 (device 0, tensor rank 0)", "2 (device 1, tensor rank 0)"
     assert names.process(3, 77) == "process 3 (device 1, tensor rank 1, pid 77)"
-    assert names.process(9) == "process 9"
-    assert str(Waiting("rows of 1F2", "", "tp", (2,))) == "rows of 1F2 from process 2 (device 1, tensor rank 0)"
-    assert (
-        str(Waiting("X0", "S0", "X", (0, 2)))
-        == "X0 for S0 from processes 0 (device 0, tensor rank 0), 2 (device 1, tensor rank 0)"
-    )
+    assert (names.process(2), names.process(9)) == (f"process {third}", "process 9")
+    assert str(Waiting("rows of 1F2", "", "tp", (2,))) == f"rows of 1F2 from process {third}"
+    assert str(Waiting("X0", "S0", "X", (0, 2))) == f"X0 for S0 from processes {first}, {third}"
     for error, kind, text in (
         (KeyError("x"), "exception", "process 1 (device 0, tensor rank 1) failed: KeyError: 'x'"),
         (InputError("a: b"), "input", "a: b"),

@@ -64,7 +64,6 @@ def test_a_closed_store_has_no_thread_until_the_next_request(store: Store) -> No
     assert set(threading.enumerate()) == before
     assert store.read("a name") == "a text"
     store.close()
-    store.close()
     assert set(threading.enumerate()) == before
 
 

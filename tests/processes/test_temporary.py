@@ -36,16 +36,9 @@ def test_only_this_user_may_enter_and_nothing_stays(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_killed_program_is_removed_and_that_of_a_live_one_is_not(tmp_path: Path) -> None:
-    holders = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOLDS_ONE],
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    environment, pipes = os.environ | {"TMPDIR": str(tmp_path)}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    program = [sys.executable, "-c", HOLDS_ONE]
+    holders = [subprocess.Popen(program, env=environment, text=True, **pipes) for _ in range(2)]
     killed, live = (Path(holder.stdout.readline().strip()) for holder in holders)
     holders[0].send_signal(signal.SIGKILL)
     holders[0].wait()

@@ -72,7 +72,12 @@ def test_costs_survive_with_everything_that_they_can_say() -> None:
         W=2,
         contention=1.25,
         overlap_slowdown=1.5,
-        links={"p2p": Link(latency=0.1, bandwidth=5.0, bytes=2.0), "F:0>1": Link(latency=0.0)},
+        links={
+            "p2p": Link(latency=0.1, bandwidth=5.0, bytes=2.0),
+            "F:0>1": Link(latency=0.0),
+            "replicas": Link(bandwidth=1.0),
+        },
+        sharding={"UNSHARD": (1.0, 2.0)},
         memory={"F": 3.0, "B": (-1.0, -2.0)},
         engine={"bandwidth": 2.0, "shared": [[0, 1]]},  # type: ignore[arg-type]
     )

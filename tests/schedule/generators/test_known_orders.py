@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from text_tables import order_of
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, Order, Pass, Placement, check_order, generate, time_order
@@ -37,9 +38,9 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "devices", "microbatches", "rows"), WHOLE)
-def test_small_orders_in_full(name: str, devices: int, microbatches: int, rows: str) -> None:
-    assert generate(name, devices, microbatches) == Order.from_csv(rows.replace(" ", ",").replace("|", "\n"))
+def test_small_orders_in_full() -> None:
+    for name, devices, microbatches, rows in WHOLE:
+        assert generate(name, devices, microbatches) == order_of(rows), name
 
 
 def test_options_that_make_one_schedule_another() -> None:
@@ -87,12 +88,7 @@ FIGURES = [
     *[("v-half", 1, 4, {}, 0, 2), ("v-half", 2, 8, {}, 1, 4), ("v-half", 3, 8, {}, 5, 4)],
     *[("v-min", 1, 4, {}, 0, 2), ("v-min", 2, 8, {}, 3, 4), ("v-min", 3, 8, {}, 5, 4)],
     # few microbatches
-    *[
-        ("v-half", 8, 1, {}, 27, 2),
-        ("v-half", 8, 2, {}, 23, 4),
-        ("v-half", 8, 4, {}, 15, 8),
-        ("v-half", 8, 8, {}, 19, 10),
-    ],
+    *[("v-half", 8, m, {}, bubble, peak) for m, bubble, peak in ((1, 27, 2), (2, 23, 4), (4, 15, 8), (8, 19, 10))],
     *[("v-min", 8, 1, {}, 27, 2), ("v-min", 8, 4, {}, 15, 8), ("v-min", 8, 8, {}, 27, 8)],
     # repeated blocks that are not squeezed
     *[("v-half", 8, m, FULL, 26, 10) for m in (32, 64)],
@@ -174,11 +170,8 @@ def test_no_longer_and_no_larger_than_the_orders_of_torch() -> None:
         assert all(check_order(order).ok for order in orders)
         ours, theirs = (time_order(order, EQUAL_COSTS) for order in orders)
         assert ours.span <= theirs.span and ours.makespan <= theirs.makespan, (name, placement, m)
-        assert all(a <= b for a, b in zip(ours.peak_in_flight, theirs.peak_in_flight, strict=True)), (
-            name,
-            placement,
-            m,
-        )
+        peaks = zip(ours.peak_in_flight, theirs.peak_in_flight, strict=True)
+        assert all(our <= their for our, their in peaks), (name, placement, m)
 
 
 AT_LEAST_1 = "must be a whole number of at least 1, not"
@@ -192,22 +185,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gis-h", {"stages_per_device": -1}, f"stages_per_device {AT_LEAST_1} -1"),
     ("gis-h", {"group_size": 4}, "schedule 'gis-h' has no option 'group_size'; its options: stages_per_device"),
     ("zb-auto", {"memory_limit": 0.5}, f"{FINITE} 0.5"),
-    (
-        "zb-auto",
-        {"memory_limit": [4, 4, 0.9, 4]},
-        "must be a finite number of at least 1, in stage activations, not 0.9",
-    ),
+    ("zb-auto", {"memory_limit": [4, 4, 0.9, 4]}, "at least 1, in stage activations, not 0.9"),
     ("zb-auto", {"memory_limit": [4, 4]}, "memory_limit has 2 numbers for 4 devices"),
     ("zb-auto", {"memory_limit": float("inf")}, "memory_limit must be a finite number"),
     ("zb-auto", {"weight_share": "1"}, "weight_share must be a number from 0 to 1, not '1'"),
     ("zb-auto", {"weight_share": 1.5}, "weight_share must be a number from 0 to 1, not 1.5"),
     ("zb-auto", {"costs": Costs(F=1, B=2)}, "costs: I is missing; a split backward needs F, I and W"),
     ("zb-auto", {"costs": Costs(F=[1, 2], I=1, W=1)}, "costs: F has 2 numbers for 4 stages"),
-    (
-        "v-budget",
-        {"memory_limit": 3},
-        "memory_limit is 3, but a V-schedule on 4 devices needs 4 stage activations on each",
-    ),
+    ("v-budget", {"memory_limit": 3}, "memory_limit is 3, but a V-schedule on 4 devices needs 4 stage activations on"),
     ("v-budget", {"memory_limit": [8, 8, 8, 3]}, "needs 4 stage activations on each"),
     ("v-budget", {"memory_limit": [10, 10]}, "memory_limit has 2 numbers for 4 devices"),
     ("v-budget", {"memory_limit": -1}, "memory_limit must be a finite number above 0"),
@@ -215,8 +200,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
-def test_options_that_no_schedule_takes(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        generate(name, 4, 8, **options)
-    assert message in str(error.value)
+def test_options_that_no_schedule_takes() -> None:
+    for name, options, message in REFUSED:
+        with pytest.raises(InputError) as error:
+            generate(name, 4, 8, **options)
+        assert message in str(error.value)

@@ -34,9 +34,9 @@ TABLE = {
 }
 
 
-def peaks(devices: int, stages_per_device: int, moved: range, microbatches: int | None = None) -> list[float]:
+def peaks(devices: int, stages_per_device: int, moved: range) -> list[float]:
     """The fullest device of the base with the first n chunks on the host, for each n."""
-    count = microbatches or 3 * devices
+    count = 3 * devices
     base = generate("gis", devices, count, stages_per_device=stages_per_device, group_size=1)
     found = []
     for chunks in moved:
@@ -60,14 +60,11 @@ def test_the_table(size: tuple[int, int], wanted: tuple[list[int], list[int]]) -
 @pytest.mark.parametrize("stages_per_device", [2, 3, 5, 6])
 @pytest.mark.sampled(2)
 def test_the_band(devices: int, stages_per_device: int) -> None:
-    if devices % 2:  # the formula is that of even numbers: half a device more
-        devices_of_formula = devices + 1
-    else:
-        devices_of_formula = devices
+    even = devices + devices % 2  # the formula is that of even numbers: half a device more
     for n, peak in enumerate(peaks(devices, stages_per_device, range(stages_per_device + 1))):
         rest = stages_per_device - n
         left = devices * rest * (rest + 1) / (2 * stages_per_device)
-        above = devices_of_formula * rest * (rest + 1) / (2 * stages_per_device)
+        above = even * rest * (rest + 1) / (2 * stages_per_device)
         room = max(3, gcd(ceil(devices / 2), stages_per_device) - n)
         assert left <= peak <= ceil(above) + room, (n, peak)
 
@@ -101,9 +98,7 @@ def test_the_first_half_is_moved(stages_per_device: int) -> None:
     devices, microbatches = 4, 16
     order = generate("po-h", devices, microbatches, stages_per_device=stages_per_device, costs=HALF)
     check_order(order).raise_if_faulty()
-    moved = {stage for stage, _ in offloaded(order)}
-    assert moved
-    assert max(moved) < devices * ((stages_per_device + 1) // 2)
+    assert 0 <= max(stage for stage, _ in offloaded(order)) < devices * ((stages_per_device + 1) // 2)
     whole = generate("po-f", devices, microbatches, stages_per_device=stages_per_device, costs=HALF)
     assert len(offloaded(whole)) >= len(offloaded(order))
 
@@ -115,8 +110,3 @@ def test_the_paper_s_share_of_memory() -> None:
     nothing, half = peaks(devices, stages_per_device, range(0, stages_per_device, stages_per_device // 2))
     assert nothing / whole == pytest.approx((stages_per_device + 1) / (2 * stages_per_device), abs=8 / whole)
     assert half / whole == pytest.approx((stages_per_device + 2) / (8 * stages_per_device), abs=3 / whole)
-
-
-def test_an_order_moved_twice_is_moved_once() -> None:
-    once = generate("po-h", 4, 8, costs=HALF)
-    assert plan_offload(once, HALF, only=offloaded(once)).order == once

@@ -1,4 +1,4 @@
-"""Schedules that plan by costs and memory: zb-auto, v-budget and ZB-V, and the blocks that V-schedules repeat."""
+"""Schedules that plan by costs and memory: zb-auto, v-budget, ZB-V, V-Half and V-Min."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, Order, check_order, generate, time_order
-from evenpipe.schedule.generators.v_shape_blocks import block_of_gaps, collides, peaks, repeat
-from evenpipe.schedule.generators.v_shape_fixed import half_block, min_block
 
 ALIKE, PAPER = Costs(F=3, I=4, W=2), Costs(F=10.4, I=10.2, W=7.7)
 SOME = st.randoms(use_true_random=False)
@@ -163,22 +161,17 @@ def test_v_budget_and_zbv_keep_to_any_limits_by_any_costs(
     assert time_order(order, costs).span <= by_hand.span * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("devices", "limit", "costs", "fixed", "bubble"),
-    [
+def test_costs_shorten_what_fixed_blocks_leave() -> None:
+    for devices, limit, costs, fixed, bubble in (
         (8, 10, ALIKE, "v-half", 80),
         (8, 10, PAPER, "v-half", 199.1),
         (8, 10, Costs(F=2, I=1, W=0.5), "v-half", None),
         (8, 8, ALIKE, "v-min", None),
         (6, 6, PAPER, "v-min", None),
-    ],
-)
-def test_costs_shorten_what_fixed_blocks_leave(
-    devices: int, limit: int, costs: Costs, fixed: str, bubble: float | None
-) -> None:
-    planned = time_order(generate("v-budget", devices, 3 * devices, memory_limit=limit, costs=costs), costs)
-    assert planned.span < time_order(generate(fixed, devices, 3 * devices), costs).span
-    assert bubble is None or planned.bubble == pytest.approx(bubble)
+    ):
+        planned = time_order(generate("v-budget", devices, 3 * devices, memory_limit=limit, costs=costs), costs)
+        assert planned.span < time_order(generate(fixed, devices, 3 * devices), costs).span
+        assert bubble is None or planned.bubble == pytest.approx(bubble)
 
 
 @pytest.mark.slow
@@ -195,22 +188,3 @@ def test_zbv_planned_by_costs_beats_the_order_by_hand() -> None:
 def test_v_half_and_v_min_keep_to_their_memory(devices: int, microbatches: int, squeeze: bool) -> None:
     for name, peak in (("v-half", 2 * ((devices + 2) // 2)), ("v-min", least(devices))):
         assert within(generate(name, devices, microbatches, squeeze=squeeze), [peak] * devices)
-
-
-def test_blocks_of_the_paper_repeat_without_collision() -> None:
-    for devices in range(1, 20):
-        assert not collides(half_block(devices)) and not collides(min_block(devices))
-        assert collides(block_of_gaps([6] * (4 * devices - 1)))
-
-
-@given(gaps=st.lists(st.integers(1, 7), min_size=15, max_size=15))
-def test_peaks_of_a_block_are_those_of_its_repetition(gaps: list[int]) -> None:
-    block = block_of_gaps(gaps)
-    if collides(block):
-        return
-    for row, expected in zip(repeat(block, 40), peaks(block), strict=True):
-        held = most = 0
-        for slot in sorted(row):
-            held += 1 - row[slot][0] // 8
-            most = max(most, held)
-        assert most == expected
