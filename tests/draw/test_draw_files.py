@@ -55,14 +55,9 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     for name in ("step.pdf", "step", ".svg"):
         with pytest.raises(InputError, match=r"must end in \.html .*, \.svg or \.png .* or \.json "):
             draw(two_devices(), tmp_path / name)
-    with pytest.raises(InputError, match="there is no folder"):
-        check_file(tmp_path / "nowhere" / "step.svg")
-    assert list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match="no timeline"):
         page({})
-    (tmp_path / "step.svg").mkdir()
-    with pytest.raises(InputError, match="cannot be written"):
-        draw(two_devices(), tmp_path / "step.svg")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_admits_its_own_script_and_style_and_no_connection() -> None:

@@ -9,31 +9,27 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import unit_needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_oracle import end_times, random_costs, random_order
+from text_tables import order_of
 
 from evenpipe.schedule import (
     EQUAL_COSTS,
     MODES,
-    SCHEDULES,
     SHARING,
     Costs,
     Dependencies,
     Kind,
-    Order,
     Pass,
     Placement,
     Transfer,
     TransferKind,
     add_communication,
     add_vocabulary,
-    check_program,
     plan_order,
     plan_program,
-    time_order,
 )
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.releases import releases
@@ -78,11 +74,11 @@ PLACED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "barriers", "costs", "expected"), PLACED)
-def test_small_programs_in_full(text: str, barriers: int, costs: Costs, expected: str) -> None:
-    order = Order.from_csv(text.replace("|", "\n"))
-    program = add_communication(add_vocabulary(order, barriers) if barriers else order, costs)
-    assert "|".join(" ".join(map(str, row)) for row in program.rows) == expected
+def test_small_programs_in_full() -> None:
+    for text, barriers, costs, expected in PLACED:
+        order = order_of(text)
+        program = add_communication(add_vocabulary(order, barriers) if barriers else order, costs)
+        assert "|".join(" ".join(map(str, row)) for row in program.rows) == expected
 
 
 @settings(max_examples=60)
@@ -132,40 +128,11 @@ HOW_MANY = [
 ]
 
 
-@pytest.mark.parametrize(("devices", "schedule", "mode", "counts"), HOW_MANY)
-def test_how_many_there_are(devices: int, schedule: str, mode: str, counts: tuple[int, ...]) -> None:
-    for sharing, count in zip(SHARING, counts, strict=True):
-        _, program = plan_program(schedule, devices, 3, mode, sharing=sharing)
-        assert len(program.communicators) == count
-        if sharing == "one" and count:
-            assert program.communicators == {"ALL": tuple(range(devices))}
-
-
-def test_transfers_may_share_communicators_where_they_stand(sample: Sample) -> None:
-    """Programs that were made for fewer communicators are compared with a second opinion in `test_agreement`."""
-    sizes = ((2, 3), (3, 5), (4, 4))
-    for name, mode, sharing, (devices, microbatches) in sample(product(SCHEDULES, MODES, SHARING[1:], sizes), 40):
-        usual = add_communication(plan_order(name, devices, microbatches, mode))
-        shared = usual.shared(sharing)
-        assert check_program(shared).ok and shared.shared("per-pair") == usual, (name, mode)
-
-
-@pytest.mark.parametrize("sharing", SHARING[1:])
-def test_dx_stands_a_quarter_interval_before_the_backward_of_the_last_stage(sharing: str) -> None:
-    """F = 2 and B = 4, so an interval is 6, and dX stands 1.5 before B where C was done earlier."""
-    costs = Costs(F=2, B=4, S=1, C=0, T=0.5, E=0, G=0)
-    order = plan_order("1f1b", 4, 8, "vocab-2", costs)
-    at = {(event.device, str(event.item)): event for row in time_order(order, costs).events for event in row}
-    usual, program = add_communication(order, costs), add_communication(order, costs, sharing)
-    for microbatch in range(8):
-        ready = max(at[device, f"C{microbatch}"].end for device in range(4))
-        due = max(ready, at[3, f"3B{microbatch}"].start - 1.5)
-        for device in range(4):
-            row = list(map(str, program.rows[device]))
-            here = row.index(f"DX{microbatch}")
-            assert all(at[device, text].end <= due + 1e-9 for text in row[:here] if (device, text) in at)
-            assert all(at[device, text].end >= due - 1e-9 for text in row[here:] if (device, text) in at)
-    assert program.rows != usual.shared(sharing).rows
+def test_how_many_there_are() -> None:
+    for devices, schedule, mode, counts in HOW_MANY:
+        programs = [plan_program(schedule, devices, 3, mode, sharing=sharing)[1] for sharing in SHARING]
+        assert tuple(len(program.communicators) for program in programs) == counts
+        assert programs[-1].communicators == ({"ALL": tuple(range(devices))} if devices > 1 else {})
 
 
 # --- memory of what is received and sent ------------------------------------------------------------------------------
@@ -193,15 +160,12 @@ RELEASED = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "devices", "microbatches", "device", "expected"), RELEASED)
-def test_what_was_sent_is_given_back_once_it_must_have_arrived(
-    schedule: str, devices: int, microbatches: int, device: int, expected: dict[str, str]
-) -> None:
+def test_what_was_sent_is_given_back_once_it_must_have_arrived() -> None:
     """That it is never too early is compared with a second opinion in `test_agreement`."""
-    _, program = plan_program(schedule, devices, microbatches, "first-last")
-    row = program.rows[device]
-    found = {str(row[place]): " ".join(map(str, sent)) for place, sent in releases(program, device).items()}
-    assert found == expected
+    for schedule, devices, microbatches, device, expected in RELEASED:
+        _, program = plan_program(schedule, devices, microbatches, "first-last")
+        row, given_back = program.rows[device], releases(program, device)
+        assert {str(row[place]): " ".join(map(str, sent)) for place, sent in given_back.items()} == expected
 
 
 def test_a_long_step_holds_no_more_than_a_short_one() -> None:

@@ -146,7 +146,4 @@ def test_traces_keep_edges_and_slices(slices: int, tmp_path: Path) -> None:
     write_trace(measured(program, costs), tmp_path / "step.json")
     again = read_trace(tmp_path / "step.json")
     assert again.program == program
-    timeline, simulated = again.timeline(), simulate(program, costs).timeline
-    for found, expected in zip(timeline.events, simulated.events, strict=True):
-        assert [event.item for event in found] == [event.item for event in expected]
-        assert [event.start for event in found] == pytest.approx([event.start for event in expected])
+    assert again.timeline().makespan == pytest.approx(simulate(program, costs).makespan)

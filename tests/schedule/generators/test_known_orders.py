@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from text_tables import order_of
+from torch_orders import Size, file_of_torch
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, Order, Pass, Placement, check_order, generate, time_order
+from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, Order, Placement, check_order, generate, time_order
 
 WHOLE = [
     # schedule, devices, microbatches, rows
@@ -134,44 +135,19 @@ TORCH_INTERLEAVED = [
 ]
 
 
-def torch_order(name: str, placement: Placement, microbatches: int) -> Order:
-    """What torch's schedule of that name would run.
-
-    It comes from the private method that the constructor calls for every rank, so that no process group is needed; a
-    torch that has renamed it skips the comparison.
-    """
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    rounds = max(1, microbatches // placement.devices)
-    numbers = SimpleNamespace(
-        pp_group_size=placement.devices,
-        num_stages=placement.stages,
-        n_local_stages=placement.stages // placement.devices,
-        _n_microbatches=microbatches,
-        number_of_rounds=rounds,
-        microbatches_per_round=microbatches // rounds,
-    )
-    try:
-        plan = getattr(schedules, name)._calculate_single_rank_operations
-        rows = [[str(action) for action in plan(numbers, rank) if action] for rank in range(placement.devices)]
-    except AttributeError as error:
-        pytest.skip(f"this torch plans {name} elsewhere: {error}")
-    return Order(placement, microbatches, tuple(tuple(map(Pass.parse, row)) for row in rows))
-
-
-def test_no_longer_and_no_larger_than_the_orders_of_torch() -> None:
-    cases = [
-        ("interleaved", "ScheduleInterleaved1F1B", Placement.looped(d, v), m, {"stages_per_device": v})
-        for v, m, d in TORCH_INTERLEAVED
-    ] + [
-        ("zbv", "ScheduleZBVZeroBubble", Placement.v_shape(d), m, {}) for d in (1, 2, 3, 4, 8) for m in (1, 3, 4, 8, 16)
-    ]
-    for name, in_torch, placement, m, options in cases:
-        orders = generate(name, placement.devices, m, **options), torch_order(in_torch, placement, m)
+def test_no_longer_and_no_larger_than_the_orders_of_torch(tmp_path: Path) -> None:
+    zbv = [("zbv", "ZBVZeroBubble", Size(d, 2, m)) for d in (1, 2, 3, 4, 8) for m in (1, 3, 4, 8, 16)]
+    interleaved = [("interleaved", "Interleaved1F1B", Size(d, v, m)) for v, m, d in TORCH_INTERLEAVED]
+    for name, in_torch, size in zbv + interleaved:
+        options = {} if name == "zbv" else {"stages_per_device": size.stages_per_device}
+        order = generate(name, size.devices, size.microbatches, **options)
+        text = file_of_torch(in_torch, size, tmp_path, "compute_only")
+        orders = order, Order.from_csv(text, placement=order.placement)
         assert all(check_order(order).ok for order in orders)
         ours, theirs = (time_order(order, EQUAL_COSTS) for order in orders)
-        assert ours.span <= theirs.span and ours.makespan <= theirs.makespan, (name, placement, m)
+        assert ours.span <= theirs.span and ours.makespan <= theirs.makespan, (name, size)
         peaks = zip(ours.peak_in_flight, theirs.peak_in_flight, strict=True)
-        assert all(our <= their for our, their in peaks), (name, placement, m)
+        assert all(our <= their for our, their in peaks), (name, size)
 
 
 AT_LEAST_1 = "must be a whole number of at least 1, not"
