@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from evenpipe.schedule import Dependencies, Pass, Route, Transfer, parts_of
+from evenpipe.schedule import Dependencies, Pass, Transfer, parts_of
 from evenpipe.schedule.flows import Site
-
-
-def after(dependencies: Dependencies, item: Pass, device: int) -> tuple[Pass, ...]:
-    """The passes of the same device that must have run before `item`. B stands for B or I."""
-    return tuple(
-        Pass(kind, stage, part.microbatch, part.slice)
-        for part in parts_of(item)
-        for kind, stage in dependencies.rule(device, part.kind, part.stage).after
-    )
 
 
 def waits_for(dependencies: Dependencies, item: Pass, device: int) -> tuple[Transfer, ...]:
     """The transfers that must have completed on `device` before it runs `item`, as that device issues them."""
-    return tuple(_transfers(dependencies, item, device, "waits"))
-
-
-def feeds(dependencies: Dependencies, item: Pass, device: int) -> tuple[Transfer, ...]:
-    """The transfers that carry the results of `item` on `device`, as that device issues them."""
-    return tuple(_transfers(dependencies, item, device, "feeds"))
+    return tuple(
+        route.transfer(device, part.microbatch, part.slice)
+        for part in parts_of(item)
+        if part.microbatch is not None
+        for route in dependencies.rule(device, part.kind, part.stage).waits
+    )
 
 
 def producers(dependencies: Dependencies, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
@@ -37,13 +26,6 @@ def consumers(dependencies: Dependencies, transfer: Transfer, device: int) -> tu
     """(device, pass) of each pass that uses the data of `transfer`, issued by `device`."""
     route = dependencies.route_of(transfer, device)
     return _passes(transfer, () if route is None else route.consumers)
-
-
-def _transfers(dependencies: Dependencies, item: Pass, device: int, which: str) -> Iterator[Transfer]:
-    for part in parts_of(item):
-        if part.microbatch is not None:
-            routes: tuple[Route, ...] = getattr(dependencies.rule(device, part.kind, part.stage), which)
-            yield from (route.transfer(device, part.microbatch, part.slice) for route in routes)
 
 
 def _passes(transfer: Transfer, sites: tuple[Site, ...]) -> tuple[tuple[int, Pass], ...]:

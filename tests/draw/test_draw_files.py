@@ -1,24 +1,30 @@
-"""Files: the suffix says what is drawn; the page fetches nothing, and everything that it needs is installed with us."""
+"""Files: the suffix says what is drawn; the page fetches nothing; and foreign names become no markup and no control."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices
+from drawn_timelines import EMPTY, timeline, two_devices, words
 from headless_browser import find_browser
+from traced_steps import one_device
 
-from evenpipe.draw import check_file, draw, page, svg
+from evenpipe.cli.main import main
+from evenpipe.draw import Bars, bars_svg, check_file, draw, page, svg, terminal, trace
 from evenpipe.draw.encode import Looks, encode
 from evenpipe.draw.figures import Scale
 from evenpipe.draw.panel import Panel
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, plan_order, time_order
+from evenpipe.schedule.trace_file import write_trace
 
 BEGINNINGS = {".html": "<!DOCTYPE html>", ".json": '{"displayTimeUnit"', ".svg": "<svg "}
 
@@ -76,8 +82,8 @@ def test_the_page_admits_its_own_script_and_style_and_no_connection() -> None:
 def test_figures_are_there_without_scripts() -> None:
     text = page({"first": two_devices(), "second": timeline("0F0 0 1, 0B0 4 6")})
     tables = re.sub(r"<[^>]+>", " ", text[text.index("<section") : text.index('<script type="application/json"')])
-    for words in ("step 12 6 From the first start", "slowest device 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
-        assert words in " ".join(tables.split())
+    for line in ("step 12 6 From the first start", "slowest device 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
+        assert line in " ".join(tables.split())
 
 
 def unpacked(text: str, count: int) -> list[list[int]]:
@@ -108,3 +114,53 @@ def test_a_page_may_be_empty_and_grows_by_a_few_bytes_per_pass() -> None:
     steps = [time_order(plan_order("1f1b", 8, microbatches, "vocab-2"), EQUAL_COSTS) for microbatches in (100, 200)]
     sizes = [len(page(step)) for step in steps]
     assert (sizes[1] - sizes[0]) / (100 * 8 * 7) < 3
+
+
+# --- foreign names ----------------------------------------------------------------------------------------------------
+
+FOREIGN = [
+    "<script>alert(1)</script>",
+    "</script><script>alert(1)//",
+    '"><img src=x onerror=alert(1)>',
+    "--><!--",
+    "@@SCRIPT@@",
+    "]]>",
+    "\x1b[31m\x07\0",
+    "a & b < c",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
+def test_a_name_is_text_in_every_picture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = two_devices()
+    text = page({name: step, "other": step}, title=name)
+    plain = page({"name": step, "other": step}, title="name")
+    tags, plain_tags = ([tag.lower() for tag in re.findall(r"</?\w+|<!--", found)] for found in (text, plain))
+    assert tags == plain_tags
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+    data = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None and "<" not in data[1]
+    assert json.loads(data[1])["panels"][0]["name"] == name or not name.isprintable()
+    for text in (svg({name: step}, title=name), bars_svg([Bars(name, ({name: 1.0},))], title=name)):
+        names = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
+        assert names <= {"svg", "title", "desc", "style", "rect", "path", "text", "g"}
+        assert name in " ".join(words(text)) or not name.isprintable()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", terminal({name: step}))
+    json.loads(trace({name: step}))
+
+
+def test_what_a_trace_says_of_itself_is_text(tmp_path, capsys):
+    about = {"schedule": "</script><script>alert(1)</script>", "vocabulary": "\x1b[31m", "step": ["\n"]}
+    file, drawn, costs = (str(tmp_path / name) for name in ("t.json", "t.html", "costs.toml"))
+    write_trace(replace(one_device([1.0]), about=about), tmp_path / "t.json")
+    assert main(["draw", file, "-o", drawn]) == 0
+    text = (tmp_path / "t.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; + \\x1b[31m" in text
+    assert main(["profile", "--from", file, "-o", costs]) == 0
+    assert main(["simulate", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--costs", costs]) == 0
+    assert main(["profile", "--from", file]) == 0
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out
+    assert "vocabulary \\x1b[31m" in shown.out

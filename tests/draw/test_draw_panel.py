@@ -116,14 +116,7 @@ def test_kinds_in_one_row_stay_apart() -> None:
         assert min(dark) >= 0.06, vision
 
 
-def test_two_stages_of_a_kind_stay_apart() -> None:
-    for vision, kind, page in product(VISION, "FBIW", (str, for_dark)):
-        first, last = (page(colours_of(Pass(Kind(kind), stage, 0), (0, 7))[0]) for stage in (0, 7))
-        assert distance(first, last, vision) > 0.1, (vision, kind)
-        assert luminance(first) > luminance(last)
-
-
-def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark() -> None:
+def test_stages_and_slices_differ_in_shade_from_light_to_dark() -> None:
     for kind, page, (held, slices) in product("FBIWST", (str, for_dark), [(1, 2), (1, 4), (1, 16), (2, 4)]):
         stages = (0, 7)[:held] if kind in "FBIW" else (None,)
         passes = [Pass(Kind(kind), stage, 3, part) for stage, part in product(stages, range(slices))]
@@ -131,6 +124,7 @@ def test_slices_of_a_sequence_differ_in_shade_from_light_to_dark() -> None:
         assert len(set(shades)) == len(shades)
         assert shades == sorted(shades, key=luminance, reverse=True)
         assert distance(shades[0], shades[slices - 1]) > 0.04
+        assert held == 1 or kind not in "FBIW" or all(distance(shades[0], shades[-1], v) > 0.1 for v in VISION)
         assert all(contrast(shade, ink_on(shade)) >= 4.5 for shade in shades)
     assert len({colours_of(Pass(Kind.F, 0, 0, part), (0, 1), 64) for part in range(64)}) == 8, "many share shades"
     assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,), "of replicas: no slices"

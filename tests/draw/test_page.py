@@ -259,13 +259,6 @@ def test_far_away_rows_show_mean_colours(shown: Shown) -> None:
     assert shown.colour(600, y[1], 50) == pytest.approx([(a + b) / 2 for a, b in zip(forward, nothing)], abs=2)
 
 
-def test_passes_that_run_as_one_show_both(shown: Shown) -> None:
-    shown.open(timeline("0F0 0 1, (0F1;0B0)OVERLAP_F_B 1 4, 0B1 4 6"))
-    assert "(0F1;0B0)OVERLAP_F_B forward and backward as one" in shown.point("(0F1;0B0)OVERLAP_F_B")
-    x, y = shown.place("(0F1;0B0)OVERLAP_F_B")
-    assert [shown.colour(x - 40, y + down) for down in (-6, 6)] == [[0x3E, 0x70, 0xD4], [0x54, 0xAD, 0x8B]]
-
-
 def test_odd_sizes_open_without_trouble(shown: Shown) -> None:
     many = timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400)))
     for odd in (*EMPTY.values(), timeline("S0 3 3"), many):

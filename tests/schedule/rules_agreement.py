@@ -2,9 +2,9 @@
 
     python tests/schedule/rules_agreement.py --cases 10000 --seed 0
 
-The checker finds a fault if and only if the second opinion does. A program that is not damaged completes even if every
-device waits for each transfer before it goes on, and `releases` gives back what was sent exactly where an independent
-walk has proof of its arrival.
+The checker finds a fault if and only if the second opinion does, with experts in several replicas, too. A program that
+is not damaged completes even if every device waits for each transfer before it goes on, and `releases` gives back what
+was sent exactly where an independent walk has proof of its arrival.
 """
 
 from __future__ import annotations
@@ -213,6 +213,10 @@ def complaints(case: Case) -> Iterator[str]:
         told, sound = check_order(schedule).ok, order_is_sound(schedule)
     if told != sound:
         yield f"the checker says {told}, the rules say {sound}"
+    if isinstance(schedule, Program):
+        told = check_program(schedule, experts=True).ok
+        if told != (sound and completes(schedule, lambda transfer: "", members=2, exchanges="")):
+            yield f"with experts in two replicas the checker says {told}"
     if case.damage is not None:
         return
     if not sound or not program_is_sound(case.sound, case.usual):

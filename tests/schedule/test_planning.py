@@ -197,17 +197,3 @@ def test_options_of_a_schedule() -> None:
             registered("grouped", 2, 2, groups=2)
     finally:
         del SCHEDULES["grouped"]
-
-
-@pytest.mark.slow
-def test_the_order_for_equal_passes_is_taken_where_the_one_by_costs_does_worse_with_the_vocabulary() -> None:
-    """ZB-V on 8 devices with I longer and W shorter than F: interlaced, its order for equal passes is shorter."""
-    costs = Costs(F=1.0, B=2.0, I=1.25, W=0.75, S=0.2, T=0.4, E=0.0, G=0.0)
-    spans = {}
-    for name, by in (("costs", costs), ("equal", None)):
-        order = interlace(generate("zbv", 8, 32, costs=by), costs)
-        spans[name] = time_order(order, costs).makespan
-    planned = plan_order("zbv", 8, 32, "interlaced", costs)
-    assert spans["equal"] < spans["costs"]
-    assert time_order(planned, costs).makespan == spans["equal"]
-    assert plan_order("zbv", 8, 32, "first-last", costs) == generate("zbv", 8, 32, costs=costs)
