@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,16 +79,6 @@ def test_every_format_has_measured_above_predicted(file: Path, suffix: str, caps
         boxes = rectangles(text, LOOKS[Kind.F].colour)
         assert len(boxes) == 2 * 8 + 1  # both panels, and the legend
         assert [box.width for box in boxes[:8]] == pytest.approx([box.width for box in boxes[8:16]], abs=0.02)
-
-
-def test_the_terminal_has_measured_above_predicted_in_seconds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["draw", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    first, second = lines.index("measured"), lines.index("predicted")
-    assert first < second
-    figures = [re.search(r"step ([0-9.]+ ms)", lines[line + 1]) for line in (first, second)]
-    assert figures[0] is not None and figures[1] is not None and figures[0][1] == figures[1][1]
-    assert sum(line.startswith("device 0 waited for") for line in lines) == 2
 
 
 def test_calls_of_the_driver_for_memory_stand_below_where_they_were_counted(

@@ -227,26 +227,6 @@ def test_switches_and_the_legend_hide_what_they_name(shown: Shown) -> None:
     assert shown.point("1B0") == ""  # what is hidden cannot be pointed at
 
 
-def test_a_redraw_touches_no_more_than_the_pixels_allow(shown: Shown) -> None:
-    """Eight devices with 512 microbatches, at every zoom: rectangles are bounded by the size of the window."""
-    shown.open(vocabulary(8, 512))
-    per_zoom, width, events = shown.browser.evaluate(
-        """(() => {
-            const page = evenpipe, { view } = page.scene, counts = [];
-            view.fit();
-            for (let step = 0; step < 120; step++) {
-                page.draw();
-                counts.push(page.drawn.rectangles + page.drawn.texts);
-                view.zoom(0.92, 0.37 * view.length);
-            }
-            return [counts, page.scene.boxes[0].width, page.scene.panels[0].count];
-        })()"""
-    )
-    # A box of at least 4 pixels and its text, a mark per 2 pixels, the lane itself, and lines of the grid.
-    assert 300 < max(per_zoom) <= 8 * (width / 4 + width / 2 + 4) + 50
-    assert events == 8 * 512 * 7 and per_zoom[0] < 100  # from far away, strips alone
-
-
 def test_far_away_rows_show_mean_colours(shown: Shown) -> None:
     """Halves of blue and green, too narrow to see, become their mean; an idle half becomes paler."""
     passes = ", ".join(f"0F{k} {2 * k} {2 * k + 1}, 0B{k} {2 * k + 1} {2 * k + 2}" for k in range(4000))
@@ -267,15 +247,3 @@ def test_odd_sizes_open_without_trouble(shown: Shown) -> None:
             shown.browser.key(key)
         shown.browser.click(500, 300)
         assert shown.browser.evaluate("document.getElementById('trouble').hidden")
-
-
-def test_dark_pages_have_a_dark_ground_and_light_pages_a_light_one(shown: Shown) -> None:
-    shown.open(two_devices())
-    ground = "getComputedStyle(document.body).backgroundColor"
-    colours = []
-    for scheme in ("dark", "light"):
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        shown.browser.command("Emulation.setEmulatedMedia", features=[feature])
-        shown.browser.frame()
-        colours.append((shown.browser.evaluate(ground), shown.browser.evaluate("evenpipe.scene.theme.dark")))
-    assert colours == [("rgb(20, 23, 28)", True), ("rgb(255, 255, 255)", False)]

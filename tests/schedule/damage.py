@@ -211,10 +211,7 @@ def count_cases(description: str | None, judged: Callable[[int], tuple[str, str,
             wrong += 1
             print(f"case {seed}, {name}: {complaint}", flush=True)
         counts[name, outcome] += 1
-        counts["all", outcome] += 1
-    outcomes = sorted({outcome for _, outcome in counts})
-    print(f"{'':46}" + "".join(f"{outcome:>10}" for outcome in outcomes))
-    for name in sorted({name for name, _ in counts}):
-        print(f"{name:46}" + "".join(f"{counts[name, outcome]:10}" for outcome in outcomes))
+    for (name, outcome), count in sorted(counts.items()):
+        print(f"{name:46}{outcome:>10}{count:10}")
     print(f"{wrong} wrong")
     sys.exit(wrong > 0)

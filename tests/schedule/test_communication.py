@@ -6,7 +6,6 @@ That programs complete, and who waits for whom, is compared with second opinions
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import unit_needs
@@ -17,15 +16,12 @@ from text_tables import order_of
 
 from evenpipe.schedule import (
     EQUAL_COSTS,
-    MODES,
     SHARING,
     Costs,
     Dependencies,
-    Kind,
     Pass,
     Placement,
     Transfer,
-    TransferKind,
     add_communication,
     add_vocabulary,
     plan_order,
@@ -136,19 +132,6 @@ def test_how_many_there_are() -> None:
 
 
 # --- memory of what is received and sent ------------------------------------------------------------------------------
-
-
-def test_receives_of_1f1b_are_posted_when_data_is_due_and_not_before(sample: Sample) -> None:
-    """At most two wait for the pass that takes them, whatever the number of microbatches."""
-    takes = {TransferKind.RECV_F: Kind.F, TransferKind.RECV_B: Kind.B, TransferKind.X: Kind.S}
-    for mode, devices, microbatches in sample(product(MODES, (2, 3, 4, 8), (1, 3, 8, 40)), 12):
-        _, program = plan_program("1f1b", devices, microbatches, mode)
-        for row in program.rows:
-            for kind, taker in takes.items():
-                held = 0
-                for item in row:
-                    held += (item.kind is kind) - (item.kind is taker and held > 0)
-                    assert held <= 2, (mode, devices, microbatches)
 
 
 RELEASED = [

@@ -92,11 +92,10 @@ def test_interlaced_costs_nothing_where_passes_are_aligned(name: str) -> None:
     assert peak == max(timeline.peak_in_flight)
 
 
-@pytest.mark.parametrize(("microbatches", "bubble"), [(32, 52.0), (64, 84.0)])
-def test_interlaced_waits_for_whole_backwards_of_several_stages(microbatches: int, bubble: float) -> None:
+def test_interlaced_waits_for_whole_backwards_of_several_stages() -> None:
     """Interleaved: some device is always in the middle of a B, one unit away from its end, in every microbatch."""
-    order = generate("interleaved", 8, microbatches)
-    assert measured(interlace(order)) == (pytest.approx(bubble), 23)
+    for microbatches, bubble in ((32, 52.0), (64, 84.0)):
+        assert measured(interlace(generate("interleaved", 8, microbatches))) == (pytest.approx(bubble), 23)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "v-half"])

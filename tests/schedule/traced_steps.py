@@ -113,6 +113,3 @@ def _issued(program: Program, device: int, passes: list[PassTime]) -> dict[Trans
             clock = passes[number].end
             number += 1
     return issued
-
-
-__all__ = ["measured", "one_device", "two_devices"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import MODES, SCHEDULES, Costs, Order, Placement, plan_order
@@ -14,28 +13,16 @@ SHAPES = [(1, 3), (2, 1), (2, 5), (3, 4), (4, 8), (5, 11)]
 """(devices, microbatches): one device, one microbatch, fewer microbatches than devices, odd numbers."""
 
 
-class Case(NamedTuple):
-    """A registered schedule of some size in a vocabulary mode."""
-
-    schedule: str
-    mode: str
-    shape: tuple[int, int]
-
-    @property
-    def order(self) -> Order | None:
-        """None where the schedule says that it needs other numbers."""
-        return _order_of(self)
-
-
 @cache
-def _order_of(case: Case) -> Order | None:
+def order_of_case(schedule: str, mode: str, shape: tuple[int, int]) -> Order | None:
+    """A registered schedule of some size in a vocabulary mode; None where it says that it needs other numbers."""
     try:
-        return plan_order(case.schedule, *case.shape, case.mode)
+        return plan_order(schedule, *shape, mode)
     except InputError:
         return None
 
 
-CASES = [Case(*parts) for parts in product(SCHEDULES, [mode for mode in MODES if mode != "redistribute"], SHAPES)]
+CASES = list(product(SCHEDULES, [mode for mode in MODES if mode != "redistribute"], SHAPES))
 """All that differ in their orders."""
 
 
