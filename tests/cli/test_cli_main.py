@@ -229,7 +229,7 @@ def test_export_and_generate_call_what_does_the_work(exported, generated, capsys
 
 
 def test_inside_torchrun_the_first_process_prepares_and_exports(stand_in, monkeypatch, exported, capsys):
-    """The others wait until it is done: tests/multiprocess/test_stopping.py."""
+    """The others wait until it is done: tests/multiprocess/test_training.py."""
     calls, trained = [], []
     watch = types.SimpleNamespace(report_exception=lambda error: calls.append(f"reported {error}"))
     marking = {"mark": calls.append, "wait_for_mark": lambda name, *what: calls.append(f"awaited {name}")}

@@ -1,6 +1,6 @@
 """Transfers beside products have the bits of plain ones; threads are tensor ranks.
 
-`tests/multiprocess/test_tensor_overlap.py` compares gradients of all families with one process.
+tests/fuzz compares gradients with one process.
 """
 
 from __future__ import annotations
