@@ -46,9 +46,21 @@ def is_first() -> bool:
 # --- its options ------------------------------------------------------------------------------------------------------
 
 
-def open_pipeline(case: Case, folder: Path) -> Pipeline:
-    costs = None if case.costs is None else Costs(**case.costs)
+@contextlib.contextmanager
+def pipeline_of(case: Case, folder: Path) -> Iterator[Pipeline]:
+    """Within, the pipeline is open. Torch would keep the groups of its mesh, and gloo polls for each of them."""
     mesh = mesh_of(case)
+    try:
+        with contextlib.closing(_open(case, folder, mesh)) as pipeline:
+            yield pipeline
+    finally:
+        for group in mesh.get_all_groups() if mesh is not None else ():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+def _open(case: Case, folder: Path, mesh: DeviceMesh | None) -> Pipeline:
+    costs = None if case.costs is None else Costs(**case.costs)
     named = case.schedule.given_as == "name"
     options: dict[str, Any] = {
         "schedule": schedule_of(case, costs, folder),

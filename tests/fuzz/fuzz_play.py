@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from fuzz_case import EXPERTS, MODES, MODULES, Case
 from fuzz_model import FP64, data_of, freeze, live_model
-from fuzz_pipeline import gathered, is_first, open_pipeline, tokens_in_any_order
+from fuzz_pipeline import gathered, is_first, pipeline_of, tokens_in_any_order
 from fuzz_sides import InProcesses, Observed, OneProcess, Update, judge_model, weight_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -86,7 +86,7 @@ def outcome_of(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
     raises. folder: the same for all processes, and for this case alone; it stays, since a process may be refused before
     another one writes its schedule."""
     folder.mkdir(exist_ok=True)
-    with tokens_in_any_order(case), contextlib.closing(open_pipeline(case, folder)) as pipeline:
+    with tokens_in_any_order(case), pipeline_of(case, folder) as pipeline:
         if case.bf16:
             return outcome_in_bf16(case, pipeline, folder / "narrow")
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
