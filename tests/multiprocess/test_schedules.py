@@ -1,4 +1,5 @@
-"""Every schedule adds in one order, so all give the same bits, those of GPipe; and after a step nothing of it is left.
+"""Schedules that add in the order of microbatches give the same bits, those of GPipe; and after a step nothing of it is
+left.
 
 Schedule x vocabulary mode x devices x what a forward keeps; microbatches (also fewer than devices, and no multiple of
 them), tied weights and how transfers share communicators go round.
@@ -22,7 +23,8 @@ from small_llama import llama
 from evenpipe import Pipeline
 from evenpipe.model import describe
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.schedule import SCHEDULES, SHARING, TransferKind, add_recompute, plan_order
+from evenpipe.schedule import SCHEDULES, SHARING, Kind, Order, TransferKind, add_recompute, plan_order
+from evenpipe.schedule.passes import parts_of
 from evenpipe.schedule.timeline import peak_activations
 
 MODES = ("first-last", "vocab-1", "vocab-2")
@@ -91,12 +93,22 @@ def faults_of(case: Case) -> list[str]:
         loss = pipeline.step(*first).loss
         gradients = pipeline.full_gradients()
         faults = left_of_a_step(pipeline, second)
-    if not case.tied:  # tied weights, used by two passes, get their parts in the order of passes
+    if not case.tied and adds_in_order(pipeline.layout.program.order):  # tied weights get their parts pass by pass
         wanted, bits = expected(case.mode, case.microbatches)
         others = [name for name, tensor in bits.items() if not torch.equal(tensor, gradients[name])]
         faults += [f"other bits in the gradients of {others}"] * bool(others)
         faults += [f"loss {loss!r}, not {wanted!r}"] * (loss != wanted)
     return [f"{case}: {fault}" for fault in faults]
+
+
+def adds_in_order(order: Order) -> bool:
+    """Whether every stage adds the gradients of its weights in the order of microbatches, as all but DualPipeV do."""
+    parts = [part for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)]
+    added = [(part.stage, part.microbatch) for part in parts if part.kind in (Kind.B, Kind.W)]
+    return all(
+        [number for of_stage, number in added if of_stage == stage] == list(range(order.microbatches))
+        for stage in range(order.placement.stages)
+    )
 
 
 def left_of_a_step(pipeline: Pipeline, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
