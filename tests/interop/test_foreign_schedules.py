@@ -120,11 +120,13 @@ PROGRAMS = [
 
 
 def test_what_torch_has_no_word_for() -> None:
-    for (order, message), lowered in itertools.product(NO_WORD, (True, False)):
+    orders = [
+        (order, words, {"lowered": lowered}) for (order, words), lowered in itertools.product(NO_WORD, (True, False))
+    ]
+    for schedule, words, options in [*orders, *((program, words, {}) for program, words in PROGRAMS)]:
         with pytest.raises(InputError) as error:
-            to_torch(order, lowered=lowered)
-        assert message in str(error.value), order
-    assert not wrong_refusals(to_torch, PROGRAMS)
+            to_torch(schedule, **options)
+        assert words in str(error.value), schedule
 
 
 # --- torch's own schedules, runtime and simulator --------------------------------------------------------------------
