@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # no worker is left alone with them.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 FILES := $(sort $(shell find tests -name 'test_*.py'))
-LONG := $(filter tests/fuzz/% tests/multiprocess/% tests/families/% tests/faults/% tests/gpu/% tests/plan/%,$(FILES))
+LONG := $(filter tests/fuzz/% tests/multiprocess/% tests/families/% tests/faults/% tests/gpu/% tests/plan/% tests/vocabulary/%,$(FILES))
 TESTS := $(LONG) $(filter-out $(LONG),$(FILES))
 
 # Of make fault-test and make fuzz; MINUTES=60 sets a duration. SEED=123 repeats a random choice, of make test too.
