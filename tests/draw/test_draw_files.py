@@ -52,7 +52,9 @@ def test_png_is_the_picture_in_twice_as_many_pixels(tmp_path: Path) -> None:
 
 def test_png_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match=r"\.png needs Chromium or Chrome .*apt-get install chromium.*\.svg needs "):
+    with pytest.raises(
+        InputError, match=r"\.png needs Chromium or Chrome .*apt-get install chromium.*\.svg needs nothing"
+    ):
         check_file(tmp_path / "step.png")
     assert list(tmp_path.iterdir()) == []
 
@@ -82,7 +84,11 @@ def test_the_page_admits_its_own_script_and_style_and_no_connection() -> None:
 def test_figures_are_there_without_scripts() -> None:
     text = page({"first": two_devices(), "second": timeline("0F0 0 1, 0B0 4 6")})
     tables = re.sub(r"<[^>]+>", " ", text[text.index("<section") : text.index('<script type="application/json"')])
-    for line in ("step 12 6 From the first start", "slowest device 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
+    for line in (
+        "step 12 6 From the first start",
+        "bubble of the slowest device 58.3 % 50.0 %",
+        "1 41.7 % 2 KiB 16.7 % 25.0 %",
+    ):
         assert line in " ".join(tables.split())
 
 

@@ -195,7 +195,9 @@ def check_batches() -> None:
             with pytest.raises(InputError) as caught:
                 method(batch, **options)
             said = str(caught.value)
-            assert said.startswith(says) if pipeline.feeds else "refused by the first process of the" in said, name
+            assert (
+                said.startswith(says) if pipeline.feeds else "refused by the first process of the pipeline" in said
+            ), name
     for name, make in BATCHES.items():
         batch = make()
         given = batch if pipeline.feeds else {"ignored": "on other processes"}

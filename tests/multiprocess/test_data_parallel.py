@@ -80,6 +80,35 @@ def test_a_program_of_torch_gathers_and_sums_where_it_says(schedule: str, tied: 
     assert not faults[0], "\n".join(faults[0])
 
 
+# --- bf16 -------------------------------------------------------------------------------------------------------------
+
+
+def in_bf16(kind: str) -> None:
+    """bf16 against fp32 in one process, measured by the error of bf16 in one process."""
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(0, VOCABULARY, (8, 8, 16), generator=generator).unbind()
+    for schedule, mode in (("1f1b", "first-last"), ("zbv", "vocab-2")):
+        errors = reference.Bf16Errors(copy.deepcopy(described(VOCABULARY, False, FP64).model).float())
+        options = {"schedule": schedule, "microbatches": 2, "compute_dtype": torch.bfloat16}
+        pipeline = make(kind, mode, parameter_dtype=torch.float32, **options)
+        for ids in batches:
+            pipeline.zero_grad()
+            loss = pipeline.step(ids.chunk(2)[pipeline.replica]).loss
+            for parameter in pipeline.parameters():
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+            gradients = pipeline.full_gradients()
+            if dist.get_rank() == 0:
+                errors.add(gradients, loss, ids)
+        errors.check(f"{kind}, {schedule}, {mode}")
+        pipeline.close()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+@pytest.mark.slow
+def test_bf16_errs_no_more_than_bf16_in_one_process(kind: str) -> None:
+    run_processes(in_bf16, 4, kind)
+
+
 def in_two_passes() -> None:
     """The trap: I ends the backward, and FSDP2's own hooks would reduce before W has added the weight gradients.
 

@@ -355,7 +355,8 @@ def parts_of_matrices() -> None:
     pipeline = Pipeline(tiny_config("llama", num_hidden_layers=2), tensor_parallel=2, self_check=False)
     for kind in (evenpipe.Muon, evenpipe.Adafactor):
         says = (
-            rf"^{kind.__name__}: it needs whole matrices, or rows of them.*o_proj\.weight.*expected tensor_parallel = 1"
+            rf"^{kind.__name__}: it needs whole matrices, or rows of them.*o_proj\.weight.*"
+            "expected tensor_parallel = 1 with it"
         )
         with pytest.raises(InputError, match=says):
             kind(pipeline)

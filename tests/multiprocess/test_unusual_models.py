@@ -136,8 +136,6 @@ BF16_CASES = [
     ("flint", "1f1b"),  # sinks of attention
     ("inkling_text", "shards"),
     ("hunyuan_v1_moe", "zbv"),  # routers that are built in fp32
-    ("minimax", "zbv"),  # buffers in the model's dtype: decays of linear attention
-    ("openai-gpt", "1f1b"),  # and a mask that scores are multiplied by
 ]
 
 
@@ -166,7 +164,7 @@ def in_bf16(family: str, layout: str) -> None:
             errors.add(found, loss, ids, log_probabilities)
     pipeline.close()
     if torch.distributed.get_rank() == 0:
-        errors.check(f"{family}, {layout}")
+        errors.check_together(f"{family}, {layout}")
 
 
 def run_cases(cases: list[tuple[str, str]]) -> list[str]:
@@ -183,3 +181,28 @@ def run_cases(cases: list[tuple[str, str]]) -> list[str]:
 def test_they_err_no_more_than_in_one_process(sample) -> None:
     faults = run_processes(run_cases, 2, sample(BF16_CASES, 1))
     assert not any(faults), "\n".join(faults[0])
+
+
+FOLLOWING = [  # their buffers (decays of linear attention, a mask that scores are multiplied by) have the model's dtype
+    ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8}),
+    ("openai-gpt", {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+]
+
+
+def each_in_bf16(model_type: str, settings: dict[str, Any]) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **(GROUPED | settings))
+    errors = reference.Bf16Errors(whole_model(config, torch.float32))
+    pipeline = Pipeline(whole_model(config, torch.float32), microbatches=1, compute_dtype=torch.bfloat16)
+    for ids, _ in reference.batches(config.vocab_size, 4, 12, 3):
+        pipeline.zero_grad()
+        loss = pipeline.step(ids).loss
+        gradients = pipeline.full_gradients()
+        if pipeline.device == 0:
+            errors.add(gradients, loss, ids)
+    errors.check(model_type)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), FOLLOWING)
+@pytest.mark.sampled(1)
+def test_buffers_that_follow_the_dtype_of_the_model(model_type: str, settings: dict[str, Any]) -> None:
+    run_processes(each_in_bf16, 2, model_type, settings)

@@ -21,7 +21,7 @@ WRONG = "environment variable {}, expected a whole number {}"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"WORLD_SIZE": None},
-        "RANK is '1', WORLD_SIZE is missing, MASTER_ADDR is '127.0.0.1', MASTER_PORT is '29500'; ",
+        "RANK is '1', WORLD_SIZE is missing, MASTER_ADDR is '127.0.0.1', MASTER_PORT is '29500'; expected all",
     ),
     ({"WORLD_SIZE": ""}, "RANK is '1', WORLD_SIZE is missing, MASTER_ADDR is '127.0.0.1', MASTER_PORT is '29500';"),
     ({"RANK": None}, "RANK is missing, WORLD_SIZE is '4'"),

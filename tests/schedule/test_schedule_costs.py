@@ -108,7 +108,10 @@ BAD = [
     ({"F": 1, "B": 2, "links": {"reduce": {"bandwidth": 9}}}, "links.reduce has a bandwidth but no bytes"),
     ({"F": 1, "B": 2, "links": {"F:0>1": {"bandwidth": 9}}}, "links.F:0>1 has a bandwidth but no bytes"),
     ({"F": 1, "B": 2, "p2p": 1, "links": {"p2p": {"latency": 3}}}, "p2p and links.p2p both give its duration"),
-    ({"F": 1, "B": 2, "collectives": {"reduce": 1}, "links": {"reduce": {"latency": 3}}}, "links.reduce both give its"),
+    (
+        {"F": 1, "B": 2, "collectives": {"reduce": 1}, "links": {"reduce": {"latency": 3}}},
+        "collectives.reduce and links.reduce both give its duration",
+    ),
     ({"F": 1, "B": 2, "engine": []}, "engine must be a table of bandwidth, streams, shared"),
     ({"F": 1, "B": 2, "engine": {"bandwidth": 0}}, "engine.bandwidth must be above 0"),
     ({"F": 1, "B": 2, "engine": {"bandwidth": "9"}}, "engine.bandwidth must be a finite number"),
@@ -280,7 +283,7 @@ def test_refused() -> None:
     for call, message in (
         (lambda: time_order(order, UNEVEN), "slices has factors for 2 slices, but sequences have 3 slices"),
         (lambda: PassTimes(UNEVEN, Placement.linear(2)), "factors for 2 slices, but sequences have 1 slice"),
-        (lambda: Costs(F=(1, 1, 1), B=2, slices={"F": [[1, 1], 1]}).by_slice(2), "slices.F has 2 factors for 3"),
+        (lambda: Costs(F=(1, 1, 1), B=2, slices={"F": [[1, 1], 1]}).by_slice(2), "slices.F has 2 factors for 3 stages"),
     ):
         with pytest.raises(InputError, match=message):
             call()

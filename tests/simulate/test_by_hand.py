@@ -298,10 +298,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: simulated("0F0 0B0", {**TWO, "memory": {"F": -8, "B": 8}}), "memory: -8 bytes are held by device 0"),
     (
         lambda: simulated(ALONE, {**ONES, "engine": {"bandwidth": 10}}),
-        "bytes is missing, but engine.bandwidth needs",
+        "bytes is missing, but engine.bandwidth needs it; or give O",
     ),
     (lambda: simulated(HOPS, {**ONES, "links": {"B:4>3": {}}}), "links.B:4>3 is not a hop; devices are 0 to 1"),
-    (lambda: simulated(HOPS, {**ONES, "engine": {"shared": [[0], [2]]}}), "shared has device 2; devices are 0 to 1"),
+    (
+        lambda: simulated(HOPS, {**ONES, "engine": {"shared": [[0], [2]]}}),
+        "engine.shared has device 2; devices are 0 to 1",
+    ),
     (lambda: Costs(F=1, B=2, contention=0.5), r"contention must be at least 1, not 0\.5"),
     (lambda: sharding(sharding={"UNSHARD": 1.0}), "links.replicas is missing"),
     (lambda: sharding(sharding={"GATHER": 1.0}, **REPLICAS), "unknown key 'GATHER'"),
