@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "evenpipe"
 AREAS: dict[str, tuple[str, ...]] = {
     "schedule rules": ("schedule",),
     "vocabulary passes": ("vocabulary",),
@@ -187,8 +188,7 @@ def draw(seed: int, number: int) -> tuple[Mutation, bytes, str]:
     """A mutation, the damaged file, and the block of statements in which it is."""
     area = list(AREAS)[number % len(AREAS)]
     dice = random.Random(f"{seed} {number}")
-    package = ROOT / "src" / "evenpipe"
-    folders = [package / room for room in AREAS[area]] or [package]
+    folders = [PACKAGE / room for room in AREAS[area]] or [PACKAGE]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     while True:
         path = dice.choices(files, [file.stat().st_size for file in files])[0]
@@ -207,13 +207,13 @@ def draw(seed: int, number: int) -> tuple[Mutation, bytes, str]:
         Mutation(
             number=number,
             area=area,
-            file=path.relative_to(package).as_posix(),
+            file=path.relative_to(PACKAGE).as_posix(),
             line=content[: edit.start].count(b"\n") + 1,
             before=lines(content, edit.end),
             after=lines(damaged, edit.start + len(edit.text.encode())),
         ),
         damaged,
-        block_at(path, content[: edit.start]),
+        block_at(path, source, content[: edit.start]),
     )
 
 
@@ -247,15 +247,15 @@ def blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
 
 
 def block_name(path: Path, statements: list[ast.stmt]) -> str:
-    return f"{path.relative_to(ROOT / 'src' / 'evenpipe').as_posix()}:{statements[0].lineno}"
+    return f"{path.relative_to(PACKAGE).as_posix()}:{statements[0].lineno}"
 
 
 def _begin(statements: list[ast.stmt]) -> tuple[int, int]:
     return statements[0].lineno, statements[0].col_offset
 
 
-def block_at(path: Path, before: bytes) -> str:
-    """The innermost block that has the place after the bytes `before` of a file."""
+def block_at(path: Path, source: str, before: bytes) -> str:
+    """The innermost block of a file that has the place after the bytes `before`."""
     place = before.count(b"\n") + 1, len(before) - (before.rfind(b"\n") + 1)
 
     def has(statement: ast.stmt) -> bool:
@@ -263,7 +263,7 @@ def block_at(path: Path, before: bytes) -> str:
         begin = statement.lineno, statement.col_offset
         return begin <= place < (statement.end_lineno, statement.end_col_offset)
 
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(source)
     around = [statements for statements in blocks(tree) if any(map(has, statements))]
     return block_name(path, max(around, key=_begin, default=tree.body))
 
@@ -289,8 +289,7 @@ def _must_stay_first(statement: ast.stmt) -> bool:
 
 
 def source_digest() -> str:
-    package = ROOT / "src" / "evenpipe"
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
 
 
 @dataclass
@@ -321,8 +320,8 @@ def record(tests: Path, options: list[str]) -> Reach:
         copy = Path(name)
         files = _copied(copy, tests)
         package = copy / "src" / "evenpipe"
-        for path in sorted((ROOT / "src" / "evenpipe").rglob("*.py")):
-            relative = path.relative_to(ROOT / "src" / "evenpipe")
+        for path in sorted(PACKAGE.rglob("*.py")):
+            relative = path.relative_to(PACKAGE)
             if relative.as_posix() not in UNTOUCHED:
                 (package / relative).write_text(recording(path))
         (package / "_reach.py").write_text(RECORDER)
