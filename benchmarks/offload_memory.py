@@ -100,7 +100,7 @@ def measure(settings: Settings, schedule: str, activations: str, microbatches: i
         "seconds": statistics.median(seconds),
         "host": 0 if pool is None else pool.most_used,
         "order": pipeline.order.to_csv(),
-        "barriers": pipeline.order.barriers,
+        "vocabulary": pipeline.order.vocabulary.value,
     }
     pipeline.close()
     return found
@@ -135,7 +135,7 @@ def main() -> None:
             for activations in ("none", "all"):
                 arguments = (settings, schedule, activations, microbatches)
                 found = launch(measure, *arguments, processes=settings.processes)
-                order = Order.from_csv(found[0]["order"], microbatches=microbatches, barriers=found[0]["barriers"])
+                order = Order.from_csv(found[0]["order"], microbatches=microbatches, vocabulary=found[0]["vocabulary"])
                 expected = predicted(settings, order)
                 off = max((one["grown"] / most - 1 for one, most in zip(found, expected, strict=True)), key=abs)
                 print(

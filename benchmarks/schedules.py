@@ -63,7 +63,7 @@ def measure(size: Size) -> dict[str, Any]:
         return result
 
     base = timed("generate", lambda: generate(name, devices, microbatches, stages_per_device=stages_per_device))
-    order = timed("transform", lambda: add_vocabulary(base, 1))
+    order = timed("transform", lambda: add_vocabulary(base, "vocab-2"))
     program = timed("lower", lambda: add_communication(order))
     report = timed("check", lambda: check_program(program))
     assert report.ok, report.faults[0]

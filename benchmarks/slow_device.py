@@ -137,12 +137,12 @@ def run_case(settings: Settings, schedule: str, mode: str) -> dict[str, Any]:
         placement=order.placement,
         microbatches=size,
         costs=costs,
-        barriers=order.barriers,
+        vocabulary=order.vocabulary,
         split_backward=split,
         memory_limit=tuple(max(1, held) for held in by_order[0][0].timeline().peak_in_flight),
         objective="makespan",
     )
-    known = best_bound(order.placement, size, costs, split=split, barriers=order.barriers).value
+    known = best_bound(order.placement, size, costs, split=split, vocabulary=order.vocabulary).value
     bound = solve(problem, hint=order, bound=known, seconds=settings.search).bound
     return {
         "schedule": schedule,

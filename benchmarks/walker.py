@@ -107,9 +107,9 @@ def microseconds_per_pass(schedule: str, options: dict[str, int], mode: str, rec
         0,
         {stage: EmptyStage() for stage in range(program.placement.stages)},
         EmptyEmbedding(tokens),  # type: ignore[arg-type]
-        EmptyOutput(tokens, program.barriers != 1),  # type: ignore[arg-type]
+        EmptyOutput(tokens, program.vocabulary != "vocab-2"),  # type: ignore[arg-type]
         transport=Transport(None, (0,), HIDDEN_SIZE, torch.float32, torch.device("cpu")),
-        vocabulary_passes=program.barriers > 0,
+        vocabulary_passes=program.vocabulary.sharded,
     )
     times = []
     for _ in range(repeats):

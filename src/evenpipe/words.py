@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 
 from evenpipe.given import plain
 
@@ -38,6 +39,13 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
         ).rstrip()
         for row in rows
     ]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: the nearest known name, and all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0)
+    return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
 
 
 def quoted(text: str) -> str:

@@ -20,8 +20,8 @@ from evenpipe.schedule import plan_order
 MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
 MODEL |= {"num_attention_heads": 2, "vocab_size": 300}
 TRACE = """{
-"format": "evenpipe trace", "version": 1, "about": {"schedule": "1f1b"}, "placement": [0], "microbatches": 1,
-"barriers": 0, "forward_only": false, "costs": null,
+"format": "evenpipe trace", "version": 2, "about": {"schedule": "1f1b"}, "placement": [0], "microbatches": 1,
+"vocabulary": "first-last", "forward_only": false, "costs": null,
 "devices": [{
   "row": "0F0,0B0", "start": 0, "end": 2, "clock": {"offset": 0, "drift": 0, "uncertainty": 0},
   "passes": [["0F0", 0, 1, 0], ["0B0", 1, 2, 0]], "waits": [], "transfers": []

@@ -137,7 +137,7 @@ def test_sound_files(capsys):
         assert (checked["sound"], checked["faults"]) == (True, [])
         assert (checked["devices"], checked["microbatches"], checked["stage_device"]) == (2, 2, [0, 1])
         assert checked["transfers"] == (file in ("program.csv", "torch.csv"))
-        assert checked["barriers"] == (file in ("program.csv", "vocabulary.csv"))
+        assert (checked["vocabulary"] == "vocab-2") == (file in ("program.csv", "vocabulary.csv"))
     assert as_json(capsys, "check", "order.csv", "--costs", "costs.json")["peak_bytes"] == [6, 3]
     costs = str(EXAMPLES / "costs.toml")
     assert as_json(capsys, "check", "order.csv", "--memory-limit", "2,1", "--costs", costs)["sound"]

@@ -13,9 +13,8 @@ from random_orders import random_order
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.parallelism import divisor_of
-from evenpipe.schedule import Order, add_slices, generate
+from evenpipe.schedule import MODES, Order, add_slices, generate
 from evenpipe.schedule.generators import SCHEDULES
-from evenpipe.schedule.planning import MODES
 from evenpipe.schedule.registry import options_of
 
 MODULES = "modules"

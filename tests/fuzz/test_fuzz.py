@@ -13,8 +13,7 @@ from fuzz_run import run, shape
 from run_fuzz import SIDES, faults_of_resumed_runs, figures_of, table
 from sampling import choose
 
-from evenpipe.schedule import SCHEDULES
-from evenpipe.schedule.planning import MODES
+from evenpipe.schedule import MODES, SCHEDULES
 from evenpipe.train.position import saved_position
 
 SEED = 0

@@ -108,7 +108,7 @@ NO_WORD = [
     ),
     (forward_only(generate("1f1b", 2, 2)), "the order only evaluates"),
     (Order.from_csv("0F0,0F1,0B0,0B0"), "0B1 is missing"),
-    (Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), "cannot complete"),
+    (Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), "deadlock: device 0"),
 ]
 
 

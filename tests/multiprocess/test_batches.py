@@ -33,7 +33,7 @@ from transformers import (
 
 from evenpipe import InputError, Pipeline
 from evenpipe.model import describe
-from evenpipe.schedule.planning import MODES
+from evenpipe.schedule import MODES
 
 FP64 = torch.float64
 VOCABULARY, MICROBATCHES = 97, 4

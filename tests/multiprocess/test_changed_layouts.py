@@ -21,7 +21,7 @@ from small_runs import Case, continue_in_all
 
 from evenpipe import Pipeline
 from evenpipe.model import build_stage, describe, initial_rows, initialize
-from evenpipe.schedule.planning import MODES
+from evenpipe.schedule import MODES
 
 REPLICAS = [
     Case("", replicas=2, devices=2, data_parallel="shard", schedule="zbv"),

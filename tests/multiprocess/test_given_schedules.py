@@ -134,10 +134,10 @@ def run_ours(folder: Path) -> None:
     uneven = add_communication(generate("interleaved", devices, 3), Costs(F=(9, 1, 1, 1), B=(1, 1, 9, 1)))
     assert trained(uneven.order, "first-last").program != uneven
     assert trained(uneven, "first-last").program is uneven
-    assert trained(uneven, "vocab-2").order.barriers == 1  # here its passes count
+    assert trained(uneven, "vocab-2").order.vocabulary == "vocab-2"  # here its passes count
 
     for mode, schedule, words in (
-        ("vocab-1", program, "the order has 1 barrier, but vocabulary mode vocab-1 has 2"),
+        ("vocab-1", program, "passes of vocab-2, not those of mode vocab-1"),
         ("first-last", damaged(uneven), "1RECV_F0"),
         ("vocab-2", 7, "schedule: int, expected a name"),
         ("vocab-2", lambda devices, microbatches: "0F0", "returned str, expected an Order"),

@@ -21,8 +21,7 @@ from transformers import LlamaConfig
 from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import describe
-from evenpipe.schedule import Order
-from evenpipe.schedule.planning import MODES
+from evenpipe.schedule import MODES, Order
 
 FP64 = torch.float64
 IDS = torch.zeros(2, 4, dtype=torch.int64)

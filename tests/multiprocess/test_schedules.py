@@ -24,8 +24,8 @@ from evenpipe import Pipeline
 from evenpipe.model import describe
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.schedule import SCHEDULES, SHARING, Kind, Order, TransferKind, add_recompute, plan_order
+from evenpipe.schedule.held import peak_activations
 from evenpipe.schedule.passes import parts_of
-from evenpipe.schedule.timeline import peak_activations
 
 MODES = ("first-last", "vocab-1", "vocab-2")
 KEPT = ("all", "inputs of layers", "inputs of stages")

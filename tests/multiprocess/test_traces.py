@@ -21,7 +21,7 @@ from evenpipe.communication.communicators import Communicators
 from evenpipe.costs import costs_of, with_backward
 from evenpipe.errors import InputError
 from evenpipe.plan.measured import compare
-from evenpipe.schedule import Dependencies, Order, Pass, generate
+from evenpipe.schedule import Order, Pass, Rules, generate
 from evenpipe.schedule.trace import Allocations, Trace
 from evenpipe.schedule.trace_file import read_trace, trace_from_dict, trace_to_dict, write_trace
 
@@ -129,13 +129,13 @@ def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[T
 
 def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
     for case, trace in zip(CASES, traces, strict=True):
-        dependencies = Dependencies.of(trace.program)
+        rules = Rules.of(trace.program)
         for number, device in enumerate(trace.devices):
             waited = {(wait.needed_by, wait.transfer) for wait in device.waits if wait.needed_by is not None}
             needed = {
                 (entry.item, transfer)
                 for entry in device.passes
-                for transfer in unit_needs.waits_for(dependencies, entry.item, number)
+                for transfer in unit_needs.waits_for(rules, entry.item, number)
             }
             assert needed <= waited, case
             sent = {wait.transfer for wait in device.waits if wait.needed_by is None}

@@ -11,7 +11,17 @@ from evenpipe.errors import InputError
 from evenpipe.plan.named_orders import named_orders
 from evenpipe.plan.optimal_order import OrderProblem, solve
 from evenpipe.plan.search import lower_bound, order_problem_of, search
-from evenpipe.schedule import EQUAL_COSTS, Costs, DeadlockError, Kind, Order, Placement, check_order, time_order
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    Costs,
+    DeadlockError,
+    Kind,
+    Order,
+    Placement,
+    VocabularyMode,
+    check_order,
+    time_order,
+)
 
 pytest.importorskip("ortools")
 
@@ -111,18 +121,22 @@ def test_what_is_known_to_be_best_is_found(placement, microbatches, split, limit
     assert result.named[0].value == pytest.approx(result.value)
 
 
-@pytest.mark.parametrize("barriers", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2", "vocab-1"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.sampled(2)
-def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(barriers: int, split: bool) -> None:
+def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(mode: str, split: bool) -> None:
     problem = OrderProblem(
-        placement=Placement.linear(3), microbatches=3, costs=FLOATS, barriers=barriers, split_backward=split
+        placement=Placement.linear(3),
+        microbatches=3,
+        costs=FLOATS,
+        vocabulary=VocabularyMode(mode),
+        split_backward=split,
     )
     named = named_orders(problem)
     solution = solve(problem, hint=named[0].order, seconds=5)
     assert solution.order is not None and solution.exact
     assert check_order(solution.order).ok
-    assert solution.order.barriers == barriers
+    assert solution.order.vocabulary == mode
     value = problem.value(time_order(solution.order, problem.costs))
     assert solution.bound * (1 - 1e-9) <= value <= named[0].value * (1 + 1e-9)
 

@@ -1,8 +1,8 @@
 """Stands in place of communicators: all devices are threads of one process, one of which runs at a time.
 
-It follows the stricter of the two models of `evenpipe.schedule.queues`: a transfer completes when all its members have
-it at the head of what they have issued. It is carried out as late as can be. Where no device can go on, the step has
-failed at once.
+It follows the stricter of the two models of queues in `evenpipe.schedule.walk`: a transfer completes when all its
+members have it at the head of what they have issued. It is carried out as late as can be. Where no device can go on,
+the step has failed at once.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from evenpipe.schedule import (
     MODES,
     SCHEDULES,
     SHARING,
-    Dependencies,
     Item,
     Kind,
     Order,
     Pass,
     Placement,
     Program,
+    Rules,
     Transfer,
     add_communication,
     check_order,
@@ -145,7 +145,7 @@ def case_of(seed: int) -> Case:
 
 def earlier(program: Program) -> dict[tuple[int, int], set[tuple[int, int]]]:
     """(device, position) -> all places that have been passed once a pass there has its inputs, in any run."""
-    dependencies = Dependencies.of(program, program.sharing)
+    rules = Rules.of(program)
     place = {
         (device, str(item)): (device, position)
         for device, row in enumerate(program.rows)
@@ -159,9 +159,9 @@ def earlier(program: Program) -> dict[tuple[int, int], set[tuple[int, int]]]:
             result = {at} | (of((device, position - 1)) if position else set())
             item = program.rows[device][position]
             if isinstance(item, Pass):
-                for transfer in unit_needs.waits_for(dependencies, item, device):
-                    for producer, _ in unit_needs.producers(dependencies, transfer, device):
-                        route = dependencies.route_of(transfer, device)
+                for transfer in unit_needs.waits_for(rules, item, device):
+                    for producer, _ in unit_needs.producers(rules, transfer, device):
+                        route = rules.route(device, transfer)
                         theirs = route.transfer(producer, transfer.microbatch, transfer.slice)
                         result |= of(place[producer, str(theirs)])
             known[at] = result
@@ -189,14 +189,14 @@ def position_of(program: Program, device: int, wanted: Pass) -> int:
 def check_releases(program: Program) -> None:
     """What has been sent is given back once, and not before it must have arrived."""
     before = earlier(program)
-    dependencies = Dependencies.of(program, program.sharing)
+    rules = Rules.of(program)
     for device, row in enumerate(program.rows):
         given_back = Counter(sent for here in releases(program, device).values() for sent in here)
         assert set(given_back.values()) <= {1}
         for position, sent in releases(program, device).items():
             for transfer in sent:
                 assert isinstance(transfer, Transfer) and transfer in row[:position]
-                for other, consumer in unit_needs.consumers(dependencies, transfer, device):
+                for other, consumer in unit_needs.consumers(rules, transfer, device):
                     place = position_of(program, other, consumer)
                     assert other == device or (other, place) in before[device, position]
 

@@ -44,7 +44,7 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
 
     Passes that run as one are taken apart.
     """
-    place, last, barriers = order.placement, order.placement.stages - 1, order.barriers
+    place, last, sharded = order.placement, order.placement.stages - 1, order.vocabulary != "first-last"
     everything = {
         (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
     }
@@ -58,20 +58,20 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
     def everywhere(kind: Kind, unit: Unit) -> list[Placed]:
         return [(device, Pass(kind, None, *unit)) for device in range(order.devices)]
 
-    combining = Kind.T if barriers == 2 and not order.forward_only else Kind.C
+    combining = Kind.T if order.vocabulary == "vocab-1" else Kind.C
     result: dict[Placed, list[Placed]] = {}
     for device, item in everything:
         stage, i = item.stage, (item.microbatch, item.slice)
         found: list[Placed] = []
         if item.kind is Kind.F:
             found += [at(Kind.F, before, i) for before in leading_to(place, stage)]
-            found += everywhere(Kind.E, i) if barriers and not stage else []
+            found += everywhere(Kind.E, i) if sharded and not stage else []
             found += [at(Kind.F, stage, (i[0], i[1] - 1))] if i[1] else []
         elif item.kind in {Kind.B, Kind.I}:
             found.append(at(Kind.F, stage, i))
             found += [at(Kind.L, stage, i)] if at(Kind.L, stage, i) in everything else []
             found += [backward(behind, i) for behind in following(place, stage)]
-            found += everywhere(combining, i) if barriers and stage == last else []
+            found += everywhere(combining, i) if sharded and stage == last else []
             found += [backward(stage, (i[0], i[1] + 1))] if i[1] + 1 < order.slices else []
         elif item.kind is Kind.W:
             found.append(at(Kind.I, stage, i))
@@ -128,8 +128,10 @@ def order_is_sound(order: Order) -> bool:
     Of R, which is not in every order, it knows nothing.
     """
     place, last = order.placement, order.placement.stages - 1
-    combining = [] if order.barriers == 2 and not order.forward_only else [Kind.C]
-    shard = [Kind.E, Kind.S, *combining, *([] if order.forward_only else [Kind.T, Kind.G])] if order.barriers else []
+    combining = [] if order.vocabulary == "vocab-1" else [Kind.C]
+    shard = [Kind.E, Kind.S, *combining, *([] if order.forward_only else [Kind.T, Kind.G])]
+    if order.vocabulary == "first-last":
+        shard = []
     placed = Counter(
         (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
     )
@@ -168,7 +170,7 @@ def order_is_sound(order: Order) -> bool:
 
 
 def program_is_sound(program: Program, sound: Program) -> bool:
-    """Whether `program` is right, given one that is, for an order of the same placement, microbatches and barriers."""
+    """Whether `program` is right, given one that is, for an order of the same size and vocabulary mode."""
 
     def issued(of: Program) -> Counter[tuple[int, Transfer]]:
         return Counter(
@@ -209,7 +211,7 @@ def in_time(program: Program, device: int, item: Transfer) -> bool:
     }
     here, i = places[str(item)], str(Pass(Kind.S, None, item.microbatch, item.slice))[1:]
     last = program.placement.stages - 1
-    combining = "T" if program.barriers == 2 and not program.forward_only else "C"
+    combining = "T" if program.vocabulary == "vocab-1" else "C"
     before, behind = {
         "SEND_F": ([f"{item.stage}F{i}"], []),
         "RECV_F": ([], [f"{item.stage}F{i}"]),
@@ -238,16 +240,16 @@ def waits(program: Program, device: int, item: Pass) -> set[Carried]:
     if item.kind is Kind.F:
         elsewhere = [before for before in leading_to(place, stage) if place.device_of(before) != device]
         found |= {("F", (before, stage), *unit) for before in elsewhere}
-    if item.kind is Kind.F and stage == 0 and program.barriers:
+    if item.kind is Kind.F and stage == 0 and program.vocabulary != "first-last":
         found.add(("ROWS", NO_EDGE, *unit))
     if item.kind in {Kind.B, Kind.I}:
         elsewhere = [behind for behind in following(place, stage) if place.device_of(behind) != device]
         found |= {("B", (behind, stage), *unit) for behind in elsewhere}
-    if item.kind in {Kind.B, Kind.I} and stage == last and program.barriers:
+    if item.kind in {Kind.B, Kind.I} and stage == last and program.vocabulary != "first-last":
         found.add(("DX", NO_EDGE, *unit))
     if item.kind is Kind.S and place.last_device != device:
         found.add(("X", NO_EDGE, *unit))
-    if item.kind is Kind.C or (item.kind is Kind.T and program.barriers == 2):
+    if item.kind is Kind.C or (item.kind is Kind.T and program.vocabulary == "vocab-1"):
         found.add(("STATISTICS", NO_EDGE, *unit))
     if item.kind is Kind.G and place.first_device != device:
         found.add(("ROW_GRADIENTS", NO_EDGE, *unit))

@@ -78,13 +78,13 @@ E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
     device 0: 0D0 is missing
 0F0,0O0,0L0,0D0,0B0|1F0,1B0
     device 0, position 2: 0L0 comes before 0D0 at position 3
-    device 0, position 2: the order cannot complete
+    device 0, position 2: deadlock
 0F0,0D0,0O0,0L0,0B0|1F0,1B0
     device 0, position 1: 0D0 comes before 0O0 at position 2
-    device 0, position 1: the order cannot complete
+    device 0, position 1: deadlock
 0F0,0O0,0D0,0B0,0L0|1F0,1B0
     device 0, position 3: 0B0 comes before 0L0 at position 4
-    device 0, position 3: the order cannot complete: device 0 stops at position 3, 0B0, awaiting 0L0 of device 0
+    device 0, position 3: deadlock: device 0 stops at position 3 (0B0), waiting for 0L0 of device 0
 0F0,0F0,0B0|1F0,1B0
     device 0, position 1: 0F0 is already at position 0
 0F0,0B0|1F0,0B0,1B0 ; {"placement": 2}
@@ -95,38 +95,38 @@ E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
     device 1, position 2: 1F7 names a microbatch that does not exist
 0F0,0B0|1F0,1F0.1,1B0 ; {"slices": 1}
     device 1, position 1: 1F0.1 is for a slice of a sequence
-0F0,S0,0B0|1F0,1B0 ; {"barriers": 0}
-    device 0, position 1: S0 is not allowed in an order with 0 barriers
-E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,T0,1B0,G0 ; {"barriers": 2}
-    device 0, position 3: C0 is not allowed in an order with 2 barriers
+0F0,S0,0B0|1F0,1B0 ; {"vocabulary": "first-last"}
+    device 0, position 1: S0 is not allowed in vocabulary mode first-last
+E0,0F0,S0,C0,T0,0B0,G0|E0,1F0,S0,T0,1B0,G0 ; {"vocabulary": "vocab-1"}
+    device 0, position 3: C0 is not allowed in vocabulary mode vocab-1
 0F0,0B0|1F0 ; {"forward_only": true}
     device 0, position 1: 0B0 is not allowed in an order that only evaluates
 0B0,0F0|1F0,1B0
     device 0, position 0: 0B0 comes before 0F0 at position 1
-    device 0, position 0: the order cannot complete
+    device 0, position 0: deadlock
 0F0,0B0|1B0,1F0
     device 1, position 0: 1B0 comes before 1F0
-    device 0, position 1: the order cannot complete
+    device 0, position 1: deadlock
 0F0,0R0,0B0|1F0,1B0,1R0
     device 1, position 1: 1B0 comes before 1R0 at position 2
-    device 0, position 2: the order cannot complete
+    device 0, position 2: deadlock
 0R0,0F0,0B0|1F0,1B0
     device 0, position 0: 0R0 comes before 0F0 at position 1
-    device 0, position 0: the order cannot complete
+    device 0, position 0: deadlock
 0F0,0O0,0D0,0R0,0L0,0B0|1F0,1B0
     device 0, position 3: 0R0 comes before 0L0 at position 4, which it needs
-    device 0, position 3: the order cannot complete: device 0 stops at position 3, 0R0, awaiting 0L0 of device 0
+    device 0, position 3: deadlock: device 0 stops at position 3 (0R0), waiting for 0L0 of device 0
 0F0,0B0,0F1,0B1|1F0,1F1,1B0,1B1
-    device 0, position 1: the order cannot complete: device 0 stops at position 1
+    device 0, position 1: deadlock: device 0 stops at position 1
 E0,0F0,S0,T0,C0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
     device 0, position 3: T0 comes before C0 at position 4
-    device 0, position 3: the order cannot complete
+    device 0, position 3: deadlock
 (0F0;0B0)OVERLAP_F_B
 0F0,(0F1;0F1)OVERLAP_F_B,0B0,0B1
     device 0, position 1: 0F1 is already at position 1
 0F0,(0W0;0I0)OVERLAP_F_B
     device 0, position 1: 0W0 comes before the part of (0W0;0I0)OVERLAP_F_B that it needs
-    device 0, position 1: the order cannot
+    device 0, position 1: deadlock
 0F0,0B0,0F1|1F0,1F0,1B1
     device 0: 0B1 is missing
     device 1, position 1: 1F0 is already at position 0
@@ -134,7 +134,7 @@ E0,0F0,S0,T0,C0,0B0,G0|E0,1F0,S0,C0,1B0,T0,G0
     device 1: 1F1 is missing
 0F0,0B0,0F1,0B1|1F0,1F1,1B0
     device 1: 1B1 is missing
-    device 0, position 1: the order cannot complete: device 0 stops at position 1, 0B0, awaiting 1B0 of device 1;
+    device 0, position 1: deadlock: device 0 stops at position 1 (0B0), waiting for 1B0 of device 1;
 0F0,0B0,0F1,0B1|1F0,1B0,1B1
     device 1: 1F1 is missing
 """
@@ -154,11 +154,11 @@ def test_a_fault_shows_the_rows_around_it() -> None:
     rows[1][4], rows[1][7] = rows[1][7], rows[1][4]  # 1F3 and 1B2
     (fault,) = check_order(Order(order.placement, 8, tuple(map(tuple, rows)))).faults
     assert str(fault).splitlines() == [
-        "device 0, position 6: the order cannot complete: "
-        "device 0 stops at position 6, 0B1, awaiting 1B1 of device 1; "
-        "device 1 stops at position 4, 1B2, awaiting 2B2 of device 2; "
-        "device 2 stops at position 5, 2F3, awaiting 1F3 of device 1; "
-        "device 3 stops at position 6, 3F3, awaiting 2F3 of device 2",
+        "device 0, position 6: deadlock: "
+        "device 0 stops at position 6 (0B1), waiting for 1B1 of device 1; "
+        "device 1 stops at position 4 (1B2), waiting for 2B2 of device 2; "
+        "device 2 stops at position 5 (2F3), waiting for 1F3 of device 1; "
+        "device 3 stops at position 6 (3F3), waiting for 2F3 of device 2",
         "  device 0: ... 0F2 0F3 0B0 0F4 [0B1] 0F5 0B2 0F6 0B3 ...",
         "  device 1: 1F0 1F1 1F2 1B0 [1B2] 1B1 1F4 1F3 1F5 ...",
         "  device 2: ... 2F1 2B0 2F2 2B1 [2F3] 2B2 2F4 2B3 2F5 ...",
@@ -219,7 +219,6 @@ PROGRAMS = """
     device 1: 1B1 is missing
 1F0,1RECV_F1,1B0 -> 1B0,1RECV_F1,1F0
     device 1, position 1: 1B0 comes before 1F0 at position 3
-    device 0, position 5: the order cannot complete: device 0 stops at position 5, 0B0, awaiting 1B0 of device 1
 """
 """Replaced text and replacement, and below them the faults."""
 
@@ -246,9 +245,9 @@ def test_a_transfer_says_who_takes_part() -> None:
 
 def test_standstills_of_programs() -> None:
     """With one queue per device they stand still where communicators are in order, but not beside each other."""
-    queued = "awaiting 0RECV_B0 (queued after 1RECV_F1 on device 1)"
+    queued = "waiting for 0RECV_B0 (queued after 1RECV_F1 on device 1)"
     never = (
-        "awaiting 0RECV_B0 (not issued by device 1) and device 1 stops at position 3, 1F1, awaiting 1RECV_F1 "
+        "waiting for 0RECV_B0 (not issued by device 1); device 1 stops at position 3 (1F1), waiting for 1RECV_F1 "
         "(not issued by device 0)"
     )
     missing = ["1B1 is missing, so its activation", "0RECV_B1 is missing"]
@@ -256,20 +255,20 @@ def test_standstills_of_programs() -> None:
         (
             "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1",
             "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
-            ["with one queue per device the program cannot complete: device 0 stops at position 5, 0B0, "],
+            ["deadlock with one queue per device: device 0 stops at position 5 (0B0), "],
             queued,
         ),
         (
             "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0B1",
             "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1SEND_B1",
-            [*missing, "with one queue per device the program cannot complete"],
+            [*missing, "deadlock with one queue per device"],
             queued,
         ),
         (  # device 0 offers 1F1's input only behind the backward that 1F1 comes before on device 1
             "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
             "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
             [
-                f"with one queue per {model} the program cannot complete: device 0 stops at position 4, 0B0"
+                f"deadlock with one queue per {model}: device 0 stops at position 4 (0B0)"
                 for model in ("communicator", "device")
             ],
             never,
@@ -357,7 +356,7 @@ FAR_OFF = [
     ((*SOUND, Pass(Kind.F, 0, HUGE)), 1, [f"0F{HUGE} names a microbatch that does not exist"]),
     ((*SOUND, Pass(Kind.F, 0, -1)), 1, ["0F-1 names a microbatch that does not exist"]),
     ((*SOUND, Pass(Kind.F, 0)), 1, ["0F is not a pass: F has a stage and a micro"]),
-    ((*SOUND, Pass(Kind.S, 0, 0)), 1, ["0S0 is not allowed in an order with 0"]),
+    ((*SOUND, Pass(Kind.S, 0, 0)), 1, ["0S0 is not allowed in vocabulary mode first-last"]),
     ((*SOUND, Pass(Kind.UNSHARD)), 1, ["UNSHARD is not a pass: UNSHARD has a stage"]),
     ((), 1, ["0F0 is missing", "0B0 is missing"]),
 ]
@@ -462,14 +461,14 @@ def test_orders(rows: list[str], placement: Placement | None) -> None:
     for use in (
         lambda: time_order(order, EQUAL_COSTS),
         lambda: add_communication(order),
-        lambda: add_vocabulary(order, 1),
+        lambda: add_vocabulary(order),
         lambda: interlace(order),
         lambda: forward_only(order),
     ):
         try:
             use()
         except InputError:
-            assert not sound or order.barriers or order.forward_only or "UNSHARD" in order.to_csv()
+            assert not sound or order.vocabulary.sharded or order.forward_only or "UNSHARD" in order.to_csv()
 
 
 @settings(max_examples=300)

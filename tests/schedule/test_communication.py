@@ -18,9 +18,9 @@ from evenpipe.schedule import (
     EQUAL_COSTS,
     SHARING,
     Costs,
-    Dependencies,
     Pass,
     Placement,
+    Rules,
     Transfer,
     add_communication,
     add_vocabulary,
@@ -35,10 +35,10 @@ Sample = Callable[..., list[Any]]
 # --- where transfers stand --------------------------------------------------------------------------------------------
 
 PLACED = [
-    # order, barriers, costs, program
+    # order, vocabulary mode, costs, program
     (
         "0F0,0F1,0B0,0B1|1F0,1B0,1F1,1B1",
-        0,
+        "",
         Costs(F=1, B=2),
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1|"
         # 0F1 ends at 2, as 1F0 does: the receive is issued before 1F0.
@@ -48,21 +48,21 @@ PLACED = [
         # Issued when its data is ready, not when it has arrived: 0F1 ends at 4 and its data is there at 6;
         # 1F0 runs from 4 to 5. 1B1 ends at 10; 0B0 runs from 9 to 11.
         "0F0,0F1,0B0,0B1|1F0,1B0,1F1,1B1",
-        0,
+        "",
         Costs(F=[2, 1], B=2, p2p=2),
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1|1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     ),
     (
         # T0 runs when dX is ready, and the gradient is on its way to device 0 before it has run.
         "0F0,0B0|1F0,1B0",
-        1,
+        "vocab-2",
         Costs(F=1, B=2, S=0.4, C=0.1, T=0.4, E=0.1, G=0.1),
         "E0 ROWS0 0F0 0SEND_F0 X0 S0 STATISTICS0 C0 DX0 T0 0RECV_B0 0B0 ROW_GRADIENTS0 G0|"
         "E0 ROWS0 1RECV_F0 1F0 X0 S0 STATISTICS0 C0 DX0 1B0 1SEND_B0 T0 ROW_GRADIENTS0 G0",
     ),
     (
         "0F0,0F0.1,0B0.1,0B0|1F0,1F0.1,1B0.1,1B0",
-        0,
+        "",
         EQUAL_COSTS,
         "0F0 0SEND_F0 0F0.1 0SEND_F0.1 0RECV_B0.1 0RECV_B0 0B0.1 0B0|"
         "1RECV_F0 1RECV_F0.1 1F0 1F0.1 1B0.1 1SEND_B0.1 1B0 1SEND_B0",
@@ -71,9 +71,9 @@ PLACED = [
 
 
 def test_small_programs_in_full() -> None:
-    for text, barriers, costs, expected in PLACED:
+    for text, mode, costs, expected in PLACED:
         order = order_of(text)
-        program = add_communication(add_vocabulary(order, barriers) if barriers else order, costs)
+        program = add_communication(add_vocabulary(order, mode) if mode else order, costs)
         assert "|".join(" ".join(map(str, row)) for row in program.rows) == expected
 
 
@@ -95,7 +95,7 @@ def test_a_transfer_stands_at_one_instant_on_all_its_members(
     if mode != "none":
         order = plan_order(order, order.devices, microbatches, mode, costs)
     costs = Costs(**{name: getattr(costs, name) for name in "FBIWSCTEG"})
-    program, dependencies = add_communication(order, costs), Dependencies.of(order)
+    program, rules = add_communication(order, costs), Rules.of(order)
     ends = end_times(order, PassTimes(costs, order.placement).of)
     for device, row in enumerate(program.rows):
         for position, item in enumerate(row):
@@ -103,7 +103,7 @@ def test_a_transfer_stands_at_one_instant_on_all_its_members(
                 continue
             producers = [
                 (there, producer if (there, producer) in ends else Pass.parse(str(producer).replace("B", "I")))
-                for there, producer in unit_needs.producers(dependencies, item, device)
+                for there, producer in unit_needs.producers(rules, item, device)
             ]
             instant = max(ends[producer] for producer in producers)
             assert all(ends[device, other] <= instant for other in row[:position] if isinstance(other, Pass))

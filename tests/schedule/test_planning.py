@@ -104,7 +104,7 @@ def test_programs_are_sound_in_every_mode_and_timed_as_the_second_opinion_times_
 
 def without_idle(order: Order) -> Order:
     rows = tuple(tuple(order.passes(device)) for device in range(order.devices))
-    return Order(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
+    return Order(order.placement, order.microbatches, rows, order.vocabulary, order.forward_only)
 
 
 def test_the_first_microbatches_of_an_evaluation_are_a_sound_program(sample: Callable[..., list[Any]]) -> None:
@@ -138,8 +138,8 @@ def test_each_mode_is_its_transform() -> None:
     for costs in (None, Costs(F=[1, 2, 1], B=[2, 3, 3], S=1, T=1, E=0, G=0)):
         assert plan_order("1f1b", 3, 4, "first-last", costs) == base
         assert plan_order("1f1b", 3, 4, "redistribute", costs) == base
-        assert plan_order("1f1b", 3, 4, "vocab-2", costs) == add_vocabulary(base, 1, costs)
-        assert plan_order("1f1b", 3, 4, "vocab-1", costs) == add_vocabulary(base, 2, costs)
+        assert plan_order("1f1b", 3, 4, "vocab-2", costs) == add_vocabulary(base, "vocab-2", costs)
+        assert plan_order("1f1b", 3, 4, "vocab-1", costs) == add_vocabulary(base, "vocab-1", costs)
         assert plan_order("1f1b", 3, 4, "interlaced", costs) == interlace(base, costs)
         assert plan_order("1f1b", 3, 4, "balanced", costs) == plan_order("1f1b", 3, 4, costs=costs)
         assert plan_order("1f1b", 3, 4, "balanced", costs) == plan_order("1f1b", 3, 4, "vocab-2", costs)
@@ -167,11 +167,14 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     ((lambda devices, microbatches: WRONG_SIZE, 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
     ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
     ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
-    ((add_vocabulary(WRONG_SIZE, 1), 3, 2, "vocab-1"), "the order has 1 barrier, but vocabulary mode vocab-1"),
-    ((add_vocabulary(WRONG_SIZE, 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
+    (
+        (add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "vocab-1"),
+        "passes of vocab-2, not those of mode vocab-1",
+    ),
+    ((add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "first-last"), "of vocab-2, not those of mode first-last"),
     ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
     ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),
-    ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "the order cannot complete"),
+    ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "deadlock: device 0"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_bad_files() -> None:
 
 
 def test_costs_that_do_not_fit_the_order() -> None:
-    order = add_vocabulary(generate("1f1b", 2, 1), 1)
+    order = add_vocabulary(generate("1f1b", 2, 1), "vocab-2")
     for values, message in (
         ({"F": [1, 1, 1], "B": 2}, "F has 3 numbers for 2 stages; give one number, or 2"),
         ({"F": 1, "B": [2]}, "B has 1 number for 2 stages"),

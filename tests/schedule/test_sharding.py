@@ -19,6 +19,7 @@ from evenpipe.schedule import (
     Pass,
     Placement,
     Program,
+    VocabularyMode,
     add_communication,
     add_recompute,
     add_sharding,
@@ -73,7 +74,7 @@ def test_where_they_are_placed() -> None:
 
 
 def test_parts_of_the_vocabulary() -> None:
-    order = order_of("E0 0F0 S0 C0 T0 0B0 G0|E0 1F0 S0 C0 1B0 T0 G0", barriers=1)
+    order = order_of("E0 0F0 S0 C0 T0 0B0 G0|E0 1F0 S0 C0 1B0 T0 G0", vocabulary="vocab-2")
     gathered = {"gathers": True, "tied": False, "reshard": True, "prefetch": 0}
     for options, first in (
         ({"gathers": False, "tied": False}, "E0 0F0 S0 C0 T0 REDUCE_GRAD_S 0B0 0REDUCE_GRAD G0 REDUCE_GRAD_E"),
@@ -87,9 +88,9 @@ def test_parts_of_the_vocabulary() -> None:
         assert text_of(add_sharding(order, **options)).split("|")[0] == first
 
 
-def parts_there(placement: Placement, barriers: int, row: tuple[Item | None, ...]) -> Iterator[set[Part]]:
+def parts_there(placement: Placement, vocabulary: VocabularyMode, row: tuple[Item | None, ...]) -> Iterator[set[Part]]:
     """The parts that are gathered at each pass of a row."""
-    users = Users.of_row(placement, barriers, row)
+    users = Users.of_row(placement, vocabulary, row)
     gathered: set[Part] = set()
     for item in row:
         if isinstance(item, Pass):
@@ -111,35 +112,36 @@ def test_every_schedule_is_sound_with_them_and_has_no_more_than_it_may(sample: C
             check_program(found).raise_if_faulty()
             assert without_sharding(found) == without_sharding(one) == one
             for device, row in enumerate(found.rows):
-                counts = [len(there) for there in parts_there(one.placement, one.barriers, row)]
-                parts = parts_of_device(one.placement, one.barriers, device, tied=tied)
+                counts = [len(there) for there in parts_there(one.placement, one.vocabulary, row)]
+                parts = parts_of_device(one.placement, one.vocabulary, device, tied=tied)
                 most = (1 if prefetch is None else prefetch) + 1 if reshard else len(parts)
                 joint = any(item.kind is Kind.OVERLAP_F_B for item in row if item)
-                shared = Kind.S in parts and not one.barriers
+                shared = Kind.S in parts and not one.vocabulary.sharded
                 assert max(counts) <= max(most, 2 * joint, 2 * shared + joint)
                 sums = [part_of(item) for item in row if item and item.kind in REDUCING_KINDS]
                 assert sorted(sums, key=str) == sorted([] if one.forward_only else parts, key=str)
 
 
-# rows, barriers, faults
+WHOLE, SHARDED = "first-last", "vocab-2"
+# rows, vocabulary mode, faults
 FAULTY = [
-    ("0UNSHARD 0F0 0RESHARD 0B0", 0, ["0B0 needs 0UNSHARD before it, and no RESHARD in between"]),
-    ("0F0 0UNSHARD 0B0", 0, ["0F0 needs 0UNSHARD before it"]),
-    ("0UNSHARD 0UNSHARD 0F0 0B0", 0, ["0UNSHARD gathers what is gathered already"]),
-    ("0F0 0B0 0RESHARD", 0, ["0RESHARD frees what is not gathered"]),
-    ("0F0 0REDUCE_GRAD 0B0", 0, ["0B0 adds to gradients that are summed before it, by 0REDUCE_GRAD at position 1"]),
-    ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", 0, ["0REDUCE_GRAD is already at position 2"]),
-    ("0F0 0B0 0REDUCE_GRAD|1F0 1B0", 0, ["1REDUCE_GRAD is missing, but others are summed"]),
-    ("E0 0F0 S0 C0 T0 REDUCE_GRAD_S 0B0 0REDUCE_GRAD G0", 1, ["G0 adds to gradients that are summed before it"]),
-    ("E0 0F0 S0 C0 T0 0B0 G0 0REDUCE_GRAD REDUCE_GRAD_E", 1, ["REDUCE_GRAD_S is missing, but others are summed"]),
-    ("UNSHARD_S E0 0F0 RESHARD_S S0 C0 T0 0B0 G0", 1, ["S0 needs UNSHARD_S"]),
-    ("0UNSHARD 0F0 0B0 1RESHARD", 0, ["1RESHARD names a stage that does not exist", "1RESHARD frees"]),
+    ("0UNSHARD 0F0 0RESHARD 0B0", WHOLE, ["0B0 needs 0UNSHARD before it, and no RESHARD in between"]),
+    ("0F0 0UNSHARD 0B0", WHOLE, ["0F0 needs 0UNSHARD before it"]),
+    ("0UNSHARD 0UNSHARD 0F0 0B0", WHOLE, ["0UNSHARD gathers what is gathered already"]),
+    ("0F0 0B0 0RESHARD", WHOLE, ["0RESHARD frees what is not gathered"]),
+    ("0F0 0REDUCE_GRAD 0B0", WHOLE, ["0B0 adds to gradients that are summed before it, by 0REDUCE_GRAD at position 1"]),
+    ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", WHOLE, ["0REDUCE_GRAD is already at position 2"]),
+    ("0F0 0B0 0REDUCE_GRAD|1F0 1B0", WHOLE, ["1REDUCE_GRAD is missing, but others are summed"]),
+    ("E0 0F0 S0 C0 T0 REDUCE_GRAD_S 0B0 0REDUCE_GRAD G0", SHARDED, ["G0 adds to gradients that are summed before it"]),
+    ("E0 0F0 S0 C0 T0 0B0 G0 0REDUCE_GRAD REDUCE_GRAD_E", SHARDED, ["REDUCE_GRAD_S is missing, but others are summed"]),
+    ("UNSHARD_S E0 0F0 RESHARD_S S0 C0 T0 0B0 G0", SHARDED, ["S0 needs UNSHARD_S"]),
+    ("0UNSHARD 0F0 0B0 1RESHARD", WHOLE, ["1RESHARD names a stage that does not exist", "1RESHARD frees"]),
 ]
 
 
 def test_faults() -> None:
-    for rows, barriers, expected in FAULTY:
-        order = order_of(rows, barriers=barriers, placement=Placement.linear(rows.count("|") + 1))
+    for rows, mode, expected in FAULTY:
+        order = order_of(rows, vocabulary=mode, placement=Placement.linear(rows.count("|") + 1))
         found = [fault.what for fault in check_order(order).faults]
         assert all(any(what.startswith(start) for what in found) for start in expected), found
         assert check_order(without_sharding(order)).ok

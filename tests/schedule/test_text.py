@@ -134,18 +134,18 @@ def test_orders_and_programs_survive_their_files(sample: Callable[..., list[Any]
 
 
 READ = [
-    # text, and what is read from it: stages' devices, microbatches, barriers, whether it only evaluates
-    ("0F0,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1\r\n", (0, 1), 2, 0, False),  # as torch writes it
-    (" 0F0 ,\t0B0", (0,), 1, 0, False),
+    # text, and what is read from it: stages' devices, microbatches, vocabulary mode, whether it only evaluates
+    ("0F0,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1\r\n", (0, 1), 2, "first-last", False),  # as torch writes it
+    (" 0F0 ,\t0B0", (0,), 1, "first-last", False),
     (
         "0F0,3F0,(0F1;3I0)OVERLAP_F_B,3W0,0B0,3F1,3B1,0B1,0UNSHARD\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,\n",
-        *((0, 1, 1, 0), 2, 0, False),
+        *((0, 1, 1, 0), 2, "first-last", False),
     ),
-    ("0F0,0F1,1B1,0B0,0B1\n1F0,1F1,1B0\n", (0, 1), 2, 0, False),  # a misplaced pass does not move its stage
-    ("0F0", (0,), 1, 0, True),
-    ("E0,0F0,S0,C0,T0,0B0,G0", (0,), 1, 1, False),
-    ("E0,0F0,S0,T0,0B0,G0", (0,), 1, 2, False),
-    ("E0,0F0,S0,C0", (0,), 1, 1, True),
+    ("0F0,0F1,1B1,0B0,0B1\n1F0,1F1,1B0\n", (0, 1), 2, "first-last", False),  # a misplaced pass does not move its stage
+    ("0F0", (0,), 1, "first-last", True),
+    ("E0,0F0,S0,C0,T0,0B0,G0", (0,), 1, "vocab-2", False),
+    ("E0,0F0,S0,T0,0B0,G0", (0,), 1, "vocab-1", False),
+    ("E0,0F0,S0,C0", (0,), 1, "vocab-2", True),
 ]
 
 
@@ -153,12 +153,13 @@ def test_what_a_file_says() -> None:
     for text, stage_device, *expected in READ:
         order = Order.from_csv(text)
         assert order.placement.stage_device == stage_device
-        assert [order.microbatches, order.barriers, order.forward_only] == expected
+        assert [order.microbatches, order.vocabulary, order.forward_only] == expected
         plain = text.replace("\r", "").replace(" ", "").replace("\t", "")
         assert order.to_csv() == plain.rstrip("\n") + "\n"
     assert Order.from_csv(READ[0][0]).rows[1][0] is None
-    told = Order.from_csv("0F0,0B0\n", microbatches=2, barriers=1, forward_only=True, placement=Placement(1, (0, 0)))
-    assert (told.microbatches, told.barriers, told.forward_only, told.placement.stages) == (2, 1, True, 2)
+    fields = {"microbatches": 2, "vocabulary": "vocab-2", "forward_only": True, "placement": Placement(1, (0, 0))}
+    told = Order.from_csv("0F0,0B0\n", **fields)
+    assert (told.microbatches, told.vocabulary, told.forward_only, told.placement.stages) == (2, "vocab-2", True, 2)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: Placement.looped(2, 0), "stages per device must be at least 1, not 0"),
     (lambda: Order(Placement.linear(2), 2, ()), "the order has 0 rows for 2 devices"),
     (lambda: Program(Placement.linear(2), 0, ROWS), "microbatches must be at least 1, not 0"),
-    (lambda: Order(Placement.linear(2), 2, ROWS, 3), "barriers must be 0, 1 or 2, not 3"),
+    (lambda: Order(Placement.linear(2), 2, ROWS, "vocab-3"), "vocabulary mode 'vocab-3' is unknown"),
 ]
 
 
@@ -252,5 +253,5 @@ def test_a_notebook_shows_a_line_and_a_picture() -> None:
     assert Timeline(((), ()))._repr_html_() == "<pre>&lt;Timeline: 2 devices, no events&gt;</pre>"
     stuck = Order.from_csv("0F0,0B0\n1B0,1F0")._repr_html_()
     assert stuck.startswith("<pre>&lt;Order: 2 devices, 2 stages, 1 microbatch, 4 passes&gt;\n")
-    assert "cannot complete" in stuck and "<svg" not in stuck
+    assert "deadlock" in stuck and "<svg" not in stuck
     assert "<svg" not in generate("gpipe", 1, MOST_EVENTS // 2 + 1)._repr_html_()

@@ -72,17 +72,17 @@ def test_deadlock_shows_where_every_device_stands() -> None:
     with pytest.raises(DeadlockError) as error:
         time_order(order, EQUAL_COSTS)
     assert str(error.value) == (
-        "the order cannot complete: "
-        "device 0 stops at position 2, 0B0, awaiting 1B0 of device 1 (which is in no row); "
-        "device 1 stops at position 1, 1F1, awaiting 0F1 of device 0 (which is in no row)\n"
+        "deadlock: "
+        "device 0 stops at position 2 (0B0), waiting for 1B0 of device 1 (which is in no row); "
+        "device 1 stops at position 1 (1F1), waiting for 0F1 of device 0 (which is in no row)\n"
         "  device 0: 0F0 . [0B0]\n"
         "  device 1: 1F0 [1F1] 1B1"
     )
     assert error.value.positions == {0: 2, 1: 1}
-    order = add_vocabulary(generate("1f1b", 20, 2), 1)
+    order = add_vocabulary(generate("1f1b", 20, 2))
     rows = (tuple(item for item in order.rows[0] if str(item) != "S1"), *order.rows[1:])
     with pytest.raises(DeadlockError, match="and 12 more devices"):
-        time_order(Order(order.placement, 2, rows, 1), EQUAL_COSTS)
+        time_order(Order(order.placement, 2, rows, order.vocabulary), EQUAL_COSTS)
     with pytest.raises(InputError, match="5F0 names a stage that does not exist; stages are 0 to 0"):
         time_order(Order.from_csv("0F0,0B0,5F0", placement=Placement.linear(1)), EQUAL_COSTS)
 
@@ -225,7 +225,7 @@ def _counts(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (lambda v: v.update(format="chrome"), 'not a trace of evenpipe; those begin with "format"'),
-    "a later version": (lambda v: v.update(version=2), "version 2 of the format, but this evenpipe reads version 1"),
+    "a later version": (lambda v: v.update(version=3), "version 3 of the format, but this evenpipe reads version 2"),
     "no devices": (_without("devices"), "devices is missing"),
     "no order": (_device(_without("row")), "row is missing"),
     "a word that is no pass": (_device(lambda d: d.update(row="1F0,9Z9")), "row 2, column 2 .*: '9Z9' is not a pass"),

@@ -58,7 +58,7 @@ def test_bubble_and_peak(
 ) -> None:
     order = generate(name, 8, microbatches, **options)
     for barriers, (bubble, peak) in enumerate(goldens):
-        lowered = add_vocabulary(order, barriers) if barriers else order
+        lowered = add_vocabulary(order, ("vocab-2", "vocab-1")[barriers - 1]) if barriers else order
         reached = measured(lowered)
         assert reached[0] == pytest.approx(bubble, abs=1e-6)
         assert reached[1] == peak or peak is None
@@ -78,7 +78,9 @@ FORESEEN = [
 def test_collectives_that_take_time(name: str, barriers: int, foreseen: float, unforeseen: float) -> None:
     order, late = generate(name, 8, 32), replace(EQUAL_COSTS, collectives=LATE)
     for costs, bubble in ((late, foreseen), (EQUAL_COSTS, unforeseen)):
-        assert time_order(add_vocabulary(order, barriers, costs), late).bubble == pytest.approx(bubble, abs=0.06)
+        assert time_order(
+            add_vocabulary(order, ("vocab-2", "vocab-1")[barriers - 1], costs), late
+        ).bubble == pytest.approx(bubble, abs=0.06)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zbv", "v-half", "v-min", "gis", "gis-h"])
@@ -101,7 +103,7 @@ def test_interlaced_waits_for_whole_backwards_of_several_stages() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "v-half"])
 def test_few_wait_between_the_halves(name: str) -> None:
     """Between S and T a device keeps probabilities, between E and F rows: of few microbatches, of however many."""
-    order = add_vocabulary(generate(name, 8, 64), 1)
+    order = add_vocabulary(generate(name, 8, 64), "vocab-2")
     ends = {Kind.T: Kind.S, Kind.F: Kind.E}
     for device in range(8):
         kept = {Kind.S: 0, Kind.E: 0}
@@ -116,7 +118,7 @@ def test_few_wait_between_the_halves(name: str) -> None:
 def test_rows_of_the_embedding_do_not_pile_up() -> None:
     """E needs nothing, but waits until the first stage has come near, on devices that have nothing but time."""
     order, costs = generate("1f1b", 4, 40), Costs(F=[4, 1, 1, 1], B=[4, 1, 1, 1], S=0.1, T=0.1, E=0.1, G=0.1)
-    rows = time_order(add_vocabulary(order, 1, costs), costs).events
+    rows = time_order(add_vocabulary(order, "vocab-2", costs), costs).events
     starts = {(event.device, str(event.item)): event.start for row in rows for event in row}
     for device, microbatch in product(range(1, 4), range(8, 40)):
         assert starts[device, f"E{microbatch}"] >= starts[0, f"0F{microbatch - 6}"]
@@ -158,6 +160,6 @@ def test_bubbles_of_stages_that_differ(name: str, options: dict[str, Any], base:
     for seed in range(5):
         order = generate(name, 8, 64, **options)
         costs = per_stage(seed, order.placement)
-        orders = (order, add_vocabulary(order, 1, costs))
+        orders = (order, add_vocabulary(order, "vocab-2", costs))
         shares.append([100 * bubble / span for bubble, span in (bubble_and_span(item, costs) for item in orders)])
     assert [sum(column) / 5 for column in zip(*shares, strict=True)] == pytest.approx([base, result], abs=0.06)

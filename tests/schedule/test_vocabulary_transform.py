@@ -23,6 +23,7 @@ from evenpipe.schedule import (
     Kind,
     Order,
     Placement,
+    VocabularyMode,
     add_vocabulary,
     check_order,
     forward_only,
@@ -41,7 +42,7 @@ Sample = Callable[..., list[Any]]
 
 
 def test_vocabulary_passes_on_two_devices() -> None:
-    one, two = (add_vocabulary(generate("1f1b", 2, 3), barriers) for barriers in (1, 2))
+    one, two = (add_vocabulary(generate("1f1b", 2, 3), mode) for mode in ("vocab-2", "vocab-1"))
     assert words(one, 0) == "E0 E1 0F0 0F1 S0 E2 C0 S1 T0 0F2 C1 0B0 S2 T1 C2 0B1 G0 T2 0B2 G1 G2"
     assert words(one, 1) == "E0 E1 1F0 S0 E2 C0 1F1 1B0 S1 T0 C1 1F2 1B1 S2 T1 C2 G0 1B2 T2 G1 G2"
     assert Kind.C not in {item.kind for item in two.passes(0)}
@@ -62,10 +63,10 @@ def test_interlaced_passes_alternate_along_the_pipeline() -> None:
 def test_orders_for_evaluation() -> None:
     order = forward_only(generate("1f1b", 3, 4))
     assert [words(order, device) for device in range(3)] == [f"{s}F0 {s}F1 {s}F2 {s}F3" for s in range(3)]
-    assert (order.barriers, order.forward_only) == (0, True)
+    assert (order.vocabulary, order.forward_only) == ("first-last", True)
     for mode in ("vocab-1", "vocab-2", "interlaced"):
         order = forward_only(plan_order("1f1b", 2, 4, mode))
-        assert (order.barriers, order.forward_only) == (1, True)
+        assert (order.vocabulary, order.forward_only) == ("vocab-2", True)
         assert words(order, 0) == "E0 E1 0F0 E2 0F1 E3 0F2 S0 0F3 S1 C0 S2 C1 S3 C2 C3"
         assert words(order, 1) == "E0 E1 E2 1F0 E3 1F1 S0 1F2 S1 C0 1F3 S2 C1 S3 C2 C3"
         assert forward_only(order) is order
@@ -97,9 +98,9 @@ def test_any_order_keeps_to_its_peaks_and_halves_stay_together(
     except InputError:  # not made for this size
         return
     costs = EQUAL_COSTS if equal else random_costs(seed, order.placement)
-    for barriers in (1, 2):
-        held = check_order(add_vocabulary(order, barriers, costs)).in_flight
-        assert all(most <= limit for most, limit in zip(held, peak_limits(order, barriers), strict=True))
+    for mode in (VocabularyMode.VOCAB_2, VocabularyMode.VOCAB_1):
+        held = check_order(add_vocabulary(order, mode, costs)).in_flight
+        assert all(most <= limit for most, limit in zip(held, peak_limits(order, mode), strict=True))
     together = interlace(order, costs)
     for device in range(devices):
         row = list(together.passes(device))
@@ -125,23 +126,26 @@ def test_odd_orders_stay_sound_and_passes_run_as_one_are_taken_apart(text: str, 
     base = Order.from_csv(text)
     if costs is not EQUAL_COSTS:
         costs = replace(costs, F=(2.0, 2.0, 0.0)[-base.placement.stages :])
-    for order in (add_vocabulary(base, 1, costs), add_vocabulary(base, 2, costs), interlace(base, costs)):
+    for order in (
+        add_vocabulary(base, "vocab-2", costs),
+        add_vocabulary(base, "vocab-1", costs),
+        interlace(base, costs),
+    ):
         assert check_order(order).ok
         assert not any(item.parts for device in range(order.devices) for item in order.passes(device))
 
 
-TAKEN = "the order has vocabulary passes already, with"
+TAKEN = "the order has the vocabulary passes of"
 WITHOUT_TIME = "F and B of at least one stage must be above 0"
 WHOLE, TWO = Order.from_csv("0F0,0B0"), generate("1f1b", 2, 2)
 GATHERING = Order.from_csv("0UNSHARD,0F0,0B0,0REDUCE_GRAD")
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: add_vocabulary(WHOLE, 0), "barriers must be 1 .* or 2 .*, not 0"),
-    (lambda: add_vocabulary(WHOLE, 3), "barriers must be 1 .* or 2 .*, not 3"),
-    (lambda: add_vocabulary(Order.from_csv("E0,0F0,S0,C0,T0,0B0,G0"), 1), f"{TAKEN} 1 barrier"),
-    (lambda: add_vocabulary(Order.from_csv("0F0"), 2), "barriers must be 1, as for every evaluation, not 2"),
-    (lambda: add_vocabulary(GATHERING, 1), "cannot be added between UNSHARD"),
-    (lambda: add_vocabulary(TWO, 1, Costs(F=0, B=0)), WITHOUT_TIME),
-    (lambda: interlace(Order.from_csv("E0,0F0,S0,T0,0B0,G0")), f"{TAKEN} 2 barriers"),
+    (lambda: add_vocabulary(WHOLE, "interlaced"), "mode is interlaced, expected vocab-1 or vocab-2"),
+    (lambda: add_vocabulary(WHOLE, "vocab-3"), "vocabulary mode 'vocab-3' is unknown"),
+    (lambda: add_vocabulary(Order.from_csv("E0,0F0,S0,C0,T0,0B0,G0"), "vocab-2"), f"{TAKEN} vocab-2 already"),
+    (lambda: add_vocabulary(GATHERING, "vocab-2"), "cannot be added between UNSHARD"),
+    (lambda: add_vocabulary(TWO, "vocab-2", Costs(F=0, B=0)), WITHOUT_TIME),
+    (lambda: interlace(Order.from_csv("E0,0F0,S0,T0,0B0,G0")), f"{TAKEN} vocab-1 already"),
     (lambda: interlace(Order.from_csv("0F0")), "an order that only evaluates cannot be interlaced"),
     (lambda: interlace(GATHERING), "cannot be added between UNSHARD"),
     (lambda: interlace(TWO, Costs(F=1)), "B is missing"),
@@ -163,18 +167,19 @@ def test_in_flight_of_1f1b_is_exact(sample: Sample) -> None:
     again: a device with d devices behind it holds d + ceil(d / 2) + 1."""
     for devices, microbatches in sample(product(range(1, 13), range(1, 31)), 40):
         base = generate("1f1b", devices, microbatches)
-        for barriers in (1, 2):
-            held = check_order(add_vocabulary(base, barriers)).in_flight
+        for barriers, mode in enumerate(("vocab-2", "vocab-1"), 1):
+            held = check_order(add_vocabulary(base, mode)).in_flight
             assert held == tuple(min(microbatches, devices - r + barriers) for r in range(devices))
         held = check_order(interlace(base)).in_flight
         assert held == tuple(min(microbatches, d + ceil(d / 2) + 1) for d in reversed(range(devices)))
         assert check_order(interlace(generate("gpipe", devices, microbatches))).in_flight == held
-    assert check_order(add_vocabulary(generate("gpipe", 4, 6), 2)).in_flight == (6, 6, 6, 6)
+    assert check_order(add_vocabulary(generate("gpipe", 4, 6), "vocab-1")).in_flight == (6, 6, 6, 6)
 
 
 def test_in_flight_is_exact_whatever_the_unit_of_time() -> None:
     for barriers, (forward, backward) in product((1, 2), [(0.1, 0.2), (1 / 3, 2 / 3), (18.522e-3, 27.423e-3), (1, 1)]):
-        order = add_vocabulary(generate("1f1b", 8, 40), barriers, Costs(F=forward, B=backward))
+        mode = ("vocab-2", "vocab-1")[barriers - 1]
+        order = add_vocabulary(generate("1f1b", 8, 40), mode, Costs(F=forward, B=backward))
         assert check_order(order).in_flight == tuple(8 - r + barriers for r in range(8))
 
 
@@ -191,7 +196,7 @@ def test_evaluation_without_waiting(sample: Sample) -> None:
         spans = []
         for microbatches in (16, 32):
             order = generate(name, 4, microbatches)
-            evaluation = forward_only(add_vocabulary(order, 1) if barriers else order)
+            evaluation = forward_only(add_vocabulary(order) if barriers else order)
             assert check_order(evaluation).ok
             spans.append(time_order(evaluation, EQUAL_COSTS).span)
         assert spans[1] - spans[0] == pytest.approx(16 * (order.placement.stages // 4 + 0.4 * barriers)), name

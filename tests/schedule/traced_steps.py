@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import unit_needs
 
-from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, add_communication, generate
+from evenpipe.schedule import Costs, Kind, Pass, Program, Rules, Transfer, add_communication, generate
 from evenpipe.schedule.passes import unit_of
 from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 from evenpipe.simulate import simulate
@@ -58,7 +58,7 @@ def one_device(forwards: list[float]) -> Trace:
 def measured(program: Program, costs: Costs) -> Trace:
     """The trace of a step that runs exactly as `costs` say: transfers are issued at no cost, waits are exact."""
     simulation = simulate(program, costs)
-    timeline, dependencies = simulation.timeline, Dependencies.of(program)
+    timeline, rules = simulation.timeline, Rules.of(program)
     ends: dict[tuple[int, int], float] = {}
     copies: list[dict[Pass, CopyTime]] = [{} for _ in program.rows]
     for device, row in enumerate(timeline.beside):
@@ -66,7 +66,7 @@ def measured(program: Program, costs: Costs) -> Trace:
             if isinstance(event.item, Pass):
                 copies[device][event.item] = CopyTime(event.item, event.start, event.end)
                 continue
-            route = dependencies.route_of(event.item, device)
+            route = rules.route(device, event.item)
             assert route is not None
             ends[route.number, unit_of(event.item, program.slices)] = event.end
     devices = []
@@ -83,8 +83,8 @@ def measured(program: Program, costs: Costs) -> Trace:
                 passes.append(PassTime(item, clock, clock, 0.0))
                 continue
             waited = clock
-            for transfer in unit_needs.waits_for(dependencies, item, device):
-                route = dependencies.route_of(transfer, device)
+            for transfer in unit_needs.waits_for(rules, item, device):
+                route = rules.route(device, transfer)
                 assert route is not None
                 until = max(waited, ends[route.number, unit_of(transfer, program.slices)])
                 waits.append(WaitTime(transfer, item, waited, until))

@@ -216,13 +216,13 @@ class Replica:
 
 def _parts(program: Program, device: int, matrices: dict[Kind, nn.Parameter | None]) -> dict[Part, list[nn.Parameter]]:
     """What belongs to each part of a device; the row tells whether vocabulary layers are parts of their own."""
-    placement, barriers = program.placement, program.barriers
+    placement, sharded = program.placement, program.vocabulary.sharded
     held: dict[Part, list[nn.Parameter]] = {
         stage: list(_stages(placement.stages)[stage].parameters()) for stage in placement.stages_of(device)
     }
-    users = Users.of_row(placement, barriers, program.rows[device])
+    users = Users.of_row(placement, program.vocabulary, program.rows[device])
     for kind, stage in ((Kind.E, placement.first_stage), (Kind.S, placement.last_stage)):
-        using = users.parts(Pass(kind, None, 0) if barriers else Pass(Kind.F, stage, 0))
+        using = users.parts(Pass(kind, None, 0) if sharded else Pass(Kind.F, stage, 0))
         parameter = matrices[kind]
         if using and parameter is not None:
             held.setdefault(using[-1], []).append(parameter)
@@ -241,7 +241,7 @@ class Device:
 
 
 def _device(program: Program, device: int, exchange: Exchange) -> Device:
-    placement, sharded = program.placement, program.barriers > 0
+    placement, sharded = program.placement, program.vocabulary.sharded
     queue, pool = WeightGradients(), HostPool(Slab, powers=True)
     stages: dict[int, Any] = {}
     for stage in placement.stages_of(device):
@@ -258,7 +258,7 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
     output = None
     if head is not None:
         matrix = Matrix(head, head.dtype)
-        output = OutputShard(matrix, None, shards[part], LossOptions(), one_barrier=program.barriers == 1)
+        output = OutputShard(matrix, None, shards[part], LossOptions(), one_barrier=program.vocabulary == "vocab-2")
     activations = Activations(pool, LateCopies(), CPU)
     activations.smallest_bytes = 1
     walker = Walker(

@@ -18,6 +18,7 @@ from evenpipe.schedule import (
     Placement,
     Program,
     Timeline,
+    VocabularyMode,
     forward_only,
     generate,
 )
@@ -320,7 +321,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ask(memory_limit=0), "memory_limit must be a finite number of at least 1, in stage activations, not 0"),
     (lambda: ask(memory_limit=[1, 2]), "memory_limit has 2 numbers for 3 devices"),
     (lambda: ask(of="time"), "of must be 'span' or 'makespan', not 'time'"),
-    (lambda: ask(barriers=1, costs=Costs(F=1, B=1)), "is missing, but a lower bound needs it"),
+    (lambda: ask(vocabulary=VocabularyMode.VOCAB_2, costs=Costs(F=1, B=1)), "is missing, but a lower bound needs it"),
 ]
 
 

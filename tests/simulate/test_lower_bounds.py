@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from random_programs import random_program
+from random_programs import MODES_OF_ROWS, random_program
 from simulated_cases import CASES, order_of_case, random_costs
 
 from evenpipe.schedule import Costs, Order, Placement, generate
@@ -126,7 +126,7 @@ def test_no_order_at_all_is_shorter(first: int) -> None:
         rng = random.Random(seed)
         devices = rng.randint(1, 3)
         placement = rng.choice([Placement.linear(devices), Placement.looped(devices, 2), Placement.v_shape(devices)])
-        order = random_program(rng, placement, rng.randint(1, 5), rng.randint(0, 2), forward_only=False).order
+        order = random_program(rng, placement, rng.randint(1, 5), rng.choice(MODES_OF_ROWS), forward_only=False).order
         for costs in (unit, random_costs(placement, seed)):
             assert keeps_its_bounds(order, costs), seed
 

@@ -137,7 +137,7 @@ def test_a_program_that_cannot_complete_is_refused_with_its_faults() -> None:
     for wrong, message in (
         (foreign, "no pass needs X0"),
         (missing, "0RECV_B0 is missing"),
-        (Order.from_csv("0B0,0F0"), "cannot complete"),
+        (Order.from_csv("0B0,0F0"), "deadlock: device 0"),
     ):
         with pytest.raises(InputError, match=message):
             simulate(wrong, Costs(F=1, B=1))

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A schedule is sound if it runs every pass exactly once on its device, after the passes it needs, completes\n"
         "for every way of queueing transfers, and releases every activation.\n"
         "The first 1000 faults are listed, with --json all of them.\n"
-        "Placement, microbatches, slices and barriers follow from the passes.\n\n"
+        "Placement, microbatches, slices and vocabulary mode follow from the passes.\n\n"
         "exit codes: 0 sound, 1 faults found, 2 not a schedule"
     )
 

@@ -267,9 +267,9 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
     if arguments.host_share is not None:
         given["host_shares"] = tuple(map(_share, words("host_share", arguments.host_share)))
     if "vocabularies" in given:
-        from evenpipe.schedule import vocabulary_mode
+        from evenpipe.schedule import VocabularyMode
 
-        given["vocabularies"] = tuple(dict.fromkeys(map(vocabulary_mode, given["vocabularies"])))
+        given["vocabularies"] = tuple(dict.fromkeys(map(VocabularyMode.of, given["vocabularies"])))
     return replace(usual_space(problem), **given)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
+from evenpipe.schedule import Costs, Kind, Pass, Rules, Transfer, TransferKind
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS, unit_of
 from evenpipe.schedule.trace import Trace
 
@@ -220,11 +220,11 @@ def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
 
 
 def _transfers(trace: Trace, samples: Samples) -> None:
-    dependencies = Dependencies.of(trace.program)
+    rules = Rules.of(trace.program)
     issued: dict[tuple[int, int], float] = {}
 
     def key(item: Transfer, device: int) -> tuple[int, int]:
-        route = dependencies.route_of(item, device)
+        route = rules.route(device, item)
         assert route is not None
         return route.number, unit_of(item, trace.program.slices)
 

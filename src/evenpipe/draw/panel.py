@@ -10,7 +10,8 @@ from itertools import pairwise
 from evenpipe.errors import InputError
 from evenpipe.given import plain
 from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, parts_of
-from evenpipe.schedule.effects import IN_FLIGHT
+from evenpipe.schedule.held import held_over_time
+from evenpipe.schedule.rules import IN_FLIGHT
 
 from .kinds import LOOKS, colours_of
 
@@ -145,23 +146,13 @@ class Panel:
         memory = self.timeline.on_device if self.timeline.memory is None else self.timeline.memory
         if memory is not None:
             return [(time, value) for time, value in memory[device]] if device < len(memory) else []
-        steps: Curve = []
+        changes = []
         for event in self.rows[device]:
             for part in parts(event):
                 added = IN_FLIGHT.get(part.kind, 0)
                 if added:
-                    steps.append((event.start if added > 0 else event.end, float(added)))
-        # Events that end when others start are released first, as on a device.
-        steps.sort()
-        curve: Curve = []
-        held = 0.0
-        for time, change in steps:
-            held += change
-            if curve and curve[-1][0] == time:
-                curve[-1] = (time, held)
-            else:
-                curve.append((time, held))
-        return curve
+                    changes.append((event.start if added > 0 else event.end, 0, float(added)))
+        return list(held_over_time(changes))
 
     def _all(self) -> Iterable[Event]:
         for rows in (self.rows, self.beside):

@@ -23,8 +23,8 @@ class Parts:
         self._moments = moments
         self._gradients_exist = gradients_exist
         self._made: set[Thing] = set()
-        self._sharding = RowSharding(placement, program.barriers, row)
-        embedding, output = Users.of_row(placement, program.barriers, row).matrices
+        self._sharding = RowSharding(placement, program.vocabulary, row)
+        embedding, output = Users.of_row(placement, program.vocabulary, row).matrices
         self._things: dict[Part, list[PartThings]] = defaultdict(list)
         for stage in placement.stages_of(device):
             self._things[stage].append(part_things("parameters", stage, gradient_parts(stage)))

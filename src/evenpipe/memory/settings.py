@@ -10,7 +10,6 @@ from evenpipe.model.context_exchange import choose
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.words import count
 
 from .framework import Framework
@@ -129,4 +128,4 @@ class Settings:
     @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary."""
-        return BARRIERS[self.recipe.vocabulary] > 0
+        return self.recipe.mode.sharded

@@ -12,8 +12,7 @@ from dataclasses import replace
 from evenpipe.memory.bytes import EmbeddingBytes, OutputPeaks, VocabularyBytes
 from evenpipe.memory.heads import framework_head
 from evenpipe.memory.letters import Letters, Machine, VocabularyShape
-from evenpipe.schedule import Placement
-from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
+from evenpipe.schedule import Kind, Placement, VocabularyMode
 from evenpipe.vocabulary import split
 from evenpipe.vocabulary.kernels.plain import cached_rows
 
@@ -48,12 +47,12 @@ def vocabulary_bytes(
         own_rows: each of them has its part of the hidden states, and S gathers them; counted is the first rank.
         token_share: share of tokens whose rows and labels are in this device's shard; None: its share of the rows.
     """
-    barriers, ranks = BARRIERS[vocabulary_mode(mode)], tensor_parallel if own_rows else 1
-    if barriers:
+    combining, ranks = VocabularyMode.of(mode).combining, tensor_parallel if own_rows else 1
+    if combining is not None:
         parts = placement.devices * tensor_parallel
         shard = split(shape.rows, parts)[device * tensor_parallel]
         letters = Letters.of(shape, shard, placement.devices, token_share, machine, ranks=ranks)
-        return _sharded(letters, one_barrier=barriers == 1, is_first=device == placement.first_device)
+        return _sharded(letters, one_barrier=combining is Kind.C, is_first=device == placement.first_device)
     share = token_share if own_rows and tensor_parallel > 1 else 1.0
     letters = Letters.of(shape, split(shape.rows, tensor_parallel)[0], 1, share, machine, ranks=ranks)
     found = VocabularyBytes()

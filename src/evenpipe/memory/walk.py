@@ -29,7 +29,6 @@ from evenpipe.memory.pool import Pool
 from evenpipe.memory.things import Moments, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.collection import collecting_rarely
-from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
 from evenpipe.schedule.passes import (
     FREEING_KINDS,
     GATHERING_KINDS,
@@ -39,6 +38,7 @@ from evenpipe.schedule.passes import (
     unit_of,
 )
 from evenpipe.schedule.releases import releases
+from evenpipe.schedule.rules import IN_FLIGHT, KEEPS, Kept, changes
 
 EARLIER_STEPS = 2
 """After so many, steps are alike."""
@@ -77,8 +77,8 @@ def walk(
 def _pass_buffers(pool: Pool, program: Program, device: int) -> None:
     """Run an earlier step: a unit has a buffer between S and T; for a whole output layer, between the last stage's F
     and its B, or W."""
-    stage = None if program.barriers else program.placement.last_stage
-    of_kind = changes({Kept.PROBABILITIES}) if program.barriers else IN_FLIGHT
+    stage = None if program.vocabulary.sharded else program.placement.last_stage
+    of_kind = changes({Kept.PROBABILITIES}) if program.vocabulary.sharded else IN_FLIGHT
     pool.run(program.rows[device], lambda part: of_kind.get(part.kind, 0) if part.stage == stage else 0)
 
 
@@ -91,7 +91,7 @@ class _Walker:
         self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
         self._passes_rows = self._alone and not places_rows
-        self._spread, self._sliced = program.barriers > 0, program.slices > 1
+        self._spread, self._sliced = program.vocabulary.sharded, program.slices > 1
         self._moments = Moments()
         self._parts = Parts(program, device, self._moments, gradients_exist=gradients_exist)
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
@@ -210,7 +210,7 @@ class _Walker:
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
-        stage, split = _stage(item), Kept.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
+        stage, split = _stage(item), KEEPS[item.kind].get(Kept.WEIGHT_INPUTS, 0) > 0
         gradient, placement = things.gradient_of(stage), self._program.placement
         if stage != self._last:
             for behind in placement.successors(stage):
@@ -272,10 +272,10 @@ class _Walker:
         return self._key(item) in self._offloaded and self._key(item) not in self._recomputed
 
     def _keep(self, item: Pass) -> None:
-        self._hold(*(thing for held in EFFECTS[item.kind].keeps for thing in self._things(held, item)))
+        self._hold(*(thing for held, by in KEEPS[item.kind].items() if by > 0 for thing in self._things(held, item)))
 
     def _free(self, item: Pass) -> None:
-        self._drop(*(thing for held in EFFECTS[item.kind].frees for thing in self._things(held, item)))
+        self._drop(*(thing for held, by in KEEPS[item.kind].items() if by < 0 for thing in self._things(held, item)))
 
     def _things(self, held: Kept, item: Pass) -> tuple[Thing, ...]:
         """Return what a stage's pass keeps or frees on the device, as things with bytes."""
@@ -360,14 +360,14 @@ class _Walker:
         self._hold(things.DX)
 
     def _output_gradient(self, item: Pass) -> None:
-        if self._program.barriers == 2:
+        if self._program.vocabulary.combining is Kind.T:
             self._open_barrier()
             self._drop(things.PRODUCT)
         self._parts.make(things.OUTPUT_GRADIENTS)
         self._peak("peaks.backward")
         self._drop(things.OUTPUT_STORED, things.COMBINED)
         self._pool.give(self._unit(item))
-        if self._program.barriers == 2:
+        if self._program.vocabulary.combining is Kind.T:
             self._hold(things.DX)
 
     # --- transfers ----------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.memory.sizes import GIB
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Kind, Placement
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
@@ -91,7 +90,7 @@ def work_bound(problem: Problem, configuration: Configuration, *, traced: bool =
 def order_bound(problem: Problem, configuration: Configuration, again: Sequence[float] = ()) -> float:
     """Return a bound of one configuration without recomputation but that of `work_bound`: no order of its passes that
     holds as few microbatches is shorter."""
-    shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
+    shape, mode = configuration.shape, configuration.recipe.mode
     stages = shape.placement.stages // shape.placement.devices
     slices = configuration.recipe.slices
     each = list(costs_of(problem, configuration).by_slice(slices))
@@ -102,8 +101,8 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
         configuration.recipe.microbatches * slices,
         [either_backward(costs, shape.placement) for costs in each] if shape.split else each,
         split=shape.split,
-        barriers=barriers,
-        memory_limit=[held + barriers * stages for held in _in_flight(problem, configuration).stages],
+        vocabulary=mode,
+        memory_limit=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
         again=[seconds / slices for seconds in again],
         proved=True,
     )
@@ -151,7 +150,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     so, and which."""
     recipe, shape = configuration.recipe, configuration.shape
     setting, devices = problem.setting(recipe), recipe.devices
-    barriers = BARRIERS[recipe.vocabulary]
+    barriers = recipe.mode.barriers
     parameters = parameters_per_device(problem, configuration)
     share = configuration.host_share
     on_host = 1.0 if share is None else share
@@ -232,6 +231,6 @@ def logits_bytes(problem: Problem, configuration: Configuration, setting: Settin
         return [0.0] * devices
     whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
     whole /= configuration.recipe.slices
-    if BARRIERS[configuration.recipe.vocabulary]:
+    if configuration.recipe.mode.sharded:
         return [whole / devices] * devices
     return [whole if device == placement.last_device else 0.0 for device in range(devices)]

@@ -20,16 +20,17 @@ from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.links import REPLICAS, Link
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.placement import Edge
-from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
+from evenpipe.schedule.planning import plan_order, with_offload
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.transforms.communication import add_communication
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.simulate import Simulation, simulate
 from evenpipe.words import count
 
 from .stage_costs import costs_for_stages, with_whole_vocabulary
 
-WHOLE = tuple(mode for mode in MODES if not BARRIERS[mode])
+WHOLE = tuple(mode.value for mode in VocabularyMode if not mode.sharded)
 """Modes with whole vocabulary layers, on the first and last stage."""
 
 
@@ -93,7 +94,7 @@ def plan_cases(
     if devices is None or microbatches is None:
         missing = "devices" if devices is None else "microbatches"
         raise InputError(f"{missing}: not given, expected a whole number of at least 1")
-    modes = list(dict.fromkeys(vocabulary_mode(name) for name in vocabularies))
+    modes = list(dict.fromkeys(VocabularyMode.of(name).value for name in vocabularies))
     mixed = any(mode in WHOLE for mode in modes) and any(mode not in WHOLE for mode in modes)
     if costs is None:
         costs = EQUAL_COSTS if offload in ("scheduled", "none") else HOST_COSTS

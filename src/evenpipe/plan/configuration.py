@@ -9,7 +9,6 @@ from evenpipe.costs.timed_model import pass_costs
 from evenpipe.recipe.parallelism import AXES, Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
-from evenpipe.schedule.planning import BARRIERS
 
 from .problem import Problem
 from .programs import Shape, short_steps
@@ -124,7 +123,7 @@ class Configuration:
     @property
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of microbatches to simulate, as `short_steps`."""
-        planned = bool(BARRIERS[self.recipe.vocabulary]) or self.moves
+        planned = self.recipe.mode.sharded or self.moves
         slices = self.recipe.slices
         return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned, slices=slices)
 

@@ -28,7 +28,6 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, Program
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import makespan
 
 from .configuration import LEAST, Configuration, costs_of
@@ -251,7 +250,7 @@ def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
     assert forward and backward and inputs and weights
     for stage, device in enumerate(placement.stage_device):
         work[device] += forward[stage] + min(backward[stage], inputs[stage] + weights[stage])
-    if BARRIERS[configuration.recipe.vocabulary]:
+    if configuration.recipe.mode.sharded:
         for times in costs.device_times(placement).values():
             work = [done + more for done, more in zip(work, times or (), strict=True)]
     return [slices * seconds for seconds in work]
@@ -279,7 +278,7 @@ def parameters_per_device(problem: Problem, configuration: Configuration) -> lis
     """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
     a few thousandths."""
     recipe, sizes = configuration.recipe, configuration.recipe.parallelism
-    split = configuration.placement, configuration.layers_per_stage, bool(BARRIERS[recipe.vocabulary])
+    split = configuration.placement, configuration.layers_per_stage, recipe.mode.sharded
     key = (parameters_per_device, split, sizes.tp, sizes.ep)
     return problem.once(key, lambda: _parameters_per_device(problem, configuration))
 
@@ -290,7 +289,7 @@ def _parameters_per_device(problem: Problem, configuration: Configuration) -> li
     held = [float(sum(work.parameters - work.expert_parameters for work in own)) for own in works]
     experts = [sum(work.expert_parameters for work in own) / recipe.parallelism.ep for own in works]
     ranks = recipe.parallelism.tp
-    if BARRIERS[recipe.vocabulary]:
+    if recipe.mode.sharded:
         held = [count + ranks * vocabulary_shard(problem, recipe).others for count in held]
     else:
         matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)

@@ -19,7 +19,6 @@ from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.collection import collecting_rarely
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
 from evenpipe.words import count, table
 
@@ -98,7 +97,7 @@ class Explanation:
             same_mode = other.recipe.vocabulary == best.recipe.vocabulary
             if math.isinf(one.seconds) or same_schedule == same_mode:
                 continue
-            if same_schedule and BARRIERS[best.recipe.vocabulary] and not BARRIERS[other.recipe.vocabulary]:
+            if same_schedule and best.recipe.mode.sharded and not other.recipe.mode.sharded:
                 found["shards"] = one, one.seconds / self.best.seconds
             if same_mode and other.schedule == USUAL[0]:
                 found["schedule"] = one, one.seconds / self.best.seconds

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.schedule import Order
-from evenpipe.schedule.effects import Kept, changes
+from evenpipe.schedule.held import peak_activations
 from evenpipe.schedule.passes import Kind, Pass, parts_of
-from evenpipe.schedule.planning import BARRIERS
-from evenpipe.schedule.timeline import peak_activations
+from evenpipe.schedule.rules import Kept, changes
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 WITH_GRADIENTS = {Kind.B, Kind.W}
 """Passes in which weights get their gradients."""
@@ -105,7 +105,7 @@ def _not_exceeded(counts: NDArray[np.int64], some: NDArray[np.int64]) -> NDArray
 
 def _of_layers(stages: list[int], counts: NDArray[np.int64], layers_per_stage: Sequence[int]) -> tuple[Moment, ...]:
     layers = [layers_per_stage[stage] for stage in stages]
-    most = max(BARRIERS.values()) * sum(layers)
+    most = max(mode.barriers for mode in VocabularyMode) * sum(layers)
     found = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
     seen = {one._replace(ahead=min(one.ahead, most)) for one in found}
     kept: list[Moment] = []

@@ -40,8 +40,8 @@ def named_orders(problem: OrderProblem) -> list[NamedOrder]:
             order = _in_the_same_passes(base, problem)
             if order is None:
                 continue
-            if problem.barriers:
-                order = add_vocabulary(order, problem.barriers, problem.costs)
+            if problem.vocabulary.sharded:
+                order = add_vocabulary(order, problem.vocabulary, problem.costs)
             timeline = time_order(order, problem.costs)
             limits = problem.memory_limit or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):

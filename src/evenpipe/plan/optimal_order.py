@@ -1,7 +1,7 @@
 """The best order of a small case, found and proved by constraint programming (OR-tools CP-SAT).
 
 Every pass is an interval of known length with an unknown start. On a device no two overlap; the needs of a pass end
-before it starts, transfers included (`schedule.dependencies`, as in the event model); and the stage activations of a
+before it starts, transfers included (`schedule.rules`, as in the event model); and the stage activations of a
 device, each held from the start of its F to the end of the pass that releases it, never exceed the limit.
 
 Two assumptions exclude no better order. Microbatches are alike, so each kind of pass runs them in turn: exchanging two
@@ -19,13 +19,13 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs, PassTimes
-from evenpipe.schedule.dependencies import Dependencies
-from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import ROLE, Kind, Pass
 from evenpipe.schedule.placement import Placement
+from evenpipe.schedule.rules import IF_PRESENT, Rules
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.words import count
 
 from .whole_costs import WholeCosts
@@ -52,7 +52,7 @@ class OrderProblem:
     placement: Placement
     microbatches: int
     costs: Costs
-    barriers: int = 0
+    vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST
     split_backward: bool = False
     memory_limit: tuple[int, ...] | None = None
     objective: str = "span"
@@ -60,7 +60,7 @@ class OrderProblem:
     def passes(self) -> list[list[Pass]]:
         """Return, per device, all passes that it must run."""
         kinds = (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
-        shared = sorted(vocabulary_kinds(self.barriers, False))
+        shared = sorted(self.vocabulary.kinds(forward_only=False))
         rows = []
         for device in range(self.placement.devices):
             whats: list[tuple[Kind, int | None]] = [
@@ -152,7 +152,7 @@ class _Model:
         self.model = cp_model.CpModel()
         self.takes: dict[Where, int] = {}
         self.start: dict[Where, Any] = {}
-        delays = [whole.costs.transfer_time(route.kind) for route in self._dependencies.routes]
+        delays = [whole.costs.transfer_time(route.kind) for route in self._rules.routes]
         total = sum(times.of(item, device) for device, row in enumerate(rows) for item in row)
         self.horizon = int(total + sum(delays) * problem.microbatches)
         for device, row in enumerate(rows):
@@ -169,27 +169,28 @@ class _Model:
         self._start_at_once(whole.costs)
 
     @property
-    def _dependencies(self) -> Dependencies:
-        return Dependencies(self.problem.placement, self.problem.barriers)
+    def _rules(self) -> Rules:
+        return Rules(self.problem.placement, self.problem.vocabulary)
 
     def end(self, where: Where) -> Any:
         return self.start[where] + self.takes[where]
 
     def _require(self, costs: Costs) -> None:
         """Add needs between passes, and the order of microbatches."""
-        dependencies = self._dependencies
+        rules = self._rules
         for device, row in enumerate(self.rows):
             for item in row:
                 here = _where(device, item)
                 start = self.start[here]
                 i = here[3]
-                rule = dependencies.rule(device, item.kind, item.stage)
-                for kind, stage in rule.after:
-                    self.model.add(start >= self.end((device, ROLE[kind], stage, i)))
+                rule = rules.of_pass(device, item.kind, item.stage)
+                for kind, stage, step in rule.needs:
+                    if step == 0 and kind not in IF_PRESENT:
+                        self.model.add(start >= self.end((device, kind, stage, i)))
                 for route in rule.waits:
                     delay = int(costs.transfer_time(route.kind))
-                    for site in route.producers:
-                        self.model.add(start >= self.end((site.device, ROLE[site.kind], site.stage, i)) + delay)
+                    for producer in route.producers:
+                        self.model.add(start >= self.end((*producer, i)) + delay)
                 if i > 0:
                     self.model.add(start >= self.end((*here[:3], i - 1)))
 
@@ -197,7 +198,7 @@ class _Model:
         """Return when each device must start, by device; None if that depends on the order."""
         placement = self.problem.placement
         self.heads: list[int | None] = [None] * placement.devices
-        if self.problem.barriers:  # E(0) comes first everywhere: the first F waits for all of them
+        if self.problem.vocabulary.sharded:  # E(0) comes first everywhere: the first F waits for all of them
             self.heads = [0] * placement.devices
             return
         clock = 0
@@ -265,7 +266,7 @@ class _Model:
                 start = solver.value(self.start[where])
                 placed.append((start, start + self.takes[where], RANK.get(item.kind, 0), where[3], item))
             rows.append(tuple(item for *_, item in sorted(placed, key=lambda entry: entry[:4])))
-        return Order(self.problem.placement, self.problem.microbatches, tuple(rows), self.problem.barriers)
+        return Order(self.problem.placement, self.problem.microbatches, tuple(rows), self.problem.vocabulary)
 
 
 def _where(device: int, item: Pass) -> Where:

@@ -24,13 +24,13 @@ from evenpipe.recipe.layout import ModelCosts, arranging_times, order_by
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Costs, Order, Placement, Program, generate
+from evenpipe.schedule import Costs, Order, Placement, Program, VocabularyMode, generate
 from evenpipe.schedule.costs import EQUAL_COSTS
+from evenpipe.schedule.held import peak_activations
 from evenpipe.schedule.layers import in_flight_per_layer
 from evenpipe.schedule.passes import Kind
-from evenpipe.schedule.planning import BARRIERS, with_offload
+from evenpipe.schedule.planning import with_offload
 from evenpipe.schedule.registry import takes_costs
-from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.communication import add_communication
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
 from evenpipe.schedule.transforms.slices import add_slices
@@ -203,7 +203,9 @@ def _generated(schedule: str, options: Options, size: tuple[int, int], costs: Co
 
 def _fixed(shape: Shape, vocabulary: str, offload: OffloadOptions) -> bool:
     """Return whether an order is the same for all times of passes."""
-    return not (shape.by_costs or shape.moves or BARRIERS[vocabulary]) and offload.activations == "scheduled"
+    return (
+        not (shape.by_costs or shape.moves or VocabularyMode(vocabulary).sharded) and offload.activations == "scheduled"
+    )
 
 
 def _whatever_the_times(recipe: Recipe) -> Order:

@@ -11,7 +11,6 @@ from typing import Any
 
 from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.parallelism import AXES
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.words import count, table
 
 from .bounds import order_bound
@@ -258,7 +257,7 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
         words += ", as on all others"
     else:
         words += f", {_seconds(busy[idlest])} on device {idlest}"
-        if not BARRIERS[one.recipe.vocabulary]:
+        if not one.recipe.mode.sharded:
             beside = count(one.layers_per_stage[-1], "layer")
             layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {beside}"
             words += f": the output layer ({layers}) is whole on one device"

@@ -18,9 +18,9 @@ from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.links import LINKS
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.placement import Placement
-from evenpipe.schedule.planning import BARRIERS, MODES, vocabulary_mode
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
+from evenpipe.schedule.vocabulary_mode import MODES, VocabularyMode
 from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
@@ -146,7 +146,7 @@ def lower_bound(problem: OrderProblem) -> float:
         replace(problem.costs, links=links),  # The event model does not know the links of single hops.
         of=problem.objective,
         split=problem.split_backward,
-        barriers=problem.barriers,
+        vocabulary=problem.vocabulary,
         memory_limit=problem.memory_limit,
         proved=True,
     ).value
@@ -174,7 +174,7 @@ def order_problem_of(
         if value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {value}")
     refuse_large(2 * devices * microbatches * (stages_per_device or 1))
-    mode = vocabulary_mode(vocabulary)
+    mode = VocabularyMode.of(vocabulary)
     if mode not in SEARCHED:
         raise InputError(f"search knows the vocabulary modes {', '.join(SEARCHED)}, not {mode}")
     if placement is None:
@@ -186,7 +186,7 @@ def order_problem_of(
         placement=placement_of(placement, devices, stages_per_device),
         microbatches=microbatches,
         costs=EQUAL_COSTS if costs is None else costs,
-        barriers=BARRIERS[mode],
+        vocabulary=mode,
         split_backward=split_backward,
         memory_limit=limits,
         objective=objective,

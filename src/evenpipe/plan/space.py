@@ -22,8 +22,7 @@ from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL, Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import MODES, SCHEDULES, planning
-from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule import MODES, SCHEDULES, VocabularyMode, planning
 from evenpipe.schedule.registry import options_of
 from evenpipe.words import count
 
@@ -221,7 +220,7 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
         for mode in modes:
             for split in splits(problem, layout, shape, mode, head_layers):
                 # Modes with whole vocabulary layers differ only in their splits.
-                key = (schedule, options, split, mode if BARRIERS[mode] else "")
+                key = (schedule, options, split, mode if VocabularyMode(mode).sharded else "")
                 if key in seen:
                     continue
                 seen.add(key)

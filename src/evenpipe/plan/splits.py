@@ -19,9 +19,8 @@ from evenpipe.costs.timed_model import arranging_model, extra_times, layer_times
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import layers_per_stage, runnable_order
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import even_split
+from evenpipe.schedule import VocabularyMode, even_split
 from evenpipe.schedule.layers import best_split, over_stages, splits_by_cost
-from evenpipe.schedule.planning import BARRIERS
 
 from .bounds import logits_bytes, usable
 from .configuration import POLICIES, Configuration
@@ -56,7 +55,7 @@ def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layer
     if mode != "first-last" and layout.devices > 1 and not shape.moves:
         recipe = replace(layout, vocabulary=mode, layers_per_stage=found[0])
         usual = Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
-        found = (*_by_memory(problem, usual, 0.0 if BARRIERS[mode] else head_layers), *found)
+        found = (*_by_memory(problem, usual, 0.0 if VocabularyMode(mode).sharded else head_layers), *found)
     return tuple(dict.fromkeys(found))
 
 
@@ -147,7 +146,7 @@ class _Devices:
     def of(cls, problem: Problem, one: Configuration, head_layers: float) -> _Devices:
         """one: with any split. head_layers: of the last device."""
         recipe, placement, layers = one.recipe, one.placement, problem.layers
-        setting, barriers = problem.setting(recipe), BARRIERS[recipe.vocabulary]
+        setting, barriers = problem.setting(recipe), recipe.mode.barriers
         times = layer_times(problem, recipe)
         relative = _relative_times(problem, recipe)
         uses = mean_uses(problem, recipe)

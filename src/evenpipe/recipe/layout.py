@@ -30,6 +30,7 @@ from evenpipe.schedule.planning import costs_of_work, order_of_function, plan_or
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.simpler_costs import in_parts
 from evenpipe.schedule.slice_costs import each_slice
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.vocabulary import Shard
 from evenpipe.vocabulary import split as shards_of
 from evenpipe.words import count
@@ -188,7 +189,7 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
         known = len(each_slice(costs)) if costs.slices else 1
         return costs if slices == known else model.costs_of_slices(costs, recipe, slices)
     if model.times is None:
-        return costs_of_work(model.layers, model.head, split, recipe.devices, recipe.vocabulary)
+        return costs_of_work(model.layers, model.head, split, recipe.devices, recipe.mode)
     cut = replace(recipe, layers_per_stage=tuple(split), batch=replace(recipe.batch, slices=slices))
     return in_parts(model.times(cut, placement), placement)
 
@@ -217,7 +218,7 @@ def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
     """Return the pass times of a layout in FLOPs per token, whatever costs arranged it."""
     split, devices = layout.layers_per_stage, layout.program.devices
-    costs = costs_of_work(model.layers, model.head, split, devices, layout.mode)
+    costs = costs_of_work(model.layers, model.head, split, devices, VocabularyMode(layout.mode))
     return costs.with_copies(layout.program.placement, ASSUMED_COPY)
 
 
@@ -225,7 +226,7 @@ def without_vocabulary(order: Order) -> Order:
     """Return the order without its vocabulary passes, for any mode."""
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
-    return replace(order, rows=rows, barriers=0)
+    return replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST)
 
 
 def _is_sharded(mode: str) -> bool:

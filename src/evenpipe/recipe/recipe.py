@@ -15,9 +15,8 @@ from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, vocabulary_mode
-from evenpipe.schedule.registry import nearest
-from evenpipe.words import count
+from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, VocabularyMode
+from evenpipe.words import count, nearest
 
 ARRANGE = ("auto", "flops")
 """Choices of `Recipe.arrange` that name no hardware."""
@@ -73,8 +72,8 @@ class Recipe:
     batch: BatchShape = field(default_factory=BatchShape)
     """How the batch of a step is cut."""
     schedule: Schedule = "1f1b"
-    """A name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its barriers fit
-    the vocabulary mode, and else only gives its passes; a function of devices and microbatches that returns an `Order`;
+    """A name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if it has the passes
+    of the vocabulary mode, and else only gives its own; a function of devices and microbatches that returns an `Order`;
     as given, also the path of a CSV file with an order or program, in the format of evenpipe or torch, or a schedule of
     `torch.distributed.pipelining`, an instance or a class, whose order is used."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
@@ -132,7 +131,7 @@ class Recipe:
             self._put("layers_per_stage", tuple(split))
         if isinstance(self.checkpointing, list):
             self._put("checkpointing", tuple(self.checkpointing))
-        self._put("vocabulary", vocabulary_mode(self.vocabulary))
+        self._put("vocabulary", VocabularyMode.of(self.vocabulary).value)
         if self.communicators not in SHARING:
             raise InputError(f"communicators: {self.communicators!r}, expected one of {', '.join(SHARING)}")
         schedule, microbatches, options = read_schedule(
@@ -151,6 +150,11 @@ class Recipe:
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def mode(self) -> VocabularyMode:
+        """The vocabulary mode."""
+        return VocabularyMode(self.vocabulary)
 
     @property
     def devices(self) -> int:

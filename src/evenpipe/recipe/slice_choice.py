@@ -15,8 +15,6 @@ from evenpipe.recipe.parallelism import divisor_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.sliced_costs import Extra
 from evenpipe.schedule import Costs, Order, Program, time_order
-from evenpipe.schedule.flows import vocabulary_kinds
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.words import count
 
 EXTRA = {"cuda": Extra(forward=256, weights=1024), "cpu": Extra(forward=16, weights=64)}
@@ -100,7 +98,7 @@ def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float
     step = time_order(order, costs).makespan
     if fills:
         times = costs.device_times(order.placement)
-        kinds = vocabulary_kinds(BARRIERS[mode], forward_only=False)
+        kinds = recipe.mode.kinds(forward_only=False)
         step += order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
     return step
 

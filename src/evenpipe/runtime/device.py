@@ -27,6 +27,7 @@ from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
 from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.schedule import Kind
 from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions, Shard
 
@@ -197,7 +198,7 @@ class Builder:
         held.embedding_matrix = embedding
         held.head_matrices = tuple(one for one in (head, bias) if one is not None)
         if head is not None:
-            one_barrier = layout.program.barriers == 1
+            one_barrier = layout.program.vocabulary.combining is Kind.C
             held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=one_barrier, exchange=exchange)
         if embedding is not None:
             first = 0 if layout.sharded else device * ranks

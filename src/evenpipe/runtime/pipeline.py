@@ -252,7 +252,7 @@ class Pipeline(SpreadModel):
         self.layout = Layout.of(
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
         )
-        refuse_unfit(self.layout.program, self.tensor_ranks)
+        refuse_unfit(self.layout.program)
         self._evaluations: dict[int, Program] = {}
         self._kept_layers = offload.kept_layers(layers)
         self._activations = None

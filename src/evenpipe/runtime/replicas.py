@@ -25,7 +25,7 @@ class Replicas:
     """The parameters of a device that replicas share, by part."""
 
     def __init__(self, held: HeldModel, program: Program, grid: Grid, groups: Groups) -> None:
-        """program: any that runs here: its placement and barriers say which part a matrix belongs to."""
+        """program: any that runs here: its placement and vocabulary mode say which part a matrix belongs to."""
         self._sharded: dict[Part, list[ShardedModule]] = defaultdict(list)
         self._sums: dict[Part, list[tuple[ReplicatedGradients, str]]] = defaultdict(list)
         """Of replicated parameters."""
@@ -100,7 +100,7 @@ def _vocabulary(held: HeldModel, program: Program) -> Iterator[tuple[Part, str, 
     """Yield (part, name, matrices)."""
     embedding, head = held.embedding_matrix, list(held.head_matrices)
     one_matrix = embedding is not None and embedding in head
-    parts = parts_of_matrices(program.placement, program.barriers, one_matrix=one_matrix)
+    parts = parts_of_matrices(program.placement, program.vocabulary, one_matrix=one_matrix)
     if embedding is not None and not one_matrix:
         yield parts[0], "embedding", [embedding]
     if head:

@@ -9,14 +9,11 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.effects import IN_FLIGHT
-from evenpipe.schedule.faults import Report
-from evenpipe.schedule.flows import Site, flows
 from evenpipe.schedule.passes import BACKWARD_KINDS, ROLE, SHAPES, StageUnit, unit_of
 from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.releases import releases
+from evenpipe.schedule.rules import IN_FLIGHT, PassGroup, flows
 from evenpipe.schedule.sharding import Part, RowSharding
-from evenpipe.schedule.tensor_ranks import check_tensor_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +63,17 @@ class Row:
         self.offloaded: set[StageUnit] = set()
         """Those with O, D and L."""
         arrived = releases(program, device)
-        everything = list(flows(placement, program.barriers, program.forward_only))
+        everything = list(flows(placement, program.vocabulary, forward_only=program.forward_only))
         takes = Counter(site for flow in everything for site in flow.consumers)
         makes = Counter(site for flow in everything for site in flow.producers)
-        sharding = RowSharding(placement, program.barriers, program.rows[device])
+        sharding = RowSharding(placement, program.vocabulary, program.rows[device])
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
             if isinstance(item, Transfer):
                 assert _fits(item, program), item
                 steps.append(Step(item, transfers[item.kind], str(item), ()))
             elif item is not None:
-                sites = [Site(device, ROLE[part.kind], part.stage) for part in parts_of(item)]
+                sites = [PassGroup(device, ROLE[part.kind], part.stage) for part in parts_of(item)]
                 adds = sum(IN_FLIGHT.get(part.kind, 0) for part in parts_of(item)) if self.gradients else 0
                 taken, made = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
                 sent = arrived.get(position, ())
@@ -108,10 +105,8 @@ class Row:
         return key in self.offloaded and key not in self.recomputed
 
 
-def refuse_unfit(program: Program, tensor_ranks: int = 1) -> None:
+def refuse_unfit(program: Program) -> None:
     """Raise InputError for a program that the runtime cannot execute, though it is sound."""
-    if tensor_ranks > 1:
-        Report(tuple(check_tensor_ranks(program, tensor_ranks)), ()).raise_if_faulty()
     if not program.placement.is_chain:
         raise InputError(
             "schedule: a graph of stages can be planned, simulated and drawn, but the runtime trains a chain only;"

@@ -15,7 +15,7 @@ from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocab
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.trace import gather_trace
-from evenpipe.schedule import Costs, Order, Program, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule import Costs, Order, Program, Timeline, VocabularyMode, time_order
 from evenpipe.schedule.trace import Trace
 
 
@@ -114,7 +114,7 @@ class ScheduledModel:
         The other mode keeps the layers of each stage, unless one of both is "redistribute".
         """
         layout = self.layout
-        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
+        if vocabulary is not None and VocabularyMode.of(vocabulary) != layout.mode:
             cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
             other = Recipe(
                 parallelism=self.recipe.parallelism,

@@ -48,7 +48,7 @@ class VocabularyPasses:
         """Start a step."""
         self._row = row
         self._gradients = row.gradients
-        self._barriers = row.program.barriers
+        self._combining = row.program.vocabulary.combining
         self._alone = row.program.placement.devices == 1
         self._microbatches = batch.microbatches
 
@@ -152,7 +152,7 @@ class VocabularyPasses:
     def _output_backward(self, item: Pass) -> None:
         assert self._output is not None
         unit, microbatch = self._microbatch(item)
-        if self._barriers == 2:
+        if self._combining is Kind.T:
             self._open_barrier(unit, microbatch)
         else:
             self._values.ready()

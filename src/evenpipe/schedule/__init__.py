@@ -8,17 +8,16 @@ from .check import check_order, check_program
 from .check_limit import Limits
 from .costs import EQUAL_COSTS, CopyEngine, Costs, Link
 from .deadlock import DeadlockError
-from .dependencies import Dependencies, Route
 from .faults import Fault, Report
-from .flows import PER_PAIR, SHARING
 from .generators import SCHEDULES
 from .layers import even_split, splits_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
-from .planning import MODES, Schedule, evaluation_program, plan_order, plan_program, vocabulary_mode
+from .planning import Schedule, evaluation_program, plan_order, plan_program
 from .program import Program
 from .registry import generate
+from .rules import PER_PAIR, SHARING, Route, Rules
 from .timeline import Cause, Event, Timeline
 from .timing import time_order
 from .transforms.communication import add_communication
@@ -29,6 +28,7 @@ from .transforms.recompute import add_recompute
 from .transforms.sharding import add_sharding, without_sharding
 from .transforms.slices import add_slices
 from .transforms.vocabulary import add_vocabulary
+from .vocabulary_mode import MODES, VocabularyMode
 
 __all__ = [
     "EQUAL_COSTS",
@@ -40,7 +40,6 @@ __all__ = [
     "CopyEngine",
     "Costs",
     "DeadlockError",
-    "Dependencies",
     "Event",
     "Fault",
     "Item",
@@ -54,10 +53,12 @@ __all__ = [
     "Program",
     "Report",
     "Route",
+    "Rules",
     "Schedule",
     "Timeline",
     "Transfer",
     "TransferKind",
+    "VocabularyMode",
     "add_communication",
     "add_recompute",
     "add_sharding",
@@ -77,7 +78,6 @@ __all__ = [
     "plan_program",
     "splits_by_cost",
     "time_order",
-    "vocabulary_mode",
     "without_offload",
     "without_sharding",
 ]

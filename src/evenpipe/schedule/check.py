@@ -1,37 +1,48 @@
 """Check whether an order or a program is sound. Every fault is listed, not only the first.
 
-An order is sound if every pass that its placement, units and barriers require appears exactly once on the right
+An order is sound if every pass that its placement, units and vocabulary mode require appears exactly once on the right
 device, no pass comes before one that it needs in its own row, and all devices reach the end of their rows. Every F has
 its B, or its I and W, so every stored activation is released. Parameters that are gathered are there wherever they are
-used, and gradients are summed when they are complete. A program also has every transfer exactly once on each of
-its members, at a valid position, and completes for every way of queueing transfers (`queues`). If limits are given,
-every device stays within them.
+used, and gradients are summed when they are complete. A program also has every transfer exactly once on each of its
+members, at a valid position, and completes for every way of queueing transfers (`walk.Completion`). If limits are
+given, every device stays within them.
 
-A quick proof (`proof`) covers sound schedules; only the rest is examined item by item. Completion is checked as if
-missing items had been done, so that one fault does not hide others.
+Whole lists of positions are compared; only where they differ are items examined one by one. Missing items count as
+done, so that one fault does not hide others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from operator import ge, gt
 from types import NoneType
 
 from evenpipe.errors import InputError
 
 from .check_limit import Limits, check_limits
-from .check_passes import check_own_needs, check_passes
-from .check_transfers import check_transfers
-from .deadlock import DeadlockError
-from .dependencies import Dependencies
-from .faults import Fault, Report
-from .graph import Graph
-from .order import Order
-from .passes import Pass, Rows, Transfer
+from .deadlock import deadlock
+from .faults import Fault, Report, brief, neighbours
+from .held import peak_activations
+from .numbered import ABSENT, Numbered
+from .order import DeviceRows, Order
+from .passes import (
+    BACKWARD_KINDS,
+    OFFLOAD_KINDS,
+    SHAPES,
+    SHARDING_KINDS,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Item,
+    Kind,
+    Pass,
+    Transfer,
+    parts_of,
+    unit_of,
+)
 from .program import Program
-from .proof import passes_in_place, program_is_sound
-from .queues import check_completion
+from .rules import PassGroup, Route
 from .sharding import check_sharding
-from .timeline import peak_activations
-from .timing import run
+from .walk import Completion, walk
 
 
 def check_order(order: Order, limits: Limits | None = None) -> Report:
@@ -39,62 +50,376 @@ def check_order(order: Order, limits: Limits | None = None) -> Report:
 
     Raises InputError for rows that contain anything but passes, and for invalid limits.
     """
-    _refuse_others(order.rows, {Pass, NoneType}, "a pass")
-    out_of_place, out_of_order, _ = _order_faults(order, order.rows)
-    return _report(order, order, [*out_of_place, *out_of_order], limits)
+    _refuse_others(order, {Pass, NoneType}, "a pass")
+    numbered = Numbered(order)
+    faults = [*_out_of_place(numbered), *_out_of_order(numbered)]
+    if stopped := deadlock(walk(numbered, Completion.DATA, tolerant=True)):
+        faults.append(stopped)
+    return _report(order, faults, limits)
 
 
 def check_program(program: Program, limits: Limits | None = None, *, experts: bool = False) -> Report:
     """Return every fault of `program`, of its passes and its transfers; positions count both.
 
-    experts: devices exchange with their copies in other replicas within F, B, I and R (the third model of `queues`).
+    experts: devices exchange with their copies in other replicas within F, B, I and R (`walk`).
 
     Raises InputError for rows that contain anything but passes and transfers, and for invalid limits.
     """
-    _refuse_others(program.rows, {Pass, Transfer, NoneType}, "a pass or transfer")
-    # Idle slots replace transfers, so positions stay those of the program.
-    passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
-    order = Order(
-        program.placement, program.microbatches, passes, program.barriers, program.forward_only, program.slices
-    )
-    faults: list[Fault] = []
-    dependencies = Dependencies.of(program, program.sharing)
-    if not program_is_sound(program, dependencies):
-        out_of_place, out_of_order, graph = _order_faults(order, program.rows, dependencies)
-        unplaced, misplaced = check_transfers(program, dependencies)
-        faults = [*out_of_place, *out_of_order, *unplaced, *misplaced]
-        if not out_of_order and not misplaced:
-            faults += check_completion(program, graph, dependencies, experts=experts)
-    return _report(program, order, faults, limits)
+    _refuse_others(program, {Pass, Transfer, NoneType}, "a pass or transfer")
+    numbered = Numbered(program)
+    faults = list(_out_of_place(numbered))
+    out_of_order = [*_out_of_order(numbered)]
+    faults += out_of_order or _incomplete(numbered, experts=experts)
+    return _report(program, faults, limits)
 
 
-def _order_faults(
-    order: Order, rows: Rows, dependencies: Dependencies | None = None
-) -> tuple[list[Fault], list[Fault], Graph]:
-    """Return faults of missing, extra and misplaced passes, faults in the order of rows, and the graph."""
-    out_of_place: list[Fault] = []
-    out_of_order: list[Fault] = []
-    graph = Graph.of(order, dependencies, absent_is_done=True)
-    if not passes_in_place(order, graph.places):
-        out_of_place += check_passes(order, rows)
-        out_of_place += check_sharding(order.placement, order.barriers, rows)
-    if graph.stop != graph.first[1:]:
-        out_of_order += check_own_needs(order, rows)
-    try:
-        run(order, graph, [0.0] * graph.size, absent_is_done=True)
-    except DeadlockError as deadlock:
-        out_of_order.append(deadlock.fault(rows))
-    return out_of_place, out_of_order, graph
-
-
-def _refuse_others(rows: Rows, accepted: set[type], what: str) -> None:
-    for device, row in enumerate(rows):
+def _refuse_others(schedule: DeviceRows, accepted: set[type], what: str) -> None:
+    for device, row in enumerate(schedule.rows):
         if not accepted.issuperset(map(type, row)):
             position, item = next((n, item) for n, item in enumerate(row) if type(item) not in accepted)
             raise InputError(f"device {device}, position {position}: expected {what}, not {item!r}")
 
 
-def _report(schedule: Order | Program, order: Order, faults: list[Fault], limits: Limits | None) -> Report:
+def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | None) -> Report:
     if limits is not None:
         faults += check_limits(schedule, limits)
-    return Report(tuple(faults), tuple(int(peak_activations(order.passes(device))) for device in range(order.devices)))
+    passes = ((item for item in row if isinstance(item, Pass)) for row in schedule.rows)
+    return Report(tuple(faults), tuple(int(peak_activations(row)) for row in passes))
+
+
+# --- every item once, where it belongs ----------------------------------------------------------------------------
+
+
+def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
+    schedule = numbered.schedule
+    suspects: list[set[int]] = [set() for _ in schedule.rows]
+    apart = [(one.device, one.position) for one in numbered.apart]
+    for device, position in (*numbered.misplaced, *numbered.repeated, *apart):
+        suspects[device].add(position)
+    for device, row in enumerate(schedule.rows):
+        for position in sorted(suspects[device]):
+            item = row[position]
+            assert item is not None
+            parts: tuple[Item, ...] = parts_of(item) if isinstance(item, Pass) else (item,)
+            for turn, part in enumerate(parts):
+                what = _why_misplaced(numbered, device, position, part)
+                if not what and part in parts[:turn]:
+                    what = f"{part} is already at position {position}"
+                if what:
+                    yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+        if not _has_all_passes(numbered, device):
+            yield from _missing_passes(numbered, device)
+    if any(one.item.kind in SHARDING_KINDS for one in numbered.apart):
+        yield from check_sharding(schedule.placement, schedule.vocabulary, schedule.rows)
+    if isinstance(schedule, Program):
+        yield from _addresses(numbered, schedule)
+
+
+def _why_misplaced(numbered: Numbered, device: int, position: int, item: Item) -> str:
+    """Why an item of a row has no number, or an empty text for a part that has one."""
+    schedule = numbered.schedule
+    if isinstance(item, Pass):
+        what = _wrong_pass(schedule, device, item)
+    elif numbered.rules.route(device, item) is None:
+        what = f"no pass needs {item}, or device {device} is not a member of it"
+    else:
+        what = _wrong_unit(schedule, item)
+    if what:
+        return what
+    n = numbered.number(device, item)
+    there = ABSENT if n is None else numbered.position_of(n, device)
+    if n is None or there == position:
+        return ""
+    earlier = numbered.item(n, device)
+    if earlier.kind is item.kind:
+        return f"{item} is already at position {there}"
+    assert isinstance(earlier, Pass)
+    whole = Pass(Kind.B, item.stage, item.microbatch, item.slice)
+    return f"{whole} has run whole, and a part of it appears here again"
+
+
+def _wrong_pass(schedule: DeviceRows, device: int, item: Pass) -> str:
+    """Why `item` does not belong on `device`, or an empty text."""
+    if schedule.forward_only and item.kind in BACKWARD_KINDS:
+        return f"{item} is not allowed in an order that only evaluates"
+    if item.kind in VOCABULARY_KINDS and item.kind not in schedule.vocabulary.kinds(forward_only=schedule.forward_only):
+        return f"{item} is not allowed in vocabulary mode {schedule.vocabulary}"
+    if item.kind is Kind.OVERLAP_F_B:
+        return "" if item.parts else f"{item} is not a pass: it has no parts"
+    in_stage, of_microbatch = SHAPES[item.kind]
+    if (item.stage is not None, item.microbatch is not None) != (in_stage, of_microbatch):
+        has = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
+        return f"{item} is not a pass: {item.kind} has {has}"
+    if item.stage is not None:
+        if not 0 <= item.stage < schedule.placement.stages:
+            return f"{item} names a stage that does not exist; stages are 0 to {schedule.placement.last_stage}"
+        if schedule.placement.device_of(item.stage) != device:
+            return f"{item} belongs to device {schedule.placement.device_of(item.stage)}"
+    return _wrong_unit(schedule, item)
+
+
+def _wrong_unit(schedule: DeviceRows, item: Item) -> str:
+    """Why `item` has a microbatch or slice that does not exist, or an empty text."""
+    if item.microbatch is not None and not 0 <= item.microbatch < schedule.microbatches:
+        return f"{item} names a microbatch that does not exist; microbatches are 0 to {schedule.microbatches - 1}"
+    if item.slice < schedule.slices:
+        return ""
+    if schedule.slices == 1:
+        return f"{item} is for a slice of a sequence, but sequences are not cut"
+    return f"{item} names a slice that does not exist; slices are 0 to {schedule.slices - 1}"
+
+
+def _positions(numbered: Numbered, device: int, kind: Kind, stage: int | None) -> list[int]:
+    """Positions of a group by unit; empty if the device has none of it."""
+    first = numbered.groups.get(PassGroup(device, kind, stage))
+    return [] if first is None else numbered.position[first : first + numbered.units]
+
+
+def _has_all_passes(numbered: Numbered, device: int) -> bool:
+    """Whether a device certainly has all passes that belong there."""
+    schedule, kinds = numbered.schedule, numbered.kinds
+
+    def complete(kind: Kind, stage: int | None = None) -> bool:
+        positions = _positions(numbered, device, kind, stage)
+        return bool(positions) and ABSENT not in positions
+
+    if numbered.units < schedule.units or not all(map(complete, numbered.rules.vocabulary_kinds)):
+        return False
+    for stage in schedule.placement.stages_of(device):
+        if not complete(Kind.F, stage):
+            return False
+        if schedule.forward_only:
+            continue
+        whole, split = ((device, kind, stage) in kinds for kind in (Kind.B, Kind.I))
+        weights = _positions(numbered, device, Kind.W, stage)
+        if whole == split or not complete(Kind.B, stage) or bool(weights) != split or ABSENT in weights:
+            return False
+        copies = [_positions(numbered, device, kind, stage) for kind in sorted(OFFLOAD_KINDS)]
+        if any([at == ABSENT for at in other] != [at == ABSENT for at in copies[0]] for other in copies[1:]):
+            return False
+    return True
+
+
+def _missing_passes(numbered: Numbered, device: int) -> Iterator[Fault]:
+    """Faults of missing passes, and of weight gradients of backwards that are whole."""
+    schedule = numbered.schedule
+    positions: dict[tuple[Kind, int | None], dict[int, int]] = {}
+    for position, item in enumerate(schedule.rows[device]):
+        for part in parts_of(item) if isinstance(item, Pass) else ():
+            if part.microbatch is not None and not _wrong_pass(schedule, device, part):
+                positions.setdefault((part.kind, part.stage), {}).setdefault(unit_of(part, schedule.slices), position)
+
+    def absent(kind: Kind, stage: int | None, units: range, why: str = "") -> Fault:
+        first, last = (Pass(kind, stage, *divmod(units[index], schedule.slices)) for index in (0, -1))
+        what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
+        return Fault(device, None, what + why)
+
+    for kind in sorted(numbered.rules.vocabulary_kinds):
+        there = positions.get((kind, None), {})
+        for units in _gaps(there, schedule.units):
+            yield absent(kind, None, units)
+    for stage in schedule.placement.stages_of(device):
+        found = {kind: positions.get((kind, stage), {}) for kind in sorted(STAGE_KINDS)}
+        for units in _runs(set().union(*found.values()), schedule.units):
+            has = {kind: units[0] in there for kind, there in found.items()}
+            if not has[Kind.F]:
+                yield absent(Kind.F, stage, units)
+            if schedule.forward_only:
+                continue
+            if has[Kind.B] and has[Kind.W] and not has[Kind.I]:
+                position = found[Kind.W][units[0]]
+                whole = Pass(Kind.B, stage, *divmod(units[0], schedule.slices))
+                what = f"{whole} has run whole, and a part of it appears here again"
+                yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+            elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
+                yield absent(Kind.B, stage, units, ", so its activations are never released")
+            elif not (has[Kind.B] or has[Kind.I]):
+                yield absent(Kind.I, stage, units)
+            elif not (has[Kind.B] or has[Kind.W]):
+                yield absent(Kind.W, stage, units, ", so its activations are never released")
+            if any(has[kind] for kind in _WITHOUT):
+                yield from (absent(kind, stage, units, why) for kind, why in _WITHOUT.items() if not has[kind])
+
+
+def _addresses(numbered: Numbered, program: Program) -> Iterator[Fault]:
+    """Faults of transfers that are missing, or have wrong members, roots or communicators."""
+    for device, issued in enumerate(numbered.issued):
+        for route in numbered.rules.routes:
+            if device not in route.members:
+                continue
+            positions = issued.get(route.number, [])
+            address = {
+                "members": route.members,
+                "root": route.root,
+                "communicator": route.communicator(program.sharing),
+            }
+            # Transfers of a route usually share the tuple of their members: each tuple is compared once.
+            right: set[tuple[int, int | None, str]] = set()
+            for position in positions:
+                item = program.rows[device][position] if position != ABSENT else None
+                if not isinstance(item, Transfer) or (id(item.members), item.root, item.communicator) in right:
+                    continue
+                for name, wanted in address.items():
+                    if (has := getattr(item, name)) != wanted:
+                        what = f"{item} has {name} {has!r}, not {wanted!r}"
+                        yield Fault(device, position, what, neighbours(program.rows, device, position))
+                        break
+                else:
+                    right.add((id(item.members), item.root, item.communicator))
+            if ABSENT in positions or len(positions) < program.units:
+                yield from _missing_transfers(numbered, route, device, positions)
+
+
+def _missing_transfers(numbered: Numbered, route: Route, device: int, positions: Sequence[int]) -> Iterator[Fault]:
+    slices, microbatches = numbered.slices, numbered.microbatches
+    there = {microbatches[unit // slices] * slices + unit % slices for unit, at in enumerate(positions) if at != ABSENT}
+    for gap in _gaps(there, numbered.schedule.units):
+        first, last = (route.transfer(device, *divmod(gap[index], slices)) for index in (0, -1))
+        yield Fault(device, None, f"{first} is missing" if first == last else f"{first} to {last} are missing")
+
+
+def _runs(there: Collection[int], units: int) -> Iterator[range]:
+    """All units, grouped: those that are `there` and up to `LISTED` others in a row alone, longer gaps as ranges."""
+    before = 0
+    for unit in (*sorted(there), units):
+        gap = range(before, unit)
+        if len(gap) > LISTED:
+            yield gap
+        else:
+            yield from (range(i, i + 1) for i in gap)
+        if unit < units:
+            yield range(unit, unit + 1)
+        before = unit + 1
+
+
+def _gaps(there: Collection[int], units: int) -> Iterator[range]:
+    """The units that are not `there`, grouped as in `_runs`."""
+    return (run for run in _runs(there, units) if run[0] not in there)
+
+
+LISTED = 100
+"""Most missing units of a gap that are listed one by one."""
+
+_WITHOUT = {
+    Kind.O: ", so its activations are not on the host",
+    Kind.D: ", so the copied memory is never freed",
+    Kind.L: ", so its activations are never copied back",
+}
+
+
+# --- in a row, each after what it needs ----------------------------------------------------------------------------
+
+
+def _out_of_order(numbered: Numbered) -> Iterator[Fault]:
+    for device in range(numbered.schedule.devices):
+        if not _is_in_order(numbered, device):
+            yield from _passes_too_early(numbered, device)
+            yield from _transfers_at_wrong_time(numbered, device)
+
+
+def _is_in_order(numbered: Numbered, device: int) -> bool:
+    """Whether all items of a row certainly come after what they need of that row."""
+    position, issued, units, slices = numbered.position, numbered.issued[device], numbered.units, numbered.slices
+    is_program = isinstance(numbered.schedule, Program)
+    for group, first in numbered.groups.items():
+        if group.device != device or first >= len(numbered.rule) or numbered.rule[first] < 0:
+            continue
+        rule = numbered.rules.rule(group)
+        own = position[first : first + units]
+        for slice_ in range(slices):
+            here = own[slice_::slices] if slices > 1 else own
+            for step in numbered.needs[numbered.rule[first + slice_]]:
+                needed = first + slice_ + step
+                if needed >= 0 and any(map(ge, position[needed : needed + units - slice_ : slices], here)):
+                    return False
+        if is_program:
+            late = (issued[route.number] for route in rule.uses if route.number in issued)
+            early = (issued[route.number] for route in rule.feeds if route.number in issued)
+            if any(any(map(gt, at, own)) for at in late) or any(any(map(gt, own, at)) for at in early):
+                return False
+    return True
+
+
+def _passes_too_early(numbered: Numbered, device: int) -> Iterator[Fault]:
+    rows, rule = numbered.schedule.rows, numbered.rule
+    for n, turn in _numbers(numbered, device):
+        position = numbered.position[n]
+        for step in numbered.needs[rule[n]]:
+            there = numbered.position[n + step] if n + step >= 0 else ABSENT
+            if there < position or (there == position and turn.get(n + step, -1) < turn[n]):
+                continue
+            part = numbered.item(n, device)
+            what = f"{part} comes before {brief(rows[device][there])} at position {there}, which it needs"
+            if there == position:
+                what = f"{part} comes before the part of {brief(rows[device][there])} that it needs"
+            yield Fault(device, position, what, neighbours(rows, device, position))
+
+
+def _transfers_at_wrong_time(numbered: Numbered, device: int) -> Iterator[Fault]:
+    """Faults of transfers that are issued before their data is ready, or after the pass that uses it."""
+    rows = numbered.schedule.rows
+    for n, _ in _numbers(numbered, device):
+        here, position = numbered.rule[n], numbered.position[n]
+        for steps, used in ((numbered.uses[here], True), (numbered.feeds[here], False)):
+            for step in steps:
+                there = numbered.position_of(n + step, device)
+                if there == ABSENT or (there < position) == used:
+                    continue
+                transfer, part = numbered.item(n + step, device), numbered.item(n, device)
+                why = "which waits for it" if step in numbered.needs[here] else "which consumes its data"
+                what = f"{transfer} is issued after {part} at position {position}, {why}"
+                if not used:
+                    what = f"{transfer} is issued before {part} at position {position}, whose data it carries"
+                yield Fault(device, there, what, neighbours(rows, device, there))
+
+
+def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, int]]]:
+    """The passes of a row, also parts of those that run as one, each with the turns of all parts beside it."""
+    for n in numbered.rows[device]:
+        if n >= 0:
+            yield n, {n: 0}
+        elif not numbered.is_transfer(n):
+            parts = numbered.apart[-numbered.transfers - 1 - n].parts
+            turn = {part: number for number, part in enumerate(parts)}
+            yield from ((part, turn) for part in parts)
+
+
+# --- to the ends of all rows --------------------------------------------------------------------------------------
+
+
+def _incomplete(numbered: Numbered, *, experts: bool) -> list[Fault]:
+    """Faults of a program that does not complete, though all its rows are in order."""
+    transfers = [[n for n in row if numbered.is_transfer(n)] for row in numbered.rows]
+    if not walk(numbered, Completion.MEETING, rows=transfers, tolerant=True).stopped:
+        return []
+    if faults := list(_other_order(numbered)):
+        return faults
+    walks = [walk(numbered, model, tolerant=True) for model in (Completion.COMMUNICATOR, Completion.DEVICE)]
+    if experts:
+        walks.append(walk(numbered, Completion.DEVICE, tolerant=True, experts=True))
+    return [fault for walked in walks if (fault := deadlock(walked))]
+
+
+def _other_order(numbered: Numbered) -> Iterator[Fault]:
+    """Faults of members that issue the transfers of a communicator in another order than its first member, among the
+    transfers that both issue."""
+    program = numbered.schedule
+    assert isinstance(program, Program)
+    issued: dict[tuple[str, int], list[int]] = {}  # by communicator and device, in the order of the row
+    for device, row in enumerate(numbered.rows):
+        for n in row:
+            if numbered.is_transfer(n):
+                issued.setdefault((numbered.route(n).communicator(program.sharing), device), []).append(n)
+    groups = dict.fromkeys((route.communicator(program.sharing), route.members) for route in numbered.rules.routes)
+    for communicator, (first, *others) in groups:
+        for device in others:
+            rows = [issued.get((communicator, member), []) for member in (first, device)]
+            both = {*rows[0]} & {*rows[1]}
+            reference, own = ([n for n in row if n in both] for row in rows)
+            for wanted, n in zip(reference, own, strict=True):
+                if wanted != n:
+                    position = numbered.position_of(n, device)
+                    item, later = numbered.item(n, device), numbered.item(wanted, device)
+                    what = f"{item} comes before {later} on communicator {communicator}, but not on device {first}"
+                    yield Fault(device, position, what, neighbours(program.rows, device, position))
+                    break

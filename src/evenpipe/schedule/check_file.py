@@ -14,11 +14,11 @@ from .check_limit import Limits
 from .costs import Costs, PassTimes
 from .faults import Fault
 from .files import read_schedule
+from .held import peak_activations
 from .order import Order
 from .passes import Pass, parts_of
 from .placement import Edge
 from .program import Program
-from .timeline import peak_activations
 
 SHOWN = 1000
 """Most faults in the text for people; JSON has all."""
@@ -52,7 +52,7 @@ class FileReport:
             "slices": self.schedule.slices,
             "stage_device": list(self.schedule.placement.stage_device),
             "edges": list(map(list, self.schedule.placement.edges)),
-            "barriers": self.schedule.barriers,
+            "vocabulary": self.schedule.vocabulary.value,
             "peak_in_flight": list(self.in_flight),
             "peak_bytes": None if self.peak_bytes is None else list(self.peak_bytes),
         }
@@ -76,8 +76,8 @@ class FileReport:
             f"{devices}",
             f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",
         ]
-        if self.schedule.barriers:
-            lines.append(f"barriers of the vocabulary layers: {self.schedule.barriers}")
+        if self.schedule.vocabulary.sharded:
+            lines.append(f"vocabulary passes: {self.schedule.vocabulary}")
         if self.peak_bytes is not None:
             lines.append(f"most bytes of activations, per device: {' '.join(f'{peak:g}' for peak in self.peak_bytes)}")
         return "\n".join(lines)

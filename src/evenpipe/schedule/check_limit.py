@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.words import count
 
 from .costs import Costs
-from .effects import IN_FLIGHT
 from .faults import Fault, brief, neighbours
+from .held import held_along
 from .order import Order
-from .passes import Kind, Pass, parts_of
+from .passes import Kind, Pass
 from .program import Program
+from .rules import IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,39 +40,42 @@ def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
     """
     if limits.activations is not None:
         bounds = limits_per_device(limits.activations, schedule.devices)
-        counted = {kind: (float(change),) * schedule.placement.stages for kind, change in IN_FLIGHT.items()}
-        yield from _exceeded(schedule, bounds, (counted,) * schedule.slices, "stage activations")
+        yield from _exceeded(schedule, bounds, [_activations] * schedule.devices, "stage activations")
     if limits.bytes is not None:
         bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
         each = () if limits.costs is None else limits.costs.by_slice(schedule.slices)
         deltas = [found for one in each if (found := one.memory_deltas(schedule.placement)) is not None]
         if not deltas:
             raise InputError("a limit in bytes needs costs with the field bytes or memory")
-        yield from _exceeded(schedule, bounds, deltas, "bytes")
+        changes = [partial(_bytes, deltas, device) for device in range(schedule.devices)]
+        yield from _exceeded(schedule, bounds, changes, "bytes")
+
+
+def _activations(part: Pass) -> float:
+    return IN_FLIGHT.get(part.kind, 0)
+
+
+def _bytes(deltas: Sequence[dict[Kind, tuple[float, ...]]], device: int, part: Pass) -> float:
+    # A stage or slice that does not exist is a separate fault.
+    sizes = deltas[part.slice].get(part.kind, ()) if part.slice < len(deltas) else ()
+    index = device if part.stage is None else part.stage
+    return sizes[index] if index < len(sizes) else 0.0
 
 
 def _exceeded(
-    schedule: Order | Program, limits: Sequence[float], deltas: Sequence[dict[Kind, tuple[float, ...]]], unit: str
+    schedule: Order | Program, limits: Sequence[float], changes: Sequence[Callable[[Pass], float]], unit: str
 ) -> Iterator[Fault]:
-    """`deltas`: by slice, bytes that each kind adds, per stage, or per device for vocabulary passes."""
+    """`changes`: per device, what a pass adds to what it holds."""
     if schedule.forward_only:
         return
     for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
-        held = 0.0
-        for position, item in enumerate(row):
-            before = held
-            for part in parts_of(item) if isinstance(item, Pass) else ():
-                # A stage or slice that does not exist is a separate fault.
-                of_slice = deltas[part.slice] if part.slice < len(deltas) else {}
-                sizes, index = of_slice.get(part.kind, ()), device if part.stage is None else part.stage
-                held += sizes[index] if index < len(sizes) else 0.0
-                if held > limit * (1 + 1e-9) and held > before:
-                    break
-            else:
-                continue
-            what = f"{brief(item)} makes it {held:g} {unit}, more than the limit of {limit:g}"
-            yield Fault(device, position, what, neighbours(schedule.rows, device, position))
-            break
+        before = 0.0
+        for position, most, after in held_along(row, changes[device]):
+            if most > limit * (1 + 1e-9) and most > before:
+                what = f"{brief(row[position])} makes it {most:g} {unit}, more than the limit of {limit:g}"
+                yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+                break
+            before = after
 
 
 def limits_per_device(

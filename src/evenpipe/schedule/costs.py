@@ -11,7 +11,6 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 
 from .cost_values import Cost, added, cost, factors, multiplied, number, refuse_unknown, spread, table
-from .effects import ON_DEVICE
 from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict
 from .passes import (
     FREEING_KINDS,
@@ -23,6 +22,7 @@ from .passes import (
     TransferKind,
 )
 from .placement import Placement
+from .rules import ON_DEVICE
 
 __all__ = ["COLLECTIVES", "EQUAL_COSTS", "HOST_COSTS", "CopyEngine", "Cost", "Costs", "Link", "PassTimes"]
 

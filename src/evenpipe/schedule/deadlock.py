@@ -1,17 +1,14 @@
-"""Explain why an order does not complete: where every device stops, and what it awaits there."""
+"""Explain why a schedule does not complete: where every device stops, and what it waits for there."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from evenpipe.errors import InputError
 from evenpipe.words import count, join
 
-from .dependencies import Dependencies
 from .faults import ROWS, Fault, brief, excerpt
-from .order import Order
-from .passes import ROLE, Pass, Rows, parts_of
-from .places import Name, needs_in_row
+from .numbered import ABSENT
+from .passes import Pass
+from .walk import EMPTY, Completion, Walked
 
 
 class DeadlockError(InputError):
@@ -20,62 +17,69 @@ class DeadlockError(InputError):
     `positions` gives the position at which each unfinished device stopped, `what` the message without rows.
     """
 
-    def __init__(self, order: Order, done: Sequence[int]) -> None:
-        """`done[device]` passes have run, and none can run any more."""
-        places = [[position for position, item in enumerate(row) if item is not None] for row in order.rows]
-        self.positions = {
-            device: places[device][done[device]]
-            for device in range(order.devices)
-            if done[device] < len(places[device])
-        }
-        shown = dict(list(self.positions.items())[:ROWS])
-        awaited = _awaited(order, done, shown)
-        stops = [
-            f"device {device} stops at position {position}, {brief(order.rows[device][position])}, awaiting "
-            f"{awaited[device]}"
-            for device, position in shown.items()
-        ]
-        if len(self.positions) > ROWS:
-            stops.append(f"and {count(len(self.positions) - ROWS, 'more device')}")
-        self.what = "the order cannot complete: " + "; ".join(stops)
-        super().__init__(f"{self.what}\n{excerpt(order.rows, shown)}")
-
-    def fault(self, rows: Rows) -> Fault:
-        """Return the same as a fault, with `rows` instead of the rows of the order."""
-        device, position = next(iter(self.positions.items()))
-        return Fault(device, position, self.what, excerpt(rows, self.positions))
+    def __init__(self, walked: Walked) -> None:
+        fault, self.positions = _explain(walked)
+        self.what = fault.what
+        super().__init__(f"{fault.what}\n{fault.rows}")
 
 
-def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict[int, str]:
-    """Return in words what each device of `stopped` (device -> position) awaits."""
-    dependencies = Dependencies.of(order)
-    # By what a need names: with B for I.
-    ran: list[dict[Name, bool]] = [
-        {
-            (ROLE[part.kind], part.stage, part.microbatch, part.slice): index < done[device]
-            for index, item in enumerate(order.passes(device))
-            for part in parts_of(item)
-        }
-        for device in range(order.devices)
-    ]
+def deadlock(walked: Walked) -> Fault | None:
+    """The fault of a walk that does not complete, at the first device that stops; None if it does."""
+    return _explain(walked)[0] if walked.stopped else None
 
-    def unmet(wanted: Pass, there: int) -> str:
-        state = ran[there].get((ROLE[wanted.kind], wanted.stage, wanted.microbatch, wanted.slice))
-        if state:
-            return ""
-        return f"{wanted} of device {there}" + (" (which is in no row)" if state is None else "")
 
-    words = {}
-    for device, position in stopped.items():
-        item = order.rows[device][position]
-        assert item is not None
-        in_row, sent = [], []
-        for part in parts_of(item):
-            rule = dependencies.rule(device, part.kind, part.stage)
-            for needed, optional in needs_in_row(part, rule, order.slices):
-                if not optional or needed in ran[device]:
-                    in_row.append((device, Pass(*needed)))
-            for site in (made for route in rule.waits for made in route.producers if part.microbatch is not None):
-                sent.append((site.device, Pass(site.kind, site.stage, part.microbatch, part.slice)))
-        words[device] = join([text for there, wanted in (*in_row, *sent) if (text := unmet(wanted, there))])
-    return words
+def _explain(walked: Walked) -> tuple[Fault, dict[int, int]]:
+    numbered = walked.numbered
+    rows = numbered.schedule.rows
+    positions = {device: numbered.position_of(n, device) for device, n in walked.stopped.items()}
+    shown = dict(list(positions.items())[:ROWS])
+    stops = []
+    for device, position in shown.items():
+        awaited = walked.awaited(walked.stopped[device], device)
+        reasons = join([reason for n in awaited for reason in _reasons(walked, n, device)])
+        stops.append(
+            f"device {device} stops at position {position} ({brief(rows[device][position])}), waiting for {reasons}"
+        )
+    if len(positions) > ROWS:
+        stops.append(f"and {count(len(positions) - ROWS, 'more device')}")
+    model = "" if walked.completion is Completion.DATA else f" {walked.completion.value}"
+    if walked.exchanging:
+        model += " and exchanges of experts"
+    device, position = next(iter(positions.items()))
+    return Fault(device, position, f"deadlock{model}: {'; '.join(stops)}", excerpt(rows, shown)), positions
+
+
+def _reasons(walked: Walked, n: int, device: int) -> list[str]:
+    """What a device waits for, in words: passes that have not run, or a transfer and what blocks it on each member."""
+    numbered = walked.numbered
+    if not numbered.is_transfer(n):
+        return [_pass(walked, n)]
+    route = numbered.route(n)
+    if walked.completion is Completion.DATA:
+        unit = (n + numbered.transfers) % numbered.units
+        reasons = []
+        for group in route.producers:
+            first = numbered.groups.get(group)
+            if first is None:
+                reasons.append(f"{Pass(group.kind, group.stage, *numbered.about(n))} of device {group.device}{NOWHERE}")
+            elif walked.missing[first + unit]:
+                reasons.append(_pass(walked, first + unit))
+        return reasons
+    blocks, name = [], walked.queue(route)
+    for member in route.members:
+        line = walked.queues[member].get(name, EMPTY)
+        if n not in line:
+            blocks.append(f"not issued by device {member}")
+        elif line[0] != n:
+            blocks.append(f"queued after {numbered.item(line[0], member)} on device {member}")
+    return [f"{numbered.item(n, device)} ({join(blocks)})"]
+
+
+def _pass(walked: Walked, n: int) -> str:
+    numbered = walked.numbered
+    device = numbered.device(n)
+    missing = NOWHERE if numbered.position_of(n, device) == ABSENT else ""
+    return f"{numbered.item(n, device)} of device {device}{missing}"
+
+
+NOWHERE = " (which is in no row)"

@@ -16,9 +16,9 @@ from math import inf
 from evenpipe.errors import InputError
 from evenpipe.words import count
 
+from .held import peak_activations
 from .order import Order
 from .placement import Placement
-from .timeline import peak_activations
 
 Load = Callable[[int, int, int], tuple[float, float]]
 """Time and memory of a device that has the layers from one (inclusive) to another (exclusive): (device, first, last).

@@ -12,22 +12,23 @@ from evenpipe.words import count
 from .passes import Item, Kind, Pass, Rows, Transfer, parts_of
 from .placement import Edge, Placement
 from .text import cell_name, infer, rows_from_csv, rows_to_csv
+from .vocabulary_mode import VocabularyMode
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     """The rows of an `Order` or a `Program`: what each device does, in order.
 
-    None is an idle slot, which has no effect. `barriers` counts the collectives of the vocabulary layers that the
-    backward of the last stage waits for: 0 means that the first and last stage hold whole embedding and output layers,
-    1 is vocab-2, 2 is vocab-1. With `forward_only` it evaluates: it has F, and with barriers also E, S and C. With more
-    than one of `slices` every sequence is cut into so many, and passes are about one slice of a microbatch: a unit.
+    None is an idle slot, which has no effect. `vocabulary` says which vocabulary passes there are: FIRST_LAST for none,
+    VOCAB_2 or VOCAB_1; other modes become the one of these with the same passes (`VocabularyMode.of_rows`). With
+    `forward_only` it evaluates: it has F, and E, S and C where the vocabulary layers are sharded. With more than one of
+    `slices` every sequence is cut into so many, and passes are about one slice of a microbatch: a unit.
     """
 
     placement: Placement
     microbatches: int
     rows: tuple[tuple[Item | None, ...], ...]
-    barriers: int = 0
+    vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST
     forward_only: bool = False
     slices: int = 1
 
@@ -42,8 +43,8 @@ class DeviceRows:
                 raise InputError(f"{name} must be a whole number, not {number!r}")
             if number < 1:
                 raise InputError(f"{name} must be at least 1, not {number}")
-        if self.barriers not in (0, 1, 2):
-            raise InputError(f"barriers must be 0, 1 or 2, not {self.barriers}")
+        mode = VocabularyMode.of(self.vocabulary).of_rows(forward_only=self.forward_only)
+        object.__setattr__(self, "vocabulary", mode)
 
     def _repr_html_(self) -> str:
         """Return the picture of a step, for notebooks."""
@@ -72,7 +73,7 @@ class DeviceRows:
     def order(self) -> Order:
         """Return the compute passes alone."""
         rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
-        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only, self.slices)
+        return Order(self.placement, self.microbatches, rows, self.vocabulary, self.forward_only, self.slices)
 
     def to_csv(self) -> str:
         """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
@@ -86,7 +87,7 @@ class DeviceRows:
         placement: Placement | None = None,
         edges: Sequence[Edge] = (),
         microbatches: int | None = None,
-        barriers: int | None = None,
+        vocabulary: str | None = None,
         forward_only: bool | None = None,
         slices: int | None = None,
     ) -> Self:
@@ -98,7 +99,7 @@ class DeviceRows:
         """
         rows = rows_from_csv(text)
         cls._check_items(rows)
-        known = {"microbatches": microbatches, "barriers": barriers, "forward_only": forward_only, "slices": slices}
+        known = {"microbatches": microbatches, "vocabulary": vocabulary, "forward_only": forward_only, "slices": slices}
         fields = infer(rows, placement, edges, known)
         return cls(rows=cls._addressed(rows, fields), **fields)
 

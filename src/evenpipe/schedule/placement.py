@@ -28,7 +28,7 @@ class Placement:
     _stages_of: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    derived: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    cache: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     """What others have made from this placement and want to find again, for as long as it lives."""
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Placement:
         self._connect()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes without what is derived."""
+        """Travel between processes without the cache."""
         return Placement, (self.devices, self.stage_device, self.edges)
 
     def _connect(self) -> None:

@@ -14,11 +14,12 @@ from evenpipe.words import count
 
 from .check import check_order, check_program
 from .costs import Costs
-from .flows import PER_PAIR
+from .held import peak_activations
 from .order import Order
+from .passes import Kind
 from .program import Program
-from .registry import check_count, generate, nearest, takes_costs
-from .timeline import peak_activations
+from .registry import check_count, generate, takes_costs
+from .rules import PER_PAIR
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
@@ -27,31 +28,17 @@ from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
 from .transforms.vocabulary import add_vocabulary, complete
+from .vocabulary_mode import VocabularyMode
 
 Schedule = str | Order | Program | Callable[[int, int], Order]
 """A name in `SCHEDULES`, an order, a program, or a function of devices and microbatches that returns an order."""
 
-MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
-"""Vocabulary modes. The first two differ only in how layers are split, and have the same orders."""
-
 OFFLOAD = ("scheduled", "none", "free", "all")
 """Choices of `plan_order` for activations."""
 
-_ALIASES = {"balanced": "vocab-2"}
-BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
-"""Number of barriers before the backward of the last stage, by mode; 0 means whole vocabulary layers."""
-
-
-def vocabulary_mode(name: str) -> str:
-    """Return the mode of `MODES` that `name` means; "balanced" is vocab-2. Raises InputError for an unknown name."""
-    mode = _ALIASES.get(name, name)
-    if mode not in MODES:
-        raise InputError(f"vocabulary mode '{name}' is unknown{nearest(name, (*MODES, *_ALIASES))}")
-    return mode
-
 
 def costs_of_work(
-    layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
+    layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: VocabularyMode
 ) -> Costs:
     """Return pass times in units of the given work, for arranging an order without known times.
 
@@ -61,18 +48,17 @@ def costs_of_work(
     bounds = [0, *accumulate(layers_per_stage)]
     forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
     backward = [2 * time for time in forward]
-    if not BARRIERS[mode]:
+    if not mode.sharded:
         forward[-1] += head
         backward[-1] += 2 * head
     share = head / devices
-    one_barrier = BARRIERS[mode] == 1
     return Costs(
         F=tuple(forward),
         B=tuple(backward),
         I=tuple(forward),
         W=tuple(forward),
-        S=2 * share if one_barrier else share,
-        T=share if one_barrier else 2 * share,
+        S=2 * share if mode.combining is Kind.C else share,
+        T=share if mode.combining is Kind.C else 2 * share,
         E=0.0,
         G=0.0,
     )
@@ -127,41 +113,40 @@ def plan_order(
     If vocabulary passes are added, the copies of the same activations are placed anew. An order that already has the
     vocabulary passes of the mode is used unchanged. A program is reduced to its passes; torch's sharding passes stay
     only if no vocabulary passes are added. Raises InputError for unknown names, for an order of another size or with
-    other barriers, and for an unsound one, with every fault.
+    the vocabulary passes of another mode, and for an unsound one, with every fault.
     """
-    mode = vocabulary_mode(mode)
+    wanted = VocabularyMode.of(mode)
     if isinstance(schedule, Program):
-        schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else without_sharding(schedule.order)
+        keeps = schedule.vocabulary.sharded or not wanted.sharded
+        schedule = schedule.order if keeps else without_sharding(schedule.order)
     size = devices, microbatches, slices
     average = None if costs is None else costs.on_average
     scheduled, cut = _scheduled(schedule, size, average, make, **options)
     moved = offloaded(scheduled)
-    order = _in_mode(scheduled, cut, mode, costs)
+    order = _in_mode(scheduled, cut, wanted, costs)
     by_costs = costs is not None and isinstance(schedule, str) and _plans_by_costs(schedule)
-    if by_costs and BARRIERS[mode] and not moved:
+    if by_costs and wanted.sharded and not moved:
         for_equal, _ = _scheduled(schedule, size, None, make, **options)
         if for_equal != scheduled:
             assert costs is not None
-            order = _shorter(order, _in_mode(for_equal, cut, mode, costs), costs)
+            order = _shorter(order, _in_mode(for_equal, cut, wanted, costs), costs)
     if offload != "scheduled":
         return with_offload(order, costs, offload)
-    if scheduled.barriers == order.barriers and cut == 1:
+    if scheduled.vocabulary is order.vocabulary and cut == 1:
         return scheduled
     return plan_offload(order, costs, only=moved).order if moved else order
 
 
-def _in_mode(scheduled: Order, cut: int, mode: str, costs: Costs | None) -> Order:
+def _in_mode(scheduled: Order, cut: int, mode: VocabularyMode, costs: Costs | None) -> Order:
     """Return an order in a vocabulary mode, its microbatches cut, without copies to the host."""
     order = without_offload(scheduled)
     if cut > 1:
         order = add_slices(order, cut)
-    if order.barriers and order.barriers != BARRIERS[mode]:
-        raise InputError(
-            f"the order has {count(order.barriers, 'barrier')}, but vocabulary mode {mode} has {BARRIERS[mode]}"
-        )
-    if order.barriers or not BARRIERS[mode]:
+    if order.vocabulary.sharded and order.vocabulary is not mode.of_rows():
+        raise InputError(f"the order has the vocabulary passes of {order.vocabulary}, not those of mode {mode}")
+    if order.vocabulary is mode.of_rows():
         return order
-    return interlace(order, costs) if mode == "interlaced" else add_vocabulary(order, BARRIERS[mode], costs)
+    return interlace(order, costs) if mode is VocabularyMode.INTERLACED else add_vocabulary(order, mode, costs)
 
 
 def _plans_by_costs(schedule: str) -> bool:
@@ -249,10 +234,10 @@ def plan_program(
 ) -> tuple[Order, Program]:
     """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
 
-    A program that already has the barriers of the mode, and whose copies stay, is returned unchanged except that
-    communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
+    A program that already has the vocabulary passes of the mode, and whose copies stay, is returned unchanged except
+    that communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
     """
-    as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
+    as_it_stands = isinstance(schedule, Program) and schedule.vocabulary is VocabularyMode.of(mode).of_rows()
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
     order = plan_order(schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, **options)

@@ -7,10 +7,10 @@ from typing import Any
 
 from evenpipe.words import count
 
-from .dependencies import Dependencies
-from .flows import PER_PAIR
 from .order import DeviceRows
 from .passes import Item, Rows, Transfer
+from .rules import PER_PAIR, Rules
+from .vocabulary_mode import VocabularyMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Program(DeviceRows):
 
     def shared(self, sharing: str) -> Program:
         """Return the same transfers at the same positions, with communicators shared as in `sharing`."""
-        dependencies = Dependencies.of(self, sharing)
+        rules = Rules.of(self)
 
         def readdressed(item: Item | None, device: int) -> Item | None:
-            if isinstance(item, Transfer) and (route := dependencies.route_of(item, device)):
-                return replace(item, communicator=route.communicator)
+            if isinstance(item, Transfer) and (route := rules.route(device, item)):
+                return replace(item, communicator=route.communicator(sharing))
             return item
 
         rows = tuple(tuple(readdressed(item, device) for item in row) for device, row in enumerate(self.rows))
@@ -71,12 +71,12 @@ class Program(DeviceRows):
 
     @classmethod
     def _addressed(cls, rows: Rows, fields: dict[str, Any]) -> Any:
-        dependencies = Dependencies(fields["placement"], fields["barriers"], fields["forward_only"])
+        rules = Rules(fields["placement"], VocabularyMode.of(fields["vocabulary"]), forward_only=fields["forward_only"])
 
         def addressed(item: Item | None, device: int) -> Item | None:
             if not isinstance(item, Transfer):
                 return item
-            route = dependencies.route_of(item, device)
+            route = rules.route(device, item)
             return item if route is None else route.transfer(device, item.microbatch, item.slice)
 
         return tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))

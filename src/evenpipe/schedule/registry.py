@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.words import count
+from evenpipe.words import count, nearest
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -80,13 +78,6 @@ def describe(name: str) -> str:
     """Return a schedule in one line: the first sentence of its generator's docstring."""
     text = inspect.getdoc(SCHEDULES[name]) or ""
     return " ".join(text.split("\n\n")[0].split())
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, and all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0)
-    return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
 
 
 def _from_file(name: str, devices: int, microbatches: int) -> Order:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from .dependencies import Dependencies, End, Route, What
-from .passes import HOP_KINDS, Transfer, TransferKind, parts_of, unit_of
-from .places import Numbers, Places
+from .numbered import Numbered
+from .passes import Transfer, TransferKind
 from .program import Program
-
-Elsewhere = list[tuple[int, Numbers]]
-"""Other devices, each with the positions of some of its items, by unit."""
+from .rules import PassGroup, Route
 
 
 def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
@@ -29,94 +26,71 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
 
     Sent transfers are hops, and contributions to collectives whose result this device does not wait for itself.
     """
-    positions, slices = _positions(program), program.slices
+    numbered = _numbered(program)
+    row, rules = program.rows[device], numbered.rules
+    sources = {route.number: _others(route.producers, device) for route in rules.routes}
+    uses = {route.number: _uses(numbered, route, device) for route in rules.routes if device in route.members}
     reached = [-1] * program.devices  # position that another device is known to have reached
-    waits: dict[What, Elsewhere] = {}  # where others issue what a pass waits for
-    uses: dict[End, Elsewhere] = {}  # where others use what a transfer carries; nowhere if it is not sent
-    sent: list[Transfer] = []
-    unused: list[int] = []  # by number in `sent`: others that are not known to have used it
-    under_way: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and numbers
+    sent: list[int] = []
+    unused: dict[int, int] = {}  # by sent transfer, others that are not known to have used it
+    under_way: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and places
     found: dict[int, tuple[Transfer, ...]] = {}
-    for position, item in enumerate(program.rows[device]):
-        if isinstance(item, Transfer):
-            end = item.kind, item.stage, item.peer
-            if end not in uses:
-                uses[end] = positions.uses(item, device)
-            if uses[end]:
-                unit = unit_of(item, slices)
-                for other, numbers in uses[end]:
-                    heappush(under_way[other], (numbers[unit], len(sent)))
-                sent.append(item)
-                unused.append(len(uses[end]))
-        elif item is not None:
-            arrived: list[int] = []
-            for part in parts_of(item):
-                what = part.kind, part.stage
-                if what not in waits:
-                    waits[what] = positions.sources(what, device)
-                for other, numbers in waits[what]:
-                    reached[other] = max(reached[other], numbers[unit_of(part, slices)])
-                    while under_way[other] and under_way[other][0][0] < reached[other]:
-                        _, number = heappop(under_way[other])
-                        unused[number] -= 1
-                        if not unused[number]:
-                            arrived.append(number)
-            if arrived:
-                found[position] = tuple(sent[number] for number in sorted(arrived))
+    for n in numbered.rows[device]:
+        if numbered.is_transfer(n):
+            others = uses[numbered.route(n).number]
+            if others:
+                for other, first in others.items():
+                    heappush(under_way[other], (numbered.position[first + _unit(numbered, n)], len(sent)))
+                unused[len(sent)] = len(others)
+                sent.append(n)
+            continue
+        arrived: list[int] = []
+        awaited = (n + step for step in numbered.needs[numbered.rule[n]] if numbered.is_transfer(n + step))
+        for transfer in awaited:
+            route = numbered.route(transfer).number
+            for other in sources[route]:
+                reached[other] = max(reached[other], numbered.issued[other][route][_unit(numbered, transfer)])
+                while under_way[other] and under_way[other][0][0] < reached[other]:
+                    _, place = heappop(under_way[other])
+                    unused[place] -= 1
+                    if not unused[place]:
+                        arrived.append(place)
+        if arrived:
+            items = (row[numbered.position_of(sent[place], device)] for place in sorted(arrived))
+            found[numbered.position_of(n, device)] = tuple(item for item in items if isinstance(item, Transfer))
     return found
 
 
-class _Positions:
-    """Where each device of a program issues each transfer, and has the pass that waits for it."""
-
-    def __init__(self, program: Program) -> None:
-        self._dependencies = dependencies = Dependencies.of(program, program.sharing)
-        self._issued: list[dict[int, Numbers]] = []
-        """By device: for each route, positions by unit."""
-        self._used: list[dict[int, Numbers]] = []
-        for device, row in enumerate(program.rows):
-            places = Places.of(row, program.units, slices=program.slices)
-            routes = ((dependencies.route_at(end, device), numbers) for end, numbers in places.transfers.items())
-            self._issued.append({route.number: numbers for route, numbers in routes if route is not None})
-            used: dict[int, Numbers] = {}
-            for what, numbers in places.at.items():
-                for route in dependencies.rule(device, *what).waits:
-                    others = used.get(route.number)  # some backwards of a stage may be whole, and others split
-                    used[route.number] = numbers if others is None else list(map(max, numbers, others))
-            self._used.append(used)
-
-    def sources(self, what: What, device: int) -> Elsewhere:
-        """Return the others that feed such a pass, and where they issue it."""
-        return [
-            (site.device, self._issued[site.device][route.number])
-            for route in self._dependencies.rule(device, *what).waits
-            for site in dict.fromkeys(route.producers)
-            if site.device != device
-        ]
-
-    def uses(self, item: Transfer, device: int) -> Elsewhere:
-        """Return the others that use what such a transfer carries, and where; none if `device` does not send it."""
-        route = self._dependencies.route_of(item, device)
-        if route is None or not _sends(route, device):
-            return []
-        others = {site.device for site in route.consumers if site.device != device}
-        return [(other, self._used[other][route.number]) for other in others]
+def _others(groups: tuple[PassGroup, ...], device: int) -> list[int]:
+    return list(dict.fromkeys(group.device for group in groups if group.device != device))
 
 
-_last: tuple[Program, _Positions] | None = None
+def _uses(numbered: Numbered, route: Route, device: int) -> dict[int, int]:
+    """The other devices that use what `device` sends on a route, each with the first number of its passes that do;
+    empty if it sends nothing."""
+    if not _sends(route, device):
+        return {}
+    return {group.device: numbered.groups[group] for group in route.consumers if group.device != device}
+
+
+def _unit(numbered: Numbered, transfer: int) -> int:
+    return (transfer + numbered.transfers) % numbered.units
+
+
+_last: tuple[Program, Numbered] | None = None
 """Callers ask for the devices of one program one after the other."""
 
 
-def _positions(program: Program) -> _Positions:
+def _numbered(program: Program) -> Numbered:
     global _last  # noqa: PLW0603
     if _last is None or _last[0] is not program:
-        _last = program, _Positions(program)
+        _last = program, Numbered(program)
     return _last[1]
 
 
 def _sends(route: Route, device: int) -> bool:
     """Return whether the device sends data and waits for none."""
-    if route.kind in HOP_KINDS:
+    if route.is_hop:
         return device == route.members[0]
     if route.kind is TransferKind.ROW_GRADIENTS:
         return device == route.root

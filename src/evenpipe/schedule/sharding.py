@@ -33,6 +33,7 @@ from .passes import (
     parts_of,
 )
 from .placement import Placement
+from .vocabulary_mode import VocabularyMode
 
 Part = int | Kind
 """A stage, or `Kind.E` or `Kind.S` for parameters of the vocabulary layers."""
@@ -68,19 +69,19 @@ class Users:
         matrices: as `parts_of_matrices`.
     """
 
-    def __init__(self, placement: Placement, barriers: int, parts: Collection[Part]) -> None:
+    def __init__(self, placement: Placement, mode: VocabularyMode, parts: Collection[Part]) -> None:
         one_matrix = Kind.S in parts and Kind.E not in parts
-        self.matrices = embedding, output = parts_of_matrices(placement, barriers, one_matrix=one_matrix)
-        self._ends = (placement.first_stage, placement.last_stage) if one_matrix and not barriers else ()
+        self.matrices = embedding, output = parts_of_matrices(placement, mode, one_matrix=one_matrix)
+        self._ends = (placement.first_stage, placement.last_stage) if one_matrix and not mode.sharded else ()
         found = {Kind.E: embedding, Kind.G: embedding, Kind.S: output, Kind.C: output, Kind.T: output}
         self._of_vocabulary = {kind: (part,) for kind, part in found.items() if part in parts}
 
     @classmethod
-    def of_row(cls, placement: Placement, barriers: int, row: Iterable[Item | None]) -> Users:
+    def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> Users:
         """Return the users in a row: it tells which parts there are."""
         kinds = {item.kind for item in row if item is not None}
         parts = {part for kind, part in _PART.items() if kind in kinds}
-        return cls(placement, barriers, parts | {Kind.S} if barriers else parts)
+        return cls(placement, mode, parts | {Kind.S} if mode.sharded else parts)
 
     def parts(self, item: Pass) -> tuple[Part, ...]:
         """Return the parts that a pass reads or adds gradients to."""
@@ -97,35 +98,35 @@ class Users:
         return {part for one in parts_of(item) if one.kind in ADDING_KINDS for part in self.parts(one)}
 
 
-def parts_of_matrices(placement: Placement, barriers: int, *, one_matrix: bool) -> tuple[Part, Part]:
+def parts_of_matrices(placement: Placement, mode: VocabularyMode, *, one_matrix: bool) -> tuple[Part, Part]:
     """Return the parts that the rows of the embedding and of the output layer belong to, where a device has them.
 
     one_matrix: both are the same rows of one matrix there.
     """
     if one_matrix:
         return Kind.S, Kind.S
-    return (Kind.E, Kind.S) if barriers else (placement.first_stage, placement.last_stage)
+    return (Kind.E, Kind.S) if mode.sharded else (placement.first_stage, placement.last_stage)
 
 
-def parts_of_device(placement: Placement, barriers: int, device: int, *, tied: bool) -> tuple[Part, ...]:
+def parts_of_device(placement: Placement, mode: VocabularyMode, device: int, *, tied: bool) -> tuple[Part, ...]:
     """Return the parts of a device.
 
     tied: whether the embedding and the output layer share their matrix.
     """
     stages = placement.stages_of(device)
     both_ends = {placement.first_stage, placement.last_stage} <= {*stages}
-    matrices = parts_of_matrices(placement, barriers, one_matrix=tied and (barriers > 0 or both_ends))
+    matrices = parts_of_matrices(placement, mode, one_matrix=tied and (mode.sharded or both_ends))
     return tuple(dict.fromkeys((*stages, *(part for part in matrices if isinstance(part, Kind)))))
 
 
-def check_sharding(placement: Placement, barriers: int, rows: Rows) -> Iterator[Fault]:
+def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> Iterator[Fault]:
     """Return the faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
     being there, or summed before its last gradient, twice, or not at all while others are."""
     sums = any(item is not None and item.kind in REDUCING_KINDS for row in rows for item in row)
     for device, row in enumerate(rows):
         if not sums and not any(item is not None and item.kind in SHARDING_KINDS for item in row):
             continue
-        state = RowSharding(placement, barriers, row)
+        state = RowSharding(placement, mode, row)
         for position, item in enumerate(row):
             for what in state.take(item, position) if isinstance(item, Pass) else ():
                 yield Fault(device, position, what, neighbours(rows, device, position))
@@ -141,8 +142,8 @@ class RowSharding:
     summed: parts whose gradients are summed, and where.
     """
 
-    def __init__(self, placement: Placement, barriers: int, row: Sequence[Item | None]) -> None:
-        self._users = Users.of_row(placement, barriers, row)
+    def __init__(self, placement: Placement, mode: VocabularyMode, row: Sequence[Item | None]) -> None:
+        self._users = Users.of_row(placement, mode, row)
         self._sharded = {part_of(item) for item in row if _is_sharding(item) and item.kind in GATHERING_KINDS}
         self._gathered: set[Part] = set()
         self.used: set[Part] = set()

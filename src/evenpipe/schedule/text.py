@@ -1,7 +1,7 @@
-"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, slices, barriers.
+"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, slices, vocabulary passes.
 
 One line per device, one cell per pass; an empty cell is an idle slot. Cells contain neither the placement nor the
-number of barriers, but both follow from them.
+vocabulary mode, but both follow from them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from evenpipe.words import count
 
 from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parse_item, parts_of
 from .placement import Edge, Placement
+from .vocabulary_mode import VocabularyMode
 
 
 def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
@@ -68,12 +69,14 @@ def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known:
         for part in parts_of(item)
     ]
     kinds = {part.kind for _, part in parts}
-    barriers = 2 if Kind.T in kinds and Kind.C not in kinds else int(bool(kinds & VOCABULARY_KINDS))
+    vocabulary = VocabularyMode.VOCAB_2 if kinds & VOCABULARY_KINDS else VocabularyMode.FIRST_LAST
+    if Kind.T in kinds and Kind.C not in kinds:
+        vocabulary = VocabularyMode.VOCAB_1
     slices = _slices(parts) if known["slices"] is None else known["slices"]
     return {
         "placement": _placement(parts, len(rows), tuple(edges)) if placement is None else placement,
         "microbatches": _microbatches(parts, slices) if known["microbatches"] is None else known["microbatches"],
-        "barriers": barriers if known["barriers"] is None else known["barriers"],
+        "vocabulary": vocabulary if known["vocabulary"] is None else known["vocabulary"],
         "forward_only": not kinds & BACKWARD_KINDS if known["forward_only"] is None else known["forward_only"],
         "slices": slices,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -10,7 +10,7 @@ from typing import Any
 
 from evenpipe.words import count
 
-from .effects import IN_FLIGHT
+from .held import factor_of, peak_activations
 from .passes import SHARDING_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
 
@@ -203,32 +203,3 @@ def _span(events: Collection[Event]) -> float:
 
 def _highest(curve: tuple[tuple[float, float], ...]) -> float:
     return max((held for _, held in curve), default=0.0)
-
-
-def factor_of(part: Pass, factors: tuple[float, ...]) -> float:
-    """Return the factor of a pass among those of all slices; 1 if there are none."""
-    return factors[part.slice] if factors else 1.0
-
-
-def peak_activations(
-    row: Iterable[Pass], weights: tuple[float, ...] | None = None, factors: tuple[float, ...] = ()
-) -> float:
-    """Return the most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage
-    and `factors` on them per slice.
-
-    A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
-    and stores nothing.
-    """
-    held = peak = 0.0
-    trains = False
-    for item in row:
-        for part in parts_of(item):
-            change = IN_FLIGHT.get(part.kind)
-            if change is not None:
-                size = 1.0
-                if weights is not None and part.stage is not None:
-                    size = weights[part.stage] * factor_of(part, factors)
-                held += change * size
-                peak = held if held > peak else peak
-                trains = trains or change < 0
-    return peak if trains else 0.0

@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import Any
 
 from .costs import Costs
-from .dependencies import Dependencies, Route
 from .passes import HOP_KINDS, Kind, Pass, Transfer, unit_of
 from .program import Program
+from .rules import Rules
 from .timeline import Cause, Event, Timeline
 
 WAITED_SECONDS = 20e-6
@@ -233,14 +233,14 @@ class Trace:
 
     def _transfers(self) -> list[list[Event]]:
         """Return the transfers of each device."""
-        dependencies = Dependencies.of(self.program)
+        rules = Rules.of(self.program)
         issued: dict[tuple[int, int], tuple[float, int]] = {}  # when its last member issued it, and that member
         arrived: dict[tuple[int, int], float] = {}  # when either end of a hop found it complete: the sender asks late
         keys: list[list[tuple[int, int]]] = [[] for _ in self.devices]
         for device, row in enumerate(self.devices):
             for transfer in row.transfers:
-                route = dependencies.route_of(transfer.item, device)
-                assert isinstance(route, Route), f"{transfer.item} on device {device} has no route"
+                route = rules.route(device, transfer.item)
+                assert route is not None, f"{transfer.item} on device {device} has no route"
                 key = route.number, unit_of(transfer.item, self.program.slices)
                 keys[device].append(key)
                 issued[key] = max(issued.get(key, (transfer.issued, device)), (transfer.issued, device))

@@ -4,7 +4,7 @@
      "format": "evenpipe trace", "version": 1,
      "about": {"schedule": "1f1b", "vocabulary": "vocab-2", "step": 12, "machine": "...", ...},
      "placement": [0, 1],                     device of each stage
-     "microbatches": 8, "barriers": 1, "forward_only": false,
+     "microbatches": 8, "vocabulary": "vocab-2", "forward_only": false,
      "costs": {"F": [1.0, 1.2], ...},         the costs that arranged the order, as in a cost file; null if unknown
      "devices": [
       {
@@ -47,7 +47,7 @@ from .program import Program
 from .text import rows_to_csv
 from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
-FORMAT, VERSION = "evenpipe trace", 1
+FORMAT, VERSION = "evenpipe trace", 2
 _DIGITS = 9
 """Decimal places of seconds: nanoseconds."""
 
@@ -63,7 +63,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
         "microbatches": program.microbatches,
         **({} if program.slices == 1 else {"slices": program.slices}),
         **_unless_empty(edges=[] if program.placement.is_chain else list(map(list, program.placement.edges))),
-        "barriers": program.barriers,
+        "vocabulary": program.vocabulary.value,
         "forward_only": program.forward_only,
         "costs": None if trace.costs is None else trace.costs.to_dict(),
         "devices": [
@@ -133,7 +133,7 @@ def trace_from_dict(values: Any) -> Trace:
         "".join(text + "\n" for text in texts),
         placement=Placement(len(rows), tuple(stage_device), _edges(values)),
         microbatches=_field(values, "microbatches", int),
-        barriers=_field(values, "barriers", int),
+        vocabulary=_field(values, "vocabulary", str),
         forward_only=_field(values, "forward_only", bool),
         slices=_field(values, "slices", int) if "slices" in values else 1,
     )

@@ -35,7 +35,7 @@ from itertools import chain
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, parts_of
+from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, VocabularyMode, parts_of
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.words import count
@@ -71,7 +71,7 @@ def best_bound(
     *,
     of: str = "makespan",
     split: bool = False,
-    barriers: int = 0,
+    vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
     forward_only: bool = False,
     memory_limit: float | Sequence[float] | None = None,
     again: Sequence[float] = (),
@@ -80,7 +80,7 @@ def best_bound(
     """Return the largest known lower bound on the span or makespan (`of`) of all such orders.
 
     costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
-    whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
+    whether backwards are I and W, or B. vocabulary, forward_only: as in `Order`. memory_limit: the most stage
     activations of a device from F to B or W, one number or one per device. again: the time of each device per
     microbatch that is in no pass, but between F and backward of any of its stages: recomputation. proved: exclude the
     V bound. Raises InputError if a kind has no time, and for a limit below 1.
@@ -88,7 +88,7 @@ def best_bound(
     if of not in ("span", "makespan"):
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
-    graph = Microbatch.of(placement, each, split=split, barriers=barriers, forward_only=forward_only)
+    graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
     found = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
@@ -119,7 +119,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
             each,
             of=of,
             split=split,
-            barriers=program.barriers,
+            vocabulary=program.vocabulary,
             forward_only=program.forward_only,
             memory_limit=limits,
         )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from evenpipe.schedule import Event, Transfer
+from evenpipe.schedule import Event, Kind
 from evenpipe.schedule.passes import REDUCING_KINDS
 
 from .loop import START, Loop
-from .timeline import event_of
+from .timeline import cause_of
 from .work import Work
 
 
@@ -58,21 +58,22 @@ class CriticalPath:
         }
 
 
-def critical_path(work: Work, loop: Loop, slices: int) -> CriticalPath:
-    """Return the path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device.
-    slices: of a sequence."""
-    ends = (n for n, item in enumerate(work.items) if n not in work.beside or item.kind in REDUCING_KINDS)
-    chain = [max(ends, key=lambda n: (loop.end[n], -n))]
+def critical_path(work: Work, loop: Loop) -> CriticalPath:
+    """Return the path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device."""
+    numbered = work.numbered
+    ends = [
+        (loop.end[n], -device, -place, n)
+        for device, row in enumerate(work.rows)
+        for place, n in enumerate(row)
+        if not numbered.is_transfer(n) and work.beside.get(n, Kind.REDUCE_GRAD) in REDUCING_KINDS
+    ]
+    chain = [max(ends)[-1]]
     while loop.why[chain[-1]] != START:
         chain.append(loop.who[chain[-1]])
     steps: list[Event] = []
     for n in chain:
         # A transfer is shown as issued by the device that waited for it, and so is a transfer that it waited for.
-        device = work.device_of[n] if n >= 0 else steps[-1].device
-        issued = {k: _transfer(work, ~k, device, slices) for k in (n, loop.who[n]) if k < 0}
-        steps.append(event_of(work, loop, issued, n, device))
+        device = steps[-1].device if numbered.is_transfer(n) else numbered.device(n)
+        event = Event(device, numbered.item(n, device), loop.start[n], loop.end[n], cause_of(work, loop, n, device))
+        steps.append(event)
     return CriticalPath(tuple(reversed(steps)))
-
-
-def _transfer(work: Work, k: int, device: int, slices: int) -> Transfer:
-    return work.transfers.route[k].transfer(device, *divmod(work.transfers.unit[k], slices))

@@ -15,7 +15,6 @@ from heapq import heappop, heappush
 
 from evenpipe.schedule import CopyEngine, Kind
 from evenpipe.schedule.copy_streams import CopyStreams
-from evenpipe.schedule.passes import HOP_KINDS
 
 from .network import COMMUNICATOR, Network
 from .work import COPIES, Work
@@ -26,32 +25,33 @@ START, DEVICE, TRANSFER = "start", "device", "transfer"
 class Loop:
     """Start, end and cause of every event, after `run`.
 
-    By number, n for pass or copy n and ~k for transfer k, whose entries are at the other end of the lists: `start`,
-    `end`, `why` (a resource of `Cause`) and `who`, again a number. By transfer k: `posted`, when the destination of a
-    hop issued it. `issued` has the time at which each copy was issued, by pass.
+    By number: `start`, `end`, `why` (a resource of `Cause`) and `who`, again a number. By transfer: `posted`, when the
+    destination of a hop issued it. `issued` has the time at which each pass beside compute was issued.
     """
 
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
-        passes, transfers, devices = len(work.items), len(work.transfers.route), len(work.rows)
-        self.work, self.transfers, self.slowdown, self.contention = work, work.transfers, slowdown, contention
+        numbered, size, devices = work.numbered, work.numbered.size, len(work.rows)
+        self.work, self.numbered, self.slowdown, self.contention = work, numbered, slowdown, contention
+        self.units, self.routes = numbered.units, numbered.rules.routes
+        self.first_transfer = -numbered.transfers
         self.computing = self.counted = 0  # devices that compute, now and at the last change of speeds
         self.rate = [1.0] * devices  # current slowdown of a running pass
-        self.start, self.end = [0.0] * (passes + transfers), [-1.0] * (passes + transfers)
-        self.why, self.who = [START] * (passes + transfers), [0] * (passes + transfers)
-        self.posted = [0.0] * transfers
+        self.start, self.end = [0.0] * size, [-1.0] * size
+        self.why, self.who = [START] * size, [0] * size
+        self.posted = [0.0] * numbered.transfers
         self.issued: dict[int, float] = {}
         self.needs = list(work.needs)
-        self.missing = [len(route.members) for route in work.transfers.route]
+        self.missing = [len(route.members) for route in self.routes for _ in range(self.units)]
         self.stands = [0] * devices  # position in the row
         self.clock = [0.0] * devices  # end of the last pass
-        self.running = [-1] * devices
-        self.last = [-1] * devices  # the last pass
-        self.carrying = [-1] * work.transfers.queues
-        self.pending: list[deque[int]] = [deque() for _ in range(work.transfers.queues)]
+        self.running: list[int | None] = [None] * devices
+        self.last: list[int | None] = [None] * devices  # the last pass
+        self.carrying: list[int | None] = [None] * work.queues
+        self.pending: list[deque[int]] = [deque() for _ in range(work.queues)]
         self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
-        waits = self.needs.__getitem__
-        self.copies = CopyStreams(engine, self._place_of, waits, self._begin_copy, self.held_up)
+        # A device issues a copy back behind D, which waits for the copy out: it waits for nothing more.
+        self.copies = CopyStreams(engine, self._line_of, lambda _: 0, self._begin_copy, self.held_up)
         self.network = Network(work, self)
         self.heap: list[tuple[float, int]] = []
 
@@ -59,7 +59,8 @@ class Loop:
         """Run until no device can move; return whether all reached the end of their rows and made every transfer."""
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
-        heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due
+        heap, device_of, running, due = self.heap, self.numbered.device, self.running, self.due
+        beside, first_transfer = self.work.beside, self.first_transfer
         now = 0.0
         while heap:
             if self.contention > 1 and self.computing != self.counted:
@@ -67,18 +68,19 @@ class Loop:
                 for device in range(len(running)):
                     self._change_speed(device, now)
             now, number = heappop(heap)
-            if number < 0:
-                self._carried(~number, now)
+            if first_transfer <= number < 0:
+                self._carried(number, now)
                 continue
-            device = device_of[number]
-            if number in self.work.beside:
-                if self.work.items[number].kind in COPIES:
+            if number in beside:
+                if beside[number] in COPIES:
                     self.over(number, now)
                     self.copies.done(number, now)
                 else:
                     self.network.done(number, now)
-            elif running[device] == number and due[device] == now:
-                running[device] = -1
+                continue
+            device = device_of(number)
+            if running[device] == number and due[device] == now:
+                running[device] = None
                 self.computing -= 1
                 self.last[device] = number
                 self.end[number] = self.clock[device] = now
@@ -89,15 +91,20 @@ class Loop:
 
     def _walk(self, device: int, now: float) -> None:
         """Go on to the next pass, and start it if nothing is missing."""
-        row, at = self.work.rows[device], self.stands[device]
+        row, at, beside, first_transfer = (
+            self.work.rows[device],
+            self.stands[device],
+            self.work.beside,
+            self.first_transfer,
+        )
         while at < len(row):
             number = row[at]
-            if number < 0:
-                self._issue(~number, device, now)
-            elif number in self.work.beside:
+            if first_transfer <= number < 0:
+                self._issue(number, device, now)
+            elif number in beside:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                (self.copies if self.work.items[number].kind in COPIES else self.network).submit(number, now)
+                (self.copies if beside[number] in COPIES else self.network).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -118,7 +125,7 @@ class Loop:
     def over(self, number: int, now: float) -> None:
         """Note the end of a pass beside compute."""
         self.end[number] = now
-        for waiting in self.work.beside[number]:
+        for waiting in self.work.waiting.get(number, ()):
             self.arrived(waiting, number, now)
 
     def held_up(self, number: int, what: str, by: int) -> None:
@@ -129,59 +136,64 @@ class Loop:
         self.start[number] = now
         heappush(self.heap, (now + self.work.takes[number], number))
 
-    def _place_of(self, copy: int) -> tuple[int, bool]:
-        return self.work.device_of[copy], self.work.items[copy].kind is Kind.L
+    def _line_of(self, copy: int) -> tuple[int, bool]:
+        return self.numbered.device(copy), self.work.beside[copy] is Kind.L
 
     def _since(self, device: int) -> tuple[str, int]:
         """Return why the device is not further."""
-        return (START, 0) if self.last[device] < 0 else (DEVICE, self.last[device])
+        last = self.last[device]
+        return (START, 0) if last is None else (DEVICE, last)
 
-    def _issue(self, k: int, device: int, now: float) -> None:
-        self.missing[k] -= 1
-        if device == self.transfers.route[k].members[-1]:
-            self.posted[k] = now
-        if self.missing[k]:
+    def _issue(self, transfer: int, device: int, now: float) -> None:
+        self.missing[transfer] -= 1
+        route = (transfer - self.first_transfer) // self.units
+        if device == self.routes[route].members[-1]:
+            self.posted[transfer] = now
+        if self.missing[transfer]:
             return
-        self.why[~k], self.who[~k] = self._since(device)
-        queue = self.transfers.queue[k]
+        self.why[transfer], self.who[transfer] = self._since(device)
+        queue = self.work.queue[route]
         if queue >= 0:
-            if self.carrying[queue] >= 0:
-                self.pending[queue].append(k)
+            if self.carrying[queue] is not None:
+                self.pending[queue].append(transfer)
                 return
-            self.carrying[queue] = k
-        self._carry(k, now)
+            self.carrying[queue] = transfer
+        self._carry(transfer, now)
 
-    def _carry(self, k: int, now: float) -> None:
-        self.start[~k] = now
-        self._slow_down(k, 1, now)
-        if self._is_on_network(k):
-            self.network.carry(~k, self.transfers.route[k].members, self.transfers.takes[k], now)
+    def _carry(self, transfer: int, now: float) -> None:
+        self.start[transfer] = now
+        self._slow_down(transfer, 1, now)
+        if self._is_on_network(transfer):
+            members = self.numbered.route(transfer).members
+            self.network.carry(transfer, members, self.work.takes[transfer], now)
         else:
-            heappush(self.heap, (now + self.transfers.takes[k], ~k))
+            heappush(self.heap, (now + self.work.takes[transfer], transfer))
 
-    def _is_on_network(self, k: int) -> bool:
+    def _is_on_network(self, transfer: int) -> bool:
         """Return whether it is a hop that shares a link with collectives over replicas."""
-        return self.network.shared and self.transfers.queue[k] >= 0 and self.transfers.route[k].kind in HOP_KINDS
+        route = (transfer - self.first_transfer) // self.units
+        return self.network.shared and self.work.queue[route] >= 0 and self.routes[route].is_hop
 
-    def _carried(self, k: int, now: float) -> None:
-        if self._is_on_network(k) and not self.network.done(~k, now):
+    def _carried(self, transfer: int, now: float) -> None:
+        if self._is_on_network(transfer) and not self.network.done(transfer, now):
             return
-        self.end[~k] = now
-        self._slow_down(k, -1, now)
-        queue = self.transfers.queue[k]
+        self.end[transfer] = now
+        self._slow_down(transfer, -1, now)
+        queue = self.work.queue[(transfer - self.first_transfer) // self.units]
         if queue >= 0:
-            self.carrying[queue] = -1
+            self.carrying[queue] = None
             if self.pending[queue]:
                 following = self.carrying[queue] = self.pending[queue].popleft()
-                self.held_up(~following, COMMUNICATOR, ~k)
+                self.held_up(following, COMMUNICATOR, transfer)
                 self._carry(following, now)
-        for number in self.transfers.feeds[k]:
-            self.arrived(number, ~k, now)
+        for number in self.work.waiting.get(transfer, ()):
+            self.arrived(number, transfer, now)
 
-    def _slow_down(self, k: int, added: int, now: float) -> None:
+    def _slow_down(self, transfer: int, added: int, now: float) -> None:
         """Count a collective that begins or ends on its members."""
-        if self.slowdown > 1 and self.transfers.slows[k]:
-            for member in self.transfers.route[k].members:
+        route = self.numbered.route(transfer)
+        if self.slowdown > 1 and not route.is_hop and self.work.takes[transfer] > 0:
+            for member in route.members:
                 self.active[member] += added
                 self._change_speed(member, now)
 
@@ -189,14 +201,14 @@ class Loop:
         """Return the current slowdown of compute on a device."""
         rate = self.slowdown if self.active[device] else 1.0
         if self.contention > 1 and len(self.running) > 1:
-            others = self.computing - (self.running[device] >= 0)
+            others = self.computing - (self.running[device] is not None)
             rate *= 1 + (self.contention - 1) * others / (len(self.running) - 1)
         return rate
 
     def _change_speed(self, device: int, now: float) -> None:
         """Change the speed of a running pass to the current one."""
         number, before, after = self.running[device], self.rate[device], self._rate(device)
-        if number >= 0 and after != before:
+        if number is not None and after != before:
             self.rate[device] = after
             self.left[device] = max(0.0, self.left[device] - (now - self.since[device]) / before)
             self.since[device] = now
@@ -204,15 +216,12 @@ class Loop:
             heappush(self.heap, (self.due[device], number))
 
     def arrived(self, number: int, what: int, now: float) -> None:
-        """Count one need of pass or copy `number` as met; `what` has just completed."""
+        """Count one need of a pass as met; `what` has just completed."""
         self.needs[number] -= 1
         self.why[number], self.who[number] = TRANSFER, what
         if self.needs[number]:
             return
-        if number in self.work.beside:
-            self.copies.unblocked(number, now)
-            return
-        device = self.work.device_of[number]
+        device = self.numbered.device(number)
         at = self.stands[device]
-        if self.running[device] < 0 and at < len(self.work.rows[device]) and self.work.rows[device][at] == number:
+        if self.running[device] is None and at < len(self.work.rows[device]) and self.work.rows[device][at] == number:
             self._walk(device, now)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Program, TransferKind, parts_of
+from evenpipe.schedule import Costs, Program, Transfer, TransferKind, parts_of
+from evenpipe.schedule.held import Curve, held_over_time
 
 from .loop import Loop
 from .work import Work
 
-Curve = tuple[tuple[float, float], ...]
-"""(time, bytes held from then on), by time."""
-
 Change = tuple[float, int, float]
 """Time, rank at that time, and added bytes: the next pass can use released bytes."""
 
-_HOPS = (TransferKind.SEND_F, TransferKind.SEND_B)
+_RECEIVED = (TransferKind.RECV_F, TransferKind.RECV_B)
 ROUNDING = 1e-9
 """Rounding tolerance of sums of bytes, relative to the peak."""
 
@@ -33,40 +33,35 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     if deltas[0] is None:
         return None
     changes: list[list[Change]] = [[] for _ in work.rows]
-    for n, (item, device) in enumerate(zip(work.items, work.device_of, strict=True)):
-        begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
-        for part in () if program.forward_only else parts_of(item):
-            values = (deltas[part.slice] or {}).get(part.kind)
-            if values is None:
+    places = {n: place for row in work.rows for place, n in enumerate(row)} if costs.receive_bytes else {}
+    for device, (numbers, row) in enumerate(zip(work.rows, program.rows, strict=True)):
+        items = (item for item in row if item is not None)
+        for place, (n, item) in enumerate(zip(numbers, items, strict=True)):
+            begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
+            if isinstance(item, Transfer):
+                if costs.receive_bytes and item.kind in _RECEIVED and device == item.members[1]:
+                    user = max(work.waiting[n], key=loop.end.__getitem__)
+                    size, rank = each[item.slice].receive_bytes, 2 * places[user]
+                    changes[device] += [(loop.posted[n], rank, size), (loop.end[user], rank + 1, -size)]
                 continue
-            delta = values[device if part.stage is None else part.stage]
-            if delta:
-                changes[device].append((begin, 2 * n, delta) if delta > 0 else (end, 2 * n + 1, delta))
-    if costs.receive_bytes:
-        for k, route in enumerate(work.transfers.route):
-            if route.kind in _HOPS:
-                user = max(work.transfers.feeds[k], key=loop.end.__getitem__)
-                size = each[work.transfers.unit[k] % program.slices].receive_bytes
-                changes[route.members[1]] += [(loop.posted[k], 2 * user, size), (loop.end[user], 2 * user + 1, -size)]
+            for part in () if program.forward_only else parts_of(item):
+                values = (deltas[part.slice] or {}).get(part.kind)
+                delta = 0.0 if values is None else values[device if part.stage is None else part.stage]
+                if delta:
+                    changes[device].append((begin, 2 * place, delta) if delta > 0 else (end, 2 * place + 1, delta))
     return tuple(_curve(device, row) for device, row in enumerate(changes))
 
 
 def _curve(device: int, changes: list[Change]) -> Curve:
-    changes.sort()
-    curve: list[tuple[float, float]] = []
-    held = peak = low = 0.0
-    for time, _, delta in changes:
-        held += delta
-        peak, low = max(peak, held), min(low, held)
-        if curve and curve[-1][0] == time:
-            curve[-1] = (time, held)
-        else:
-            curve.append((time, held))
-    if abs(held) > peak * ROUNDING or -low > peak * ROUNDING:
-        what = f"{held:g} bytes are left on" if abs(held) > peak * ROUNDING else f"{low:g} bytes are held by"
+    curve = held_over_time(changes)
+    if not curve:
+        return curve
+    peak = max(held for _, held in curve)
+    low = min(accumulate(added for _, _, added in sorted(changes)))
+    time, left = curve[-1]
+    if abs(left) > peak * ROUNDING or -low > peak * ROUNDING:
+        what = f"{left:g} bytes are left on" if abs(left) > peak * ROUNDING else f"{low:g} bytes are held by"
         raise InputError(
             f"costs: memory: {what} device {device}; bytes that the passes of a microbatch add must sum to 0"
         )
-    if curve:
-        curve[-1] = (curve[-1][0], 0.0)
-    return tuple(curve)
+    return (*curve[:-1], (time, 0.0))

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Kind, Placement
-from evenpipe.schedule.dependencies import dependencies_of
-from evenpipe.schedule.flows import vocabulary_kinds
+from evenpipe.schedule import Costs, Kind, Placement, Rules, VocabularyMode
 from evenpipe.schedule.passes import ROLE
+from evenpipe.schedule.rules import PassGroup
 
 UNREACHED = -math.inf
 
@@ -50,12 +49,12 @@ class Microbatch:
         costs: Sequence[Costs],
         *,
         split: bool = False,
-        barriers: int = 0,
+        vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
         forward_only: bool = False,
     ) -> Microbatch:
         """Return the graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
         has no time."""
-        dependencies = dependencies_of(placement, barriers, forward_only)
+        rules = Rules(placement, vocabulary, forward_only=forward_only)
         times = [one.stage_times(placement) | one.device_times(placement) for one in costs]
         takes: list[tuple[float, ...]] = []
         device_of: list[int] = []
@@ -77,19 +76,19 @@ class Microbatch:
                 kind = Kind.I if split else Kind.B
                 backward.append(add(device, kind, stage))
                 release.append(add(device, Kind.W, stage) if split else backward[-1])
-        for kind in sorted(vocabulary_kinds(barriers, forward_only)):
+        for kind in sorted(rules.vocabulary_kinds):
             for device in range(placement.devices):
                 add(device, kind, None)
-        routes = range(len(takes), len(takes) + len(dependencies.routes))
-        for route in dependencies.routes:
-            takes.append(tuple(one.transfer_time(route.kind, route.communicator) for one in costs))
+        routes = range(len(takes), len(takes) + len(rules.routes))
+        for route in rules.routes:
+            takes.append(tuple(one.transfer_time(route.kind, route.communicator()) for one in costs))
             device_of.append(-1)
         needs: list[list[int]] = [[] for _ in takes]
         for (device, kind, of), node in names.items():
-            rule = dependencies.rule(device, kind, of)
-            needs[node] += [names[name] for what in rule.after if (name := (device, *what)) in names]
-            if kind is Kind.W:
-                needs[node].append(names[device, Kind.B, of])
+            rule = rules.rule(PassGroup(device, kind, of))
+            needs[node] += [
+                names[name] for need in rule.needs if not need.step and (name := (device, *need[:2])) in names
+            ]
             needs[node] += [routes[route.number] for route in rule.waits]
             for route in rule.feeds:
                 needs[routes[route.number]].append(node)

@@ -35,11 +35,11 @@ class _Pace:
 
 
 class Network:
-    """The networks of all devices, as part of a `Loop`, which keeps the times; n is a collective, ~k is a hop."""
+    """The networks of all devices, as part of a `Loop`, which keeps the times."""
 
     def __init__(self, work: Work, loop: Loop) -> None:
         self.work, self.loop = work, loop
-        self.shared = any(work.items[n].kind in SHARDING_KINDS and work.takes[n] for n in work.beside)
+        self.shared = any(kind in SHARDING_KINDS and work.takes[n] for n, kind in work.beside.items())
         """Whether any collective takes time."""
         self._queues: defaultdict[int, deque[int]] = defaultdict(deque)  # by device; the first collective runs
         self._hops: defaultdict[int, set[int]] = defaultdict(set)
@@ -51,7 +51,7 @@ class Network:
             self.loop.start[number] = now
             self.loop.over(number, now)
             return
-        queue = self._queues[self.work.device_of[number]]
+        queue = self._queues[self.work.numbered.device(number)]
         queue.append(number)
         if len(queue) == 1:
             self._begin(number, now)
@@ -68,7 +68,7 @@ class Network:
         if pace is None or pace.due != now:
             return False
         del self._paces[number]
-        if number < 0:
+        if self.work.numbered.is_transfer(number):
             for device in pace.devices:
                 self._hops[device].discard(number)
         else:
@@ -83,7 +83,7 @@ class Network:
 
     def _begin(self, number: int, now: float) -> None:
         self.loop.start[number] = now
-        self._start(number, (self.work.device_of[number],), self.work.takes[number], now)
+        self._start(number, (self.work.numbered.device(number),), self.work.takes[number], now)
 
     def _start(self, number: int, devices: tuple[int, ...], takes: float, now: float) -> None:
         pace = self._paces[number] = _Pace(devices, takes, now)
@@ -104,6 +104,6 @@ class Network:
                     heappush(self.loop.heap, (pace.due, number))
 
     def _is_shared(self, number: int) -> bool:
-        if number >= 0:
-            return bool(self._hops[self.work.device_of[number]])
+        if not self.work.numbered.is_transfer(number):
+            return bool(self._hops[self.work.numbered.device(number)])
         return any(self._queues[device] for device in self._paces[number].devices)

@@ -8,13 +8,12 @@ from typing import Any
 
 from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
 from evenpipe.schedule.collection import collecting_rarely
-from evenpipe.schedule.passes import SHARDING_KINDS
 
 from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
 from .loop import TRANSFER, Loop
 from .timeline import timeline_of
-from .work import Work
+from .work import COPIES, Work
 
 END = "end"
 """Stands for the wait after the last pass."""
@@ -86,14 +85,15 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     work, loop = _run(program, costs)
     timeline = timeline_of(program, costs, work, loop)
     waiting, slowed = _idle(work, loop, timeline.makespan)
-    return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
+    return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
 
 
 @collecting_rarely()
 def makespan(program: Program, costs: Costs) -> float:
     """Return `simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
     work, loop = _run(program, costs)
-    steps = [n for n, item in enumerate(work.items) if n not in work.beside or item.kind in SHARDING_KINDS]
+    of_passes = (n for row in work.rows for n in row if not work.numbered.is_transfer(n))
+    steps = [n for n in of_passes if work.beside.get(n) not in COPIES]
     return max(loop.end[n] for n in steps) - min(loop.start[n] for n in steps)
 
 
@@ -110,17 +110,15 @@ def _run(program: Program, costs: Costs) -> tuple[Work, Loop]:
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
     """Return `waiting` and `slowed` of a simulation."""
     waiting, slowed = [], []
-    for row in work.rows:
+    for device, row in enumerate(work.rows):
         waits: dict[str, float] = {}
         clock = lost = 0.0
         for n in row:
-            if n < 0 or n in work.beside:
+            if n in work.beside or work.numbered.is_transfer(n):
                 continue
             if loop.start[n] > clock:
                 assert loop.why[n] == TRANSFER
-                who = loop.who[n]
-                device = work.device_of[n]
-                what = (work.items[who].kind if who >= 0 else work.transfers.route[~who].end(device)[0]).value
+                what = work.numbered.item(loop.who[n], device).kind.value
                 waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
             lost += (clock - loop.start[n] - work.takes[n]) if max(loop.slowdown, loop.contention) > 1 else 0.0

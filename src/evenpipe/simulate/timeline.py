@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 
@@ -12,6 +13,7 @@ from .memory import memory_curves
 from .work import COPIES, Work
 
 NOTHING = Cause(START)
+EMPTY: Mapping[int, Transfer] = {}
 
 
 def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
@@ -27,16 +29,16 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
             if isinstance(item, Transfer):
                 issued[n] = item
             found = behind.get(loop.who[n]) if loop.why[n] == DEVICE else None
-            cause = found or _cause(work, loop, n, issued, device)
+            cause = found or cause_of(work, loop, n, device, issued)
             if cause.resource == DEVICE:
                 behind[loop.who[n]] = cause
             event = Event(device, item, loop.start[n], loop.end[n], cause)
-            (others if n < 0 or n in work.beside else computed).append(event)
+            (others if n in work.beside or isinstance(item, Transfer) else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))
     memory = memory_curves(program, costs, work, loop)
-    copies = any(work.items[n].kind in COPIES for n in work.beside)
+    copies = any(kind in COPIES for kind in work.beside.values())
     alike = replace(costs, bytes=1.0, memory=None, slices={})
     on_device = memory_curves(program, alike, work, loop) if copies else None
     placement = program.placement
@@ -52,16 +54,14 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
     )
 
 
-def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:
-    """Return the event of `device` with number n; `issued` has its transfers by number, as it issues them."""
-    item = work.items[n] if n >= 0 else issued[n]
-    return Event(device, item, loop.start[n], loop.end[n], _cause(work, loop, n, issued, device))
+def cause_of(work: Work, loop: Loop, n: int, device: int, issued: Mapping[int, Transfer] = EMPTY) -> Cause:
+    """Return why a pass, or a transfer of a device, did not start earlier.
 
-
-def _cause(work: Work, loop: Loop, n: int, issued: dict[int, Transfer], device: int) -> Cause:
+    issued: transfers of the device by number, as far as they are known.
+    """
     why, who = loop.why[n], loop.who[n]
     if why == START:
         return NOTHING
-    if who >= 0:
-        return Cause(why, work.items[who], work.device_of[who])
-    return Cause(why, issued[who], device)
+    if work.numbered.is_transfer(who):
+        return Cause(why, issued.get(who) or work.numbered.item(who, device), device)
+    return Cause(why, work.item(who), work.numbered.device(who))

@@ -26,7 +26,7 @@ from evenpipe.errors import InputError
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.runtime.result import StepResult
 from evenpipe.schedule import Costs, Program
-from evenpipe.schedule.timeline import peak_activations
+from evenpipe.schedule.held import peak_activations
 from evenpipe.schedule.trace import Trace
 from evenpipe.simulate import simulate
 from evenpipe.train.config import Config

@@ -177,8 +177,8 @@ class PipelineConfig(Section):
         from evenpipe.costs.hardware import find_hardware
         from evenpipe.recipe.recipe import ARRANGE
         from evenpipe.schedule.generators import SCHEDULES
-        from evenpipe.schedule.planning import MODES
         from evenpipe.schedule.registry import options_of
+        from evenpipe.schedule.vocabulary_mode import MODES
 
         options: tuple[str, ...] = ()
         if self.schedule.endswith(".csv"):

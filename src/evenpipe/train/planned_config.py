@@ -16,7 +16,6 @@ from evenpipe.plan.evaluation import Evaluation
 from evenpipe.plan.problem import Problem
 from evenpipe.plan.runnable import refusal
 from evenpipe.schedule import even_split
-from evenpipe.schedule.planning import BARRIERS
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.model_source import is_field, model_config
@@ -117,7 +116,7 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     if parallelism.cp > 1:
         values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage
-    if not BARRIERS[recipe.vocabulary] or split != even_split(problem.layers, len(split)):
+    if not recipe.mode.sharded or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)
     policies = list(one.checkpointing)
     values["checkpointing"] = policies[0] if len(set(policies)) == 1 else policies

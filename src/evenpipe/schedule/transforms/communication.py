@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
-from evenpipe.schedule.dependencies import Dependencies, Route
-from evenpipe.schedule.flows import PER_PAIR
-from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.numbered import ABSENT
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, Item, Kind, Pass, Transfer, TransferKind
-from evenpipe.schedule.places import ABSENT
+from evenpipe.schedule.passes import OFFLOAD_KINDS, Item, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.schedule.rules import PER_PAIR, PassGroup, Route
+from evenpipe.schedule.timing import timed
+from evenpipe.schedule.walk import Walked
 
 from .vocabulary import interval_of
 
@@ -39,7 +38,9 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
     """
     lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
-    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, order.slices, sharing)
+    return Program(
+        order.placement, order.microbatches, rows, order.vocabulary, order.forward_only, order.slices, sharing
+    )
 
 
 class Lowering:
@@ -50,65 +51,59 @@ class Lowering:
 
     def __init__(self, order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> None:
         """Arguments and errors as for `add_communication`."""
-        self._graph = graph = Graph.of(order, Dependencies.of(order, sharing))
-        times = run(order, graph, durations(order, graph, EQUAL_COSTS if costs is None else costs))
-        passes = len(graph.items)
-        instants = times.end[:passes] + times.start[passes:]
+        walked = timed(order, EQUAL_COSTS if costs is None else costs)
+        self._order, self._numbered, self._sharing = order, walked.numbered, sharing
+        first = self._numbered.size - self._numbered.transfers
+        instants = walked.end[:first] + walked.start[first:]
         if sharing != PER_PAIR:
-            _delay_reduces(order, graph, times, instants)
-        self._place = [NOWHERE] * graph.size
+            _delay_reduces(walked, instants)
+        self._place = [NOWHERE] * len(instants)
         """By number, the position in the one list that all rows are parts of."""
-        for place, number in enumerate(sorted(times.happened, key=instants.__getitem__)):
+        for place, number in enumerate(sorted(walked.happened, key=instants.__getitem__)):
             self._place[number] = place
-        self._complete = len(times.happened) == graph.size
-        self._routes: list[list[tuple[Route, range]]] = [[] for _ in range(order.devices)]
-        """Per device, the routes that it is a member of, and the numbers of their transfers."""
-        for route, numbers in graph.transfers.by_route():
-            for device in route.members:
-                self._routes[device].append((route, numbers))
         self._collectives: dict[int, list[Transfer]] = {}
-        """By the first number of a route: all its members share the same objects."""
+        """By number of a route: all its members share the same objects."""
 
     def row(self, device: int) -> tuple[Item, ...]:
         """Return the passes and transfers of `device`, in order."""
-        graph, place = self._graph, self._place
-        passes = range(graph.first[device], graph.first[device + 1])
-        items: dict[int, Item] = dict(zip(passes, graph.items[passes.start : passes.stop], strict=True))
-        for route, numbers in self._routes[device]:
-            items.update(zip(numbers, self._transfers(route, numbers, device), strict=True))
-        there = items if self._complete else [number for number in items if place[number] != NOWHERE]
+        numbered, place = self._numbered, self._place
+        items: dict[int, Item] = dict(zip(numbered.rows[device], self._order.passes(device), strict=True))
+        for route in numbered.rules.routes:
+            if device in route.members:
+                first = route.number * numbered.units - numbered.transfers
+                items.update(zip(range(first, first + numbered.units), self._transfers(route, device), strict=True))
+        there = [number for number in items if place[number] != NOWHERE]
         return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
 
-    def _transfers(self, route: Route, numbers: range, device: int) -> list[Transfer]:
-        """Return the transfers of a route as `device` issues them."""
-        shared = self._collectives.get(numbers.start)
-        if shared is None:
+    def _transfers(self, route: Route, device: int) -> list[Transfer]:
+        """Return the transfers of a route as `device` issues them, by unit."""
+        transfers = self._collectives.get(route.number)
+        if transfers is None:
             kind, stage, peer = route.end(device)
-            members, root, communicator = route.members, route.root, route.communicator
-            _, first, first_slice = self._graph.transfers.carried(numbers.start)
-            slices = range(first_slice, first_slice + min(len(numbers), self._graph.transfers.slices))
-            shared = [
+            members, root, communicator = route.members, route.root, route.communicator(self._sharing)
+            transfers = [
                 Transfer(kind, stage, microbatch, slice_, members, root, communicator, peer)
-                for microbatch in range(first, first + len(numbers) // len(slices))
-                for slice_ in slices
+                for microbatch in self._numbered.microbatches
+                for slice_ in range(self._numbered.slices)
             ]
-            if route.kind not in HOP_KINDS:
-                self._collectives[numbers.start] = shared
-        return shared
+            if not route.is_hop:
+                self._collectives[route.number] = transfers
+        return transfers
 
 
-def _delay_reduces(order: Order, graph: Graph, times: EventTimes, instants: list[float]) -> None:
+def _delay_reduces(walked: Walked, instants: list[float]) -> None:
     """Move the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
-    placement = order.placement
-    places = graph.places[placement.last_device].at
-    quarter = interval_of(order, graph, times) / 4
-    for route, numbers in graph.transfers.by_route():
-        if route.kind is not TransferKind.DX or len(numbers) != order.units:
-            continue
-        for kind in (Kind.B, Kind.I):
-            for number, backward in zip(numbers, places.get((kind, placement.last_stage), ()), strict=False):
-                if backward != ABSENT:
-                    instants[number] = max(instants[number], times.start[backward] - quarter)
+    numbered = walked.numbered
+    placement = numbered.schedule.placement
+    backward = numbered.groups.get(PassGroup(placement.last_device, Kind.B, placement.last_stage))
+    quarter = interval_of(walked) / 4
+    for route in numbered.rules.routes:
+        if route.kind is TransferKind.DX and backward is not None:
+            first = route.number * numbered.units - numbered.transfers
+            for unit in range(numbered.units):
+                if numbered.position[backward + unit] != ABSENT:
+                    wanted = walked.start[backward + unit] - quarter
+                    instants[first + unit] = max(instants[first + unit], wanted)
 
 
 def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:

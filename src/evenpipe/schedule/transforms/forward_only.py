@@ -7,6 +7,7 @@ from dataclasses import replace
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, parts_of
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 from .list_scheduling import Length, list_schedule
 from .vocabulary import add_vocabulary
@@ -17,8 +18,8 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
 
     Devices with several stages run the earliest ready forward instead of taking turns as in training, if that is
     shorter. Vocabulary passes are added anew, with `costs` as for `add_vocabulary`: at their places in training,
-    without backwards in between, devices would wait. The result has one barrier, or 0 as before; an order that only
-    evaluates is returned unchanged. Raises DeadlockError if the forwards cannot complete.
+    without backwards in between, devices would wait. An order that only evaluates is returned unchanged. Raises
+    DeadlockError if the forwards cannot complete.
     """
     if order.forward_only:
         return order
@@ -26,9 +27,9 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
         tuple(part for item in order.passes(device) for part in parts_of(item) if part.kind is Kind.F)
         for device in range(order.devices)
     )
-    forwards = replace(order, rows=rows, barriers=0, forward_only=True)
+    forwards = replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST, forward_only=True)
     costs = EQUAL_COSTS if costs is None else costs
     in_turn, listed = Length.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
     if listed and Length.of(listed, costs).better_than(in_turn):
         forwards = listed
-    return add_vocabulary(forwards, 1, costs) if order.barriers else forwards
+    return add_vocabulary(forwards, costs=costs) if order.vocabulary.sharded else forwards

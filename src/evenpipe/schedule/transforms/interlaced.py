@@ -27,11 +27,11 @@ from dataclasses import replace
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.simpler_costs import simpler
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 from .list_scheduling import Length
 from .vocabulary import INTERVAL, apart_at_the_loss, complete, refuse_unfit, virtual_times
@@ -40,7 +40,7 @@ from .vocabulary import INTERVAL, apart_at_the_loss, complete, refuse_unfit, vir
 def interlace(order: Order, costs: Costs | None = None) -> Order:
     """Return `order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
 
-    The result has two barriers: the backward of the last stage waits for T. The alternating layout, for whole
+    The backward of the last stage waits for T. The alternating layout, for whole
     sequences, uses only the placement and the microbatches of `order`, not its rows. Times of F, B, I and W in `costs`
     (equal stages by default) decide which passes meet in a period. Raises InputError if the order already has
     vocabulary passes, only evaluates or has torch's sharding passes, and if costs are missing or all 0.
@@ -63,16 +63,20 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 
 def at_instants(order: Order, costs: Costs) -> Order:
     """Return the base order with S and T inserted on every device when the last stage's forward ends."""
-    graph = Graph.of(order)
-    times, unit = virtual_times(order, graph, costs)
-    sequence = times.sequence()
+    walked, unit = virtual_times(order, costs)
+    sequence = {number: place for place, number in enumerate(walked.happened)}
     first, last = order.placement.first_stage, order.placement.last_stage
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.
     base: list[list[tuple[int, int, float, Pass]]] = [[] for _ in range(order.devices)]
     inserted: list[tuple[int, int, float, Pass]] = []
-    for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
-        start, end = round(times.start[number] * unit), round(times.end[number] * unit)
+    passes = (
+        (device, number, item)
+        for device, numbers in enumerate(walked.rows)
+        for number, item in zip(numbers, order.passes(device), strict=True)
+    )
+    for device, number, item in passes:
+        start, end = round(walked.start[number] * unit), round(walked.end[number] * unit)
         place = sequence[number]
         for part in parts_of(item):
             base[device].append((start, 1, place, part))
@@ -86,7 +90,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
             if part.kind in {Kind.B, Kind.I} and part.stage == first:
                 inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, *about)))
     rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
-    return replace(order, rows=rows, barriers=2)
+    return replace(order, rows=rows, vocabulary=VocabularyMode.INTERLACED)
 
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
@@ -117,7 +121,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
         ]
         row += [(i + b_period[stage], b_place, Pass(Kind.B, stage, i)) for i in range(microbatches)]
         rows[device] = tuple(item for _, _, item in sorted([*row, *shared], key=_place))
-    return Order(placement, microbatches, tuple(rows), barriers=2)
+    return Order(placement, microbatches, tuple(rows), VocabularyMode.INTERLACED)
 
 
 def backward_first(stage: int, stages: int) -> bool:

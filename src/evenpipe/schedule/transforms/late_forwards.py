@@ -9,10 +9,10 @@ from itertools import pairwise
 from math import inf
 
 from evenpipe.schedule.costs import Costs
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, ROLE, Kind, Pass, parts_of
-from evenpipe.schedule.timing import EventTimes, durations, run
+from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
+from evenpipe.schedule.timing import timed
+from evenpipe.schedule.walk import Walked
 
 Times = list[list[float]]
 """By device and position."""
@@ -21,49 +21,54 @@ Times = list[list[float]]
 def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
     """Return starts and ends of all passes in the event model, with the passes before the first backward of a device as
     late as possible without delaying others; and the earliest ends."""
-    graph = Graph.of(order)
-    takes = durations(order, graph, costs)
-    times = run(order, graph, takes)
-    start, eager_end = list(times.start), times.end
-    passes = len(graph.items)
-    first_backward = [
-        next((n for n in range(*bounds) if _goes_back(graph.items[n])), bounds[1]) for bounds in pairwise(graph.first)
-    ]
-    joins = _joins(order, graph, times)
-    awaited_from = [inf] * (graph.size - passes)
+    walked = timed(order, costs)
+    numbered, rule = walked.numbered, walked.numbered.rule
+    takes = numbered.durations(costs)
+    start, eager_end = list(walked.start), walked.end
+    following = {before: after for row in walked.rows for before, after in pairwise(row)}
+    may_move = {n for device, row in enumerate(walked.rows) for n in row[: _first_backward(order, device)]}
+    joins = _joins(walked)
+    awaited_from = [inf] * numbered.size
     """By transfer, the start of the first pass that waits for it."""
-    for number in reversed(times.happened):
-        if number >= passes:
+    for number in reversed(walked.happened):
+        if numbered.is_transfer(number):
             continue
-        device, here, unit = graph.device_of[number], graph.site[number], graph.offset[number]
-        if number < first_backward[device] < graph.first[device + 1]:
-            latest = start[number + 1]
-            for transfer in graph.waits[graph.site[number + 1]]:
-                waited = transfer + graph.offset[number + 1]
-                if times.start[waited] >= eager_end[number]:  # it is issued in between
-                    latest = min(latest, start[number + 1] - takes[waited])
-            for transfer in graph.feeds[here]:
-                fed = transfer + unit
-                latest = min(latest, awaited_from[fed - passes] - takes[fed])
+        needs = [number + step for step in numbered.needs[rule[number]]]
+        if number in may_move:
+            after = following[number]
+            latest = start[after]
+            for step in numbered.needs[rule[after]]:
+                waited = after + step
+                if numbered.is_transfer(waited) and walked.start[waited] >= eager_end[number]:  # issued in between
+                    latest = min(latest, start[after] - takes[waited])
+            for step in numbered.feeds[rule[number]]:
+                latest = min(latest, awaited_from[number + step] - takes[number + step])
+            device = numbered.device(number)
             joined = bisect_left(joins[device], eager_end[number])
             if joined < len(joins[device]):
                 latest = min(latest, joins[device][joined])
             start[number] = max(start[number], latest - takes[number])
-        for transfer in graph.waits[here]:
-            waited = transfer + unit - passes
+        for waited in needs:
             awaited_from[waited] = min(awaited_from[waited], start[number])
-    starts = [start[first:last] for first, last in pairwise(graph.first)]
-    ends = [[start[n] + takes[n] for n in range(first, last)] for first, last in pairwise(graph.first)]
-    return starts, ends, [eager_end[first:last] for first, last in pairwise(graph.first)]
+    starts = [[start[n] for n in row] for row in walked.rows]
+    ends = [[start[n] + takes[n] for n in row] for row in walked.rows]
+    return starts, ends, [[eager_end[n] for n in row] for row in walked.rows]
 
 
-def _joins(order: Order, graph: Graph, times: EventTimes) -> Times:
+def _first_backward(order: Order, device: int) -> int:
+    """Return the place of the first backward in a row, 0 if there is none."""
+    return next((place for place, item in enumerate(order.passes(device)) if _goes_back(item)), 0)
+
+
+def _joins(walked: Walked) -> Times:
     """Return, by device, when its collectives begin: every member issues them after its preceding passes."""
-    joins: Times = [[] for _ in range(order.devices)]
-    for route, numbers in graph.transfers.by_route():
-        if route.kind not in HOP_KINDS:
+    numbered = walked.numbered
+    joins: Times = [[] for _ in walked.rows]
+    for route in numbered.rules.routes:
+        if not route.is_hop:
+            first = numbered.size - numbered.transfers + route.number * numbered.units
             for device in route.members:
-                joins[device] += [times.start[number] for number in numbers]
+                joins[device] += walked.start[first : first + numbered.units]
     return [sorted(row) for row in joins]
 
 

@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain
 
 from evenpipe.schedule.costs import Costs
-from evenpipe.schedule.dependencies import Dependencies
-from evenpipe.schedule.effects import IN_FLIGHT
-from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.numbered import ABSENT, Numbered
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
-from evenpipe.schedule.places import ABSENT, Places, having
-from evenpipe.schedule.timing import EventTimes, durations, run, timed
+from evenpipe.schedule.passes import OFFLOAD_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.rules import IN_FLIGHT, PassGroup
+from evenpipe.schedule.timing import completed, timed
+from evenpipe.schedule.walk import Completion, Walked, walk
 
 from .memory_plan import MemoryPlan
 
@@ -46,13 +45,12 @@ class Length:
     @classmethod
     def of(cls, order: Order, costs: Costs) -> Length:
         """Return the length of `order` in the event model."""
-        graph, times = timed(order, costs)
-        return cls.between([range(*ends) for ends in pairwise(graph.first)], times)
+        return cls.of_rows(timed(order, costs))
 
     @classmethod
-    def between(cls, rows: Rows, times: EventTimes) -> Length:
-        """Return the length of an order with these rows, timed."""
-        ends = [(times.start[row[0]], times.end[row[-1]]) for row in rows if row]
+    def of_rows(cls, walked: Walked) -> Length:
+        """Return the length of an order that has been walked."""
+        ends = [(walked.start[row[0]], walked.end[row[-1]]) for row in walked.rows if row]
         first, last = min((start for start, _ in ends), default=0.0), max((end for _, end in ends), default=0.0)
         return cls(max((end - start for start, end in ends), default=0.0), last - first)
 
@@ -76,21 +74,20 @@ def list_schedule(
     activations are offloaded or recomputed: then `wishes` decides which passes run early.
     """
     arranger = Arranger.of(wishes, base, limits)
-    rows = [range(*ends) for ends in pairwise(arranger.graph.first)]
-    listed = arranger.listed(rows, arranger.durations(costs), reserve)
+    listed = arranger.listed(arranger.rows, arranger.numbered.durations(costs), reserve)
     return None if listed is None else arranger.order_of(listed)
 
 
 @dataclass(frozen=True, slots=True)
 class Arranger:
-    """Arranges the passes of an order, which have numbers in its graph: what all its arrangements share.
+    """Arranges the passes of an order: what all its arrangements share.
 
     order: the passes of each row, in no order. plans: per device, the numbers of passes that store or release, in an
     order that fits, and what each adds. limits: as for `list_schedule`.
     """
 
     order: Order
-    graph: Graph
+    numbered: Numbered
     links: _Links | None
     plans: list[tuple[list[int], list[int]]]
     limits: Sequence[int] | None
@@ -98,106 +95,101 @@ class Arranger:
     @classmethod
     def of(cls, order: Order, base: Order, limits: Sequence[int] | None) -> Arranger:
         """Arguments as for `list_schedule`."""
-        graph = Graph.of(order, in_order=False)
-        links = _Links.of(order, graph)
-        plans = [] if links is None else [_plan(graph, base, device) for device in range(base.devices)]
-        return cls(order, graph, links, plans, limits)
+        numbered = Numbered(order)
+        links = _Links.of(numbered)
+        plans = [] if links is None else [_plan(numbered, base, device) for device in range(base.devices)]
+        return cls(order, numbered, links, plans, limits)
 
-    def durations(self, costs: Costs) -> list[float]:
-        """Return the duration of everything in the graph, by number."""
-        return durations(self.order, self.graph, costs)
+    @property
+    def rows(self) -> Rows:
+        """The numbers of the passes of `order`."""
+        return self.numbered.rows
 
     def order_of(self, rows: Rows) -> Order:
         """Return the order with these rows."""
-        return replace(self.order, rows=tuple(tuple(map(self.graph.items.__getitem__, row)) for row in rows))
+        passes = []
+        for device, row in enumerate(rows):
+            item_of = dict(zip(self.numbered.rows[device], self.order.passes(device), strict=True))
+            passes.append(tuple(map(item_of.__getitem__, row)))
+        return replace(self.order, rows=tuple(passes))
 
     def length(self, rows: Rows, takes: Sequence[float]) -> Length:
         """Return the length of the order with these rows, which must be sound."""
-        return Length.between(rows, run(self.order, self.graph, takes, rows))
+        return Length.of_rows(completed(walk(self.numbered, Completion.DATA, takes, rows)))
 
     def listed(self, wishes: Rows, takes: Sequence[float], reserve: float = 0.0) -> Rows | None:
         """Return the rows of `list_schedule` for rows of wishes; `takes` has durations by number."""
         if self.links is None:
             return None
+        numbered = self.numbered
         if reserve:
             takes = list(takes)
-            for route, numbers in self.graph.transfers.by_route():
-                if route.kind not in HOP_KINDS:
-                    takes[numbers.start : numbers.stop] = [
-                        time + reserve for time in takes[numbers.start : numbers.stop]
-                    ]
+            for route in numbered.rules.routes:
+                if not route.is_hop:
+                    first = numbered.size - numbered.transfers + route.number * numbered.units
+                    last = first + numbered.units
+                    takes[first:last] = [time + reserve for time in takes[first:last]]
         most: Sequence[int | None] = [None] * self.order.devices if self.limits is None else self.limits
         stages = self.order.placement.stages
         plans = [MemoryPlan(*plan, limit, stages) for plan, limit in zip(self.plans, most, strict=True)]
-        return _run(self.graph, self.links, wishes, plans, takes)
+        return _run(numbered, self.links, wishes, plans, takes)
 
 
-def _plan(graph: Graph, base: Order, device: int) -> tuple[list[int], list[int]]:
+def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list[int]]:
     """Return the plan of one device: its row of `base`."""
-    at = graph.places[device].at
     parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in IN_FLIGHT]
-    numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
-    return numbers, [IN_FLIGHT[part.kind] for part in parts]
+    numbers = [numbered.number(device, part) for part in parts]
+    return [number for number in numbers if number is not None], [IN_FLIGHT[part.kind] for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Which pass waits for which, in a graph whose rows may be reordered.
+    """Which pass waits for which.
 
-    needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
-    consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the pass that waits in
-    another slice of the sequence; empty if sequences are not cut. entrance: by number of a forward of the first stage,
-    the E passes of its unit on all devices.
+    device_of: by number of a pass. needs: by number of a pass, how many passes and transfers it waits for. followers:
+    by rule, steps to passes that wait for such a pass. consumers: by route, the first numbers of groups that wait for
+    its transfers. entrance: by number of a forward of the first stage, the E passes of its unit on all devices.
     """
 
-    needs: bytes
-    followers: list[list[list[int]]]
-    consumers: list[list[list[int]]]
-    beside: list[dict[int, int]]
+    device_of: list[int]
+    needs: list[int]
+    followers: list[tuple[int, ...]]
+    consumers: list[list[int]]
     entrance: dict[int, list[int]]
 
     @classmethod
-    def of(cls, order: Order, graph: Graph) -> _Links | None:
+    def of(cls, numbered: Numbered) -> _Links | None:
         """Return the links of an order that has every pass once, without offload or recomputation; else None."""
-        if not graph.transfers.units or any(not here.at or here.joint or here.odd for here in graph.places):
+        if numbered.apart or numbered.misplaced or numbered.repeated or not _is_complete(numbered):
             return None
-        dependencies = Dependencies.of(order)
-        needs = bytearray(len(graph.items))
-        followers: list[list[list[int]]] = [[] for _ in graph.waits]
-        consumers: list[list[list[int]]] = [[] for _ in graph.transfers.routes]
-        beside: list[dict[int, int]] = [{} for _ in graph.waits if order.slices > 1]
-        for device, here in enumerate(graph.places):
-            roles = _roles(here)
-            if roles is None:
-                return None
-            for (kind, stage), numbers in roles.items():
-                rule = dependencies.rule(device, kind, stage)
-                for needed, of_stage in rule.after:
-                    for producer in (Kind.B, Kind.I) if needed is Kind.B else (needed,):
-                        there = here.at.get((producer, of_stage))
-                        if there:
-                            followers[graph.site[max(there)]].append(numbers)
-                for route in rule.waits:
-                    consumers[route.number].append(numbers)
-                for number in numbers:
-                    if number != ABSENT:
-                        needs[number] = len(rule.after) + len(rule.waits)
-                for needed, of_stage, step in rule.in_sequence if order.slices > 1 else ():
-                    for unit in having(step, order.slices, order.units):
-                        needs[numbers[unit]] += 1
-                        beside[graph.site[roles[needed, of_stage][unit + step]]][unit + step] = numbers[unit]
-        forwards = graph.places[order.placement.first_device].at.get((Kind.F, order.placement.first_stage), [])
-        embedding = [here.at[Kind.E, None] for here in graph.places if (Kind.E, None) in here.at]
-        entrance = {number: [shards[unit] for shards in embedding] for unit, number in enumerate(forwards)}
-        return cls(bytes(needs), followers, consumers, beside, entrance)
+        units, slices, position = numbered.units, numbered.slices, numbered.position
+        needs = [len(numbered.needs[rule]) if rule >= 0 else 0 for rule in numbered.rule[: numbered.passes]]
+        needs = [count if at != ABSENT else NEVER for count, at in zip(needs, position, strict=True)]
+        device_of = [group.device for group in numbered.groups for _ in range(units)]
+        followers: list[list[int]] = [[] for _ in numbered.needs]
+        consumers: list[list[int]] = [[] for _ in numbered.rules.routes]
+        for group, first in numbered.groups.items():
+            for slice_ in range(slices):
+                for step in numbered.needs[numbered.rule[first + slice_]]:
+                    if first + slice_ + step >= 0:
+                        followers[numbered.rule[first + slice_ + step]].append(-step)
+            for route in numbered.rules.rule(group).waits:
+                consumers[route.number].append(first)
+        placement = numbered.schedule.placement
+        embedding = [first for group, first in numbered.groups.items() if group.kind is Kind.E]
+        forwards = numbered.groups[PassGroup(placement.first_device, Kind.F, placement.first_stage)]
+        entrance = {forwards + unit: [first + unit for first in embedding] for unit in range(units)}
+        return cls(device_of, needs, list(map(tuple, followers)), consumers, entrance)
 
-    def held_back(self, graph: Graph, wishes: Rows) -> list[list[int]]:
+    def held_back(self, wishes: Rows) -> list[list[int]]:
         """Return the E passes that wait until a forward of the first stage has run: the first ones for its first
         forward, and so on. The wishes of its device show how far E may be ahead."""
+        device = self.device_of[next(iter(self.entrance))]
+        embedding = {number for shards in self.entrance.values() for number in shards}
         waiting, ahead = 0, 1
         units = []
-        for number in wishes[graph.device_of[next(iter(self.entrance))]] if self.entrance else ():
-            if graph.items[number].kind is Kind.E:
+        for number in wishes[device]:
+            if number in embedding:
                 waiting += 1
                 ahead = max(ahead, waiting)
             elif number in self.entrance:
@@ -206,66 +198,51 @@ class _Links:
         return units[ahead:]
 
 
-def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Return numbers by unit of every kind and stage of a row, B and I as one; None if a pass is not there once."""
-    roles: dict[tuple[Kind, int | None], list[int]] = {}
-    for (kind, stage), numbers in places.at.items():
-        if kind in _UNPLANNED:
-            return None
-        other = roles.setdefault((ROLE[kind], stage), numbers)
-        if other is not numbers:
-            if any((a == ABSENT) == (b == ABSENT) for a, b in zip(other, numbers, strict=True)):
-                return None
-            roles[ROLE[kind], stage] = list(map(max, other, numbers))
-    for (kind, stage), numbers in roles.items():
-        if kind is Kind.W:
-            inputs = places.at.get((Kind.I, stage)) or [ABSENT] * len(numbers)
-            complete = all((a == ABSENT) == (b == ABSENT) for a, b in zip(inputs, numbers, strict=True))
-        else:
-            complete = ABSENT not in numbers
-        if not complete:
-            return None
-    return roles
+def _is_complete(numbered: Numbered) -> bool:
+    """Return whether every device has each of its passes once, and no others than F, B, I, W and vocabulary passes."""
+    position, units, rules = numbered.position, numbered.units, numbered.rules
+    placement = rules.placement
+    kinds = (Kind.F,) if rules.forward_only else (Kind.F, Kind.B)
+    needed = {PassGroup(device, kind, stage) for stage, device in enumerate(placement.stage_device) for kind in kinds}
+    needed |= {PassGroup(device, kind) for kind in rules.vocabulary_kinds for device in range(placement.devices)}
+    if needed - numbered.groups.keys():
+        return False
+    for group, first in numbered.groups.items():
+        if group.kind in OFFLOAD_KINDS or group.kind is Kind.R:
+            return False
+        there = [at != ABSENT for at in position[first : first + units]]
+        if group.kind is not Kind.W and not all(there):
+            return False
+        if group.kind is Kind.W:
+            row = numbered.schedule.rows[group.device]
+            items = [item for item in row if isinstance(item, Pass) and item.stage == group.stage]
+            units_of = {kind: {(i.microbatch, i.slice) for i in items if i.kind is kind} for kind in (Kind.I, Kind.W)}
+            if units_of[Kind.I] != units_of[Kind.W]:
+                return False
+    return True
 
 
-@dataclass(slots=True)
 class _Queues:
     """What may run next.
 
     rank: by number of a pass, its place among all wishes. ranked: numbers by rank. forwards, others: per device, heaps
-    of ranks of ready passes. heap_of: by site, the heap for its passes. stored: by site, whether they count in the
-    memory plan. free: whether each device is idle. asked: free devices that may have a new pass to start. events: a
-    heap of ends of passes, with their ranks, and arrivals of transfers, with their numbers: they are above all ranks.
+    of ranks of ready passes. free: whether each device is idle. asked: free devices that may have a new pass to start.
+    events: a heap of ends of passes, with their ranks, and arrivals of transfers, with numbers above all ranks.
     """
 
-    rank: list[int]
-    ranked: list[int]
-    forwards: list[list[int]]
-    others: list[list[int]]
-    heap_of: list[list[int]]
-    stored: list[bool]
-    free: list[bool]
-    asked: list[int]
-    events: list[tuple[float, int]]
-
-    @classmethod
-    def of(cls, graph: Graph, wishes: Rows) -> _Queues:
-        """Return empty queues."""
-        ranked = list(chain.from_iterable(wishes))
-        rank = [0] * len(ranked)
-        for place, number in enumerate(ranked):
-            rank[number] = place
-        devices, sites = range(len(graph.places)), len(graph.waits)
-        forwards: list[list[int]] = [[] for _ in devices]
-        others: list[list[int]] = [[] for _ in devices]
-        heap_of: list[list[int]] = [[] for _ in range(sites)]
-        stored = [False] * sites
-        for device, here in enumerate(graph.places):
-            for (kind, _), numbers in here.at.items():
-                at = graph.site[max(numbers)]
-                heap_of[at] = (forwards if kind is Kind.F else others)[device]
-                stored[at] = kind in IN_FLIGHT
-        return cls(rank, ranked, forwards, others, heap_of, stored, [True] * len(devices), list(devices), [])
+    def __init__(self, numbered: Numbered, wishes: Rows) -> None:
+        self.ranked = list(chain.from_iterable(wishes))
+        self.rank = [0] * numbered.passes
+        for place, number in enumerate(self.ranked):
+            self.rank[number] = place
+        devices = range(len(wishes))
+        self.forwards: list[list[int]] = [[] for _ in devices]
+        self.others: list[list[int]] = [[] for _ in devices]
+        heaps = [(self.forwards if group.kind is Kind.F else self.others)[group.device] for group in numbered.groups]
+        self.heap_of = [heap for heap in heaps for _ in range(numbered.units)]
+        self.free = [True] * len(devices)
+        self.asked = list(devices)
+        self.events: list[tuple[float, int]] = []
 
 
 Met = Callable[[int], None]
@@ -277,62 +254,60 @@ Arrive = Callable[[int], None]
 
 
 def _counting(
-    graph: Graph, links: _Links, queues: _Queues, needs: bytearray, takes: Sequence[float]
+    numbered: Numbered, links: _Links, queues: _Queues, needs: list[int], takes: Sequence[float]
 ) -> tuple[Met, Complete, Arrive]:
     """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
     transfer."""
-    passes, units = len(graph.items), graph.transfers.units
-    site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
-    followers, consumers, beside = links.followers, links.consumers, links.beside
-    missing = [0] * passes + graph.producers()
+    units, first_transfer, rule, feeds = numbered.units, len(queues.ranked), numbered.rule, numbered.feeds
+    device_of, followers, consumers = links.device_of, links.followers, links.consumers
+    missing = [len(route.producers) for route in numbered.rules.routes for _ in range(units)]
     rank, heap_of, free, asked, events = queues.rank, queues.heap_of, queues.free, queues.asked, queues.events
 
     def met(number: int) -> None:
         needs[number] = left = needs[number] - 1
         if not left:
-            heappush(heap_of[site[number]], rank[number])
+            heappush(heap_of[number], rank[number])
             if free[device_of[number]]:
                 asked.append(device_of[number])
 
     def complete(number: int, now: float) -> None:
-        here, unit = site[number], offset[number]
-        for waiting in followers[here]:
-            met(waiting[unit])
-        if beside and unit in beside[here]:
-            met(beside[here][unit])
-        for base in feeds[here]:
-            transfer = base + unit
+        here = rule[number]
+        for step in followers[here]:
+            met(number + step)
+        for step in feeds[here]:
+            transfer = number + step
             missing[transfer] -= 1
             if not missing[transfer]:
                 if takes[transfer] > 0:
-                    heappush(events, (now + takes[transfer], transfer))
+                    heappush(events, (now + takes[transfer], first_transfer + transfer + len(missing)))
                 else:
-                    arrive(transfer)
+                    arrive(transfer + len(missing))
 
     def arrive(transfer: int) -> None:
-        route, unit = divmod(transfer - passes, units)
+        route, unit = divmod(transfer, units)
         for waiting in consumers[route]:
-            met(waiting[unit])
+            met(waiting + unit)
 
     return met, complete, arrive
 
 
-def _run(graph: Graph, links: _Links, wishes: Rows, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> Rows:
+def _run(numbered: Numbered, links: _Links, wishes: Rows, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> Rows:
     """Return the passes of each device as they ran."""
-    passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
-    queues = _Queues.of(graph, wishes)
-    ranked, forwards, others, stored = queues.ranked, queues.forwards, queues.others, queues.stored
+    devices, device_of = len(plans), links.device_of
+    queues = _Queues(numbered, wishes)
+    ranked, forwards, others = queues.ranked, queues.forwards, queues.others
     free, asked, events = queues.free, queues.asked, queues.events
-    needs, entrance = bytearray(links.needs), links.entrance
-    embedding = links.held_back(graph, wishes)
+    needs, entrance = list(links.needs), links.entrance
+    embedding = links.held_back(wishes)
     for number in chain.from_iterable(embedding):
         needs[number] += 1
     held_back = iter(embedding)
-    met, complete, arrive = _counting(graph, links, queues, needs, takes)
+    met, complete, arrive = _counting(numbered, links, queues, needs, takes)
     rows: list[list[int]] = [[] for _ in range(devices)]
     # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * graph.transfers.units)
-    some_take_nothing = min(takes[:passes]) <= 0
+    of_passes = [takes[number] for number in ranked]
+    moment = 1e-9 * sum(of_passes) / (devices * numbered.units)
+    some_take_nothing = min(of_passes) <= 0
 
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
@@ -348,14 +323,13 @@ def _run(graph: Graph, links: _Links, wishes: Rows, plans: Sequence[MemoryPlan],
 
     def start(device: int, number: int) -> None:
         rows[device].append(number)
-        if stored[site[number]]:
-            plans[device].run(number)
-            if number in entrance:
-                for waiting in next(held_back, ()):
-                    met(waiting)
+        plans[device].run(number)
+        if number in entrance:
+            for waiting in next(held_back, ()):
+                met(waiting)
 
     now = 0.0
-    for number in range(passes):
+    for number in chain.from_iterable(numbered.rows):
         if not needs[number]:
             needs[number] = 1
             met(number)
@@ -386,16 +360,17 @@ def _run(graph: Graph, links: _Links, wishes: Rows, plans: Sequence[MemoryPlan],
         until = events[0][0] + moment
         while events and events[0][0] <= until:
             now, rank = heappop(events)
-            if rank < passes:
+            if rank < len(ranked):
                 number = ranked[rank]
                 device = device_of[number]
                 free[device] = True
                 asked.append(device)
                 complete(number, now)
             else:
-                arrive(rank)
-    assert sum(map(len, rows)) == passes, "list scheduling has completed"
+                arrive(rank - len(ranked))
+    assert sum(map(len, rows)) == len(ranked), "list scheduling has completed"
     return rows
 
 
-_UNPLANNED = OFFLOAD_KINDS | {Kind.R}
+NEVER = 1 << 30
+"""Needs of a pass that is not there."""

@@ -47,8 +47,10 @@ class MemoryPlan:
         return True
 
     def run(self, number: int) -> None:
-        """Record that this pass of the plan runs now."""
-        turn, holds, ran = self._turn[number], self._holds, self._ran
+        """Record that a pass runs now; those that are not in the plan store nothing."""
+        turn, holds, ran = self._turn.get(number), self._holds, self._ran
+        if turn is None:
+            return
         self._held += holds[turn]
         ran[turn] = 1
         if turn > self._next:

@@ -33,8 +33,9 @@ from typing import NamedTuple
 from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import ASSUMED_COPY, EQUAL_COSTS, Costs
+from evenpipe.schedule.held import held_along
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of, unit_of
+from evenpipe.schedule.passes import OFFLOAD_KINDS, ROLE, Kind, Pass, parts_of, unit_of
 
 from .bytes_held import BytesHeld
 from .copy_lanes import BACK, OUT, Copy, Lanes, ends_of
@@ -190,17 +191,12 @@ class _Plan:
 
     def _held(self, device: int) -> Iterator[float]:
         """Return the most bytes during each pass of a row, with everything kept."""
-        held = 0.0
-        for item in self.rows[device]:
-            less = 0.0
-            for part in parts_of(item):
-                values = self.deltas[part.slice].get(part.kind)
-                if values is not None:
-                    index = device if part.kind in VOCABULARY_KINDS else part.stage
-                    assert index is not None
-                    held, less = held + max(0.0, values[index]), less + min(0.0, values[index])
-            yield held
-            held += less
+
+        def added(part: Pass) -> float:
+            sizes = self.deltas[part.slice].get(part.kind)
+            return 0.0 if sizes is None else sizes[device if part.stage is None else part.stage]
+
+        return (most for _, most, _ in held_along(self.rows[device], added))
 
     def _stays_at(self, device: int, place: int) -> Iterator[_Stay]:
         """Return the activations that are made before a position and used after it."""

@@ -38,7 +38,7 @@ def add_sharding(
     ahead = 1 if prefetch is None and reshard else prefetch
     rows: list[Any] = []  # of passes alone if they were so before
     for device in range(schedule.devices):
-        parts = parts_of_device(schedule.placement, schedule.barriers, device, tied=tied)
+        parts = parts_of_device(schedule.placement, schedule.vocabulary, device, tied=tied)
         rows.append(tuple(_sharded(schedule, device, parts, gathers=gathers, reshard=reshard, ahead=ahead)))
     return replace(schedule, rows=tuple(rows))
 
@@ -56,7 +56,7 @@ def _sharded(
 ) -> list[Item]:
     """Return the row of a device that has these parts. `ahead`: parts, None for all."""
     row = [item for item in schedule.rows[device] if item is not None]
-    users = Users(schedule.placement, schedule.barriers, parts)
+    users = Users(schedule.placement, schedule.vocabulary, parts)
     uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]
     last = {part: position for position, used in enumerate(uses) for part in used}
     given = [item for item in row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]

@@ -28,11 +28,11 @@ from math import ceil
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import EQUAL_COSTS
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
-from evenpipe.schedule.places import ABSENT
-from evenpipe.schedule.timing import EventTimes, timed
+from evenpipe.schedule.rules import PassGroup
+from evenpipe.schedule.timing import timed
+from evenpipe.schedule.walk import Walked
 from evenpipe.words import count
 
 from .vocabulary import interval_of
@@ -52,18 +52,18 @@ def add_slices(order: Order, slices: int) -> Order:
     if slices == 1:
         return order
     _refuse_unfit(order, slices)
-    graph, times = timed(order, EQUAL_COSTS)
-    later, sequence = _delay(order, graph, times, slices), times.sequence()
+    walked = timed(order, EQUAL_COSTS)
+    later = _delay(order, walked, slices)
+    sequence = {number: place for place, number in enumerate(walked.happened)}
     rows = []
-    for device in range(order.devices):
+    for device, numbers in enumerate(walked.rows):
         placed = []
-        for number in range(graph.first[device], graph.first[device + 1]):
-            item = graph.items[number]
+        for number, item in zip(numbers, order.passes(device), strict=True):
             assert item.microbatch is not None
             back = item.kind in _BACK
             unit = _turned(item.microbatch, slices) if back else item.microbatch
             moved = Pass(item.kind, item.stage, *divmod(unit, slices))
-            placed.append((times.start[number] + (later if back else 0.0), _RANK[item.kind], sequence[number], moved))
+            placed.append((walked.start[number] + (later if back else 0.0), _RANK[item.kind], sequence[number], moved))
         rows.append(tuple(moved for *_, moved in sorted(placed, key=lambda place: place[:3])))
     return replace(order, microbatches=order.microbatches // slices, rows=tuple(rows), slices=slices)
 
@@ -73,19 +73,16 @@ def _turned(k: int, slices: int) -> int:
     return k - k % slices + slices - 1 - k % slices
 
 
-def _delay(order: Order, graph: Graph, times: EventTimes, slices: int) -> float:
+def _delay(order: Order, walked: Walked, slices: int) -> float:
     """Return by how much backwards move later: at least 0, in whole intervals."""
-    here = graph.places[order.placement.last_device]
-    last = order.placement.last_stage
-    forwards = here.at[Kind.F, last]
-    backwards = [here.at[kind, last] for kind in (Kind.B, Kind.I) if (kind, last) in here.at]
-    most = max(
-        times.end[forwards[_turned(k, slices)]] - times.start[backward]
-        for numbers in backwards  # DualPipeV has both kinds
-        for k, backward in enumerate(numbers)
-        if backward != ABSENT
+    placement, groups = order.placement, walked.numbered.groups
+    forward, backward = (
+        groups[PassGroup(placement.last_device, kind, placement.last_stage)] for kind in (Kind.F, Kind.B)
     )
-    interval = interval_of(order, graph, times)
+    most = max(
+        walked.end[forward + _turned(k, slices)] - walked.start[backward + k] for k in range(walked.numbered.units)
+    )
+    interval = interval_of(walked)
     return max(0, ceil(most / interval - _ROUNDING)) * interval
 
 

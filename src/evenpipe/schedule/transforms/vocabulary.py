@@ -31,22 +31,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain
 from math import inf
-from operator import sub
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
-from evenpipe.schedule.flows import vocabulary_kinds
-from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.held import peak_activations
+from evenpipe.schedule.numbered import Numbered
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.simpler_costs import simpler
-from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import EventTimes, durations, run
-from evenpipe.words import count
+from evenpipe.schedule.timing import timed
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
+from evenpipe.schedule.walk import Walked
 
 from .list_scheduling import Arranger, Length, Rows
 
@@ -104,20 +103,20 @@ no time of its own."""
 
 
 @collecting_rarely()
-def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
-    """Return `order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
+def add_vocabulary(order: Order, mode: str = "vocab-2", costs: Costs | None = None) -> Order:
+    """Return `order` with E, S, T and G on every device, and C in mode vocab-2, or without it in mode vocab-1.
 
-    An order that only evaluates gets E, S and C; its barrier is one. `costs` (equal stages by default) decide the
-    positions; vocabulary passes without a time take 0. No device holds more stage activations than `peak_limits`,
-    unless `order` offloads or recomputes: such orders are sorted in any case. Raises InputError if the order already
-    has vocabulary passes or torch's sharding passes, if all its costs are 0, and for another number of barriers.
+    An order that only evaluates gets E, S and C. `costs` (equal stages by default) decide the positions; vocabulary
+    passes without a time take 0. No device holds more stage activations than `peak_limits`, unless `order` offloads or
+    recomputes: such orders are sorted in any case. Raises InputError if the order already has vocabulary passes or
+    torch's sharding passes, if all its costs are 0, and for another mode.
     """
-    if barriers not in ((1,) if order.forward_only else (1, 2)):
-        accepted = "1, as for every evaluation" if order.forward_only else "1 (vocab-2) or 2 (vocab-1)"
-        raise InputError(f"barriers must be {accepted}, not {barriers}")
+    mode = VocabularyMode.of(mode)
+    if mode not in (VocabularyMode.VOCAB_1, VocabularyMode.VOCAB_2):
+        raise InputError(f"mode is {mode}, expected vocab-1 or vocab-2")
     costs = complete(costs)
     refuse_unfit(order)
-    passes = Passes.of(apart_at_the_loss(order), barriers)
+    passes = Passes.of(apart_at_the_loss(order), mode)
     best = passes.placed(costs, costs)
     # Virtual times of equal slices or passes keep the pattern of the order, which may be worth more.
     others = [costs.on_average] if costs.slices else []
@@ -126,10 +125,10 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
         even = passes.placed(costs, other)
         best = even if even.better_than(best) else best
     for other in simple[1:]:  # so may an order that is arranged by coarse times throughout
-        if not any(durations(passes.order, passes.graph, other)):  # forwards alone, each less than half a part
+        if not any(Numbered(passes.order).durations(other)):  # forwards alone, each less than half a part
             continue
         found = passes.placed(other, other)
-        coarse = passes.timed(found.rows, passes.arranger.durations(costs))
+        coarse = passes.timed(found.rows, passes.arranger.numbered.durations(costs))
         best = coarse if found.length.span < inf and coarse.better_than(best) else best
     return passes.arranger.order_of(best.rows)
 
@@ -159,10 +158,11 @@ def apart_at_the_loss(order: Order) -> Order:
     return replace(order, rows=rows)
 
 
-def peak_limits(order: Order, barriers: int) -> list[int]:
+def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
     """Return the stage activations each device may hold: those of `order`, and one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
-    return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
+    more = mode.barriers
+    return [int(peak_activations(order.passes(device))) + more * len(held) for device, held in enumerate(stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,39 +181,31 @@ class Arrangement:
 class Passes:
     """The passes of an order and those of the vocabulary, which all its arrangements share.
 
-    graph: of the order. arranger: of all passes; a row has those of the order as they are there, and then those of the
-    vocabulary, the same on all devices. added: by number in `graph`, passes of the first and the last stage, each with
-    the place, among those of the vocabulary, of the first one whose time follows from it. vocabulary: per device, the
-    number of the first vocabulary pass.
+    order: without vocabulary passes. mode: of the arrangements. arranger: of all passes; a row has those of the order
+    as they are there, and then those of the vocabulary, the same on all devices. vocabulary: by pass of the first and
+    the last stage, the place, among those of the vocabulary, of the first one whose time follows from it.
     """
 
     order: Order
-    barriers: int
-    graph: Graph
+    mode: VocabularyMode
     arranger: Arranger
-    added: dict[int, list[tuple[Pass, int]]]
-    vocabulary: list[int]
+    vocabulary: dict[Pass, int]
 
     @classmethod
-    def of(cls, order: Order, barriers: int) -> Passes:
+    def of(cls, order: Order, mode: VocabularyMode) -> Passes:
         """Return the passes of an order in which no joint pass holds F and B of the last stage for one microbatch."""
-        graph = Graph.of(order)
         ends = (order.placement.first_stage, order.placement.last_stage)
-        added: dict[int, list[tuple[Pass, int]]] = {}
+        places: dict[Pass, int] = {}
         vocabulary: list[Pass] = []
-        for number, item in enumerate(graph.items):
-            for part in parts_of(item):
-                if part.stage in ends:
-                    added.setdefault(number, []).append((part, len(vocabulary)))
-                    kinds = (kind for _, kind in _companions(part, 0, 0, order, barriers))
-                    vocabulary += [Pass(kind, None, part.microbatch, part.slice) for kind in kinds]
-        rows = [
-            [part for item in graph.items[first:end] for part in parts_of(item)] for first, end in pairwise(graph.first)
-        ]
-        unordered = replace(order, rows=tuple((*row, *vocabulary) for row in rows), barriers=barriers)
-        limits = None if order.forward_only else peak_limits(order, barriers)
-        arranger = Arranger.of(unordered, order, limits)
-        return cls(order, barriers, graph, arranger, added, [end - len(vocabulary) for end in arranger.graph.first[1:]])
+        rows = [[part for item in order.passes(device) for part in parts_of(item)] for device in range(order.devices)]
+        for part in chain.from_iterable(rows):
+            if part.stage in ends:
+                places[part] = len(vocabulary)
+                kinds = (kind for _, kind in _companions(part, 0, 0, order, mode))
+                vocabulary += [Pass(kind, None, part.microbatch, part.slice) for kind in kinds]
+        unordered = replace(order, rows=tuple((*row, *vocabulary) for row in rows), vocabulary=mode)
+        limits = None if order.forward_only else peak_limits(order, mode)
+        return cls(order, mode, Arranger.of(unordered, order, limits), places)
 
     def timed(self, rows: Rows, takes: Sequence[float]) -> Arrangement:
         """Return the arrangement with these rows; `takes` has durations by number."""
@@ -221,12 +213,12 @@ class Passes:
 
     def placed(self, costs: Costs, virtual: Costs) -> Arrangement:
         """Return the best arrangement by virtual times of `virtual`, in a step with `costs`."""
-        times, takes = VirtualTimes.of(self, virtual), self.arranger.durations(costs)
+        times, takes = VirtualTimes.of(self, virtual), self.arranger.numbered.durations(costs)
         best = self.timed(times.sort(FIXED), takes)
         if self._holds_too_much(best.rows):
             best = replace(best, length=replace(best.length, span=inf))
         enough = (times.makespan + self._vocabulary_work(costs)) * 1.001
-        for wishes in LISTS[0 if self.order.forward_only else self.barriers]:
+        for wishes in LISTS[0 if self.order.forward_only else self.mode.barriers]:
             listed = self.arranger.listed(times.sort(wishes), takes, wishes.reserve * times.stage_work)
             if listed is not None:
                 arrangement = self.timed(listed, takes)
@@ -236,15 +228,16 @@ class Passes:
         return best
 
     def _holds_too_much(self, rows: Rows) -> bool:
-        limits, items = self.arranger.limits, self.arranger.graph.items
+        limits = self.arranger.limits
+        order = self.arranger.order_of(rows)
         return limits is not None and any(
-            peak_activations(items[number] for number in row) > most for row, most in zip(rows, limits, strict=True)
+            peak_activations(order.passes(device)) > most for device, most in enumerate(limits)
         )
 
     def _vocabulary_work(self, costs: Costs) -> float:
         """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
         times = costs.device_times(self.order.placement)
-        kinds = vocabulary_kinds(self.barriers, self.order.forward_only)
+        kinds = self.mode.kinds(forward_only=self.order.forward_only)
         return self.order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
 
 
@@ -269,35 +262,43 @@ class VirtualTimes:
     @classmethod
     def of(cls, passes: Passes, costs: Costs) -> VirtualTimes:
         """Return the virtual times by the rules above."""
-        order, graph, barriers = passes.order, passes.graph, passes.barriers
-        times, unit = virtual_times(order, graph, costs)
+        order, mode = passes.order, passes.mode
+        walked, unit = virtual_times(order, costs)
         groups: list[list[list[int]]] = [[[] for _ in order.rows] for _ in range(3)]
         forwards, backwards, weights = groups
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
-        delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
-        for device, (first, end) in enumerate(pairwise(graph.first)):
-            place = passes.arranger.graph.first[device]
-            for number in range(first, end):
-                virtual = round(times.start[number] * unit)
-                for part in parts_of(graph.items[number]):
+        delay_of = {kind: mode.barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
+        at_the_ends = order.placement.first_stage, order.placement.last_stage
+        ends: dict[int, tuple[Pass, ...]] = {}
+        """Passes of the first and the last stage, by number."""
+        work = 0.0
+        for device, numbers in enumerate(walked.rows):
+            place = 0
+            for number, item in zip(numbers, order.passes(device), strict=True):
+                virtual = round(walked.start[number] * unit)
+                work += walked.end[number] - walked.start[number]
+                for part in parts_of(item):
                     start = virtual + delay_of[part.kind]
                     group_of[part.kind][device].append((start * _RANKS + 1) << _INDEX_BITS | place)
                     place += 1
+                    if part.stage in at_the_ends:
+                        ends[number] = (*ends.get(number, ()), part)
         vocabulary: list[tuple[int, Kind, int]] = []
-        for number in times.happened:
-            for part, at in passes.added.get(number, ()):
-                start = round(times.start[number] * unit) + delay_of[part.kind]
-                found = _companions(part, start, round(times.end[number] * unit), order, barriers)
+        for number in walked.happened:
+            for part in ends.get(number, ()):
+                start = round(walked.start[number] * unit) + delay_of[part.kind]
+                found = _companions(part, start, round(walked.end[number] * unit), order, mode)
+                at = passes.vocabulary[part]
                 vocabulary += [(time, kind, at + turn) for turn, (time, kind) in enumerate(found)]
-        count = len(graph.items)
-        makespan = max(times.end[:count]) - min(times.start[:count])
-        stage_work = sum(map(sub, times.end[:count], times.start[:count])) / (order.units * order.placement.stages)
+        makespan = Length.of_rows(walked).makespan
+        stage_work = work / (order.units * order.placement.stages)
         return cls(passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
 
     def sort(self, wishes: Wishes) -> Rows:
         """Return each device's passes by virtual time, then by rank; ties keep the order of the event model."""
-        order, count, at = self.passes.order, len(self.passes.arranger.graph.items), (1 << _INDEX_BITS) - 1
-        rank = wishes.ranks[0 if order.forward_only else self.passes.barriers]
+        arranger = self.passes.arranger
+        count, at = max(map(len, arranger.rows)), (1 << _INDEX_BITS) - 1
+        rank = wishes.ranks[0 if self.passes.order.forward_only else self.passes.mode.barriers]
         later = [
             round(share * INTERVAL) * _RANKS << _INDEX_BITS
             for share in (wishes.backwards, wishes.weights, wishes.outputs)
@@ -310,15 +311,17 @@ class VirtualTimes:
         )
         turns = [index for _, _, index in self.vocabulary]
         rows = []
-        groups = zip(self.forwards, self.backwards, self.weights, self.passes.vocabulary, strict=True)
-        for forwards, backwards, weights, shared in groups:
+        for forwards, backwards, weights, numbers in zip(
+            self.forwards, self.backwards, self.weights, arranger.rows, strict=True
+        ):
             places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
-            numbers = [place & at for place in sorted(places + vocabulary)]
-            rows.append([number if number < count else shared + turns[number - count] for number in numbers])
+            added = numbers[len(places) :]
+            indices = [place & at for place in sorted(places + vocabulary)]
+            rows.append([numbers[index] if index < count else added[turns[index - count]] for index in indices])
         return rows
 
 
-def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Kind]]:
+def _companions(part: Pass, start: int, end: int, order: Order, mode: VocabularyMode) -> Iterator[tuple[int, Kind]]:
     """Return time and kind of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     if part.kind is Kind.F and part.stage == order.placement.first_stage:
         yield start - INTERVAL, Kind.E
@@ -328,7 +331,7 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
             yield end + INTERVAL, Kind.C
             return
         yield end + INTERVAL, Kind.T
-        if barriers == 1:
+        if mode.combining is Kind.C:
             yield end + INTERVAL // 2, Kind.C
     if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
         yield start + INTERVAL, Kind.G
@@ -336,28 +339,33 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
 
 def refuse_unfit(order: Order) -> None:
     """Raise InputError for an order to which no vocabulary passes can be added."""
-    if order.barriers:
-        raise InputError(f"the order has vocabulary passes already, with {count(order.barriers, 'barrier')}")
+    if order.vocabulary.sharded:
+        raise InputError(f"the order has the vocabulary passes of {order.vocabulary} already")
     if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
 
 
-def virtual_times(order: Order, graph: Graph, costs: Costs) -> tuple[EventTimes, float]:
+def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
     """Return when everything in the base order runs, and the virtual time per unit of time."""
-    times = run(order, graph, durations(order, graph, costs))
-    interval = interval_of(order, graph, times)
+    walked = timed(order, costs)
+    interval = interval_of(walked)
     if interval <= 0:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-    return times, INTERVAL / interval
+    return walked, INTERVAL / interval
 
 
-def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
-    """Return the work of the busiest device per unit, without vocabulary passes."""
-    work = [0.0] * order.devices
-    for number, (device, item) in enumerate(zip(graph.device_of, graph.items, strict=True)):
-        if item.kind not in VOCABULARY_KINDS:
-            work[device] += times.end[number] - times.start[number]
-    return max(work) / order.units
+def interval_of(walked: Walked) -> float:
+    """Return the work of the busiest device per unit, without vocabulary passes, of a timed order."""
+    schedule = walked.numbered.schedule
+    work = [
+        sum(
+            walked.end[number] - walked.start[number]
+            for number, item in zip(numbers, schedule.order.passes(device), strict=True)
+            if item.kind not in VOCABULARY_KINDS
+        )
+        for device, numbers in enumerate(walked.rows)
+    ]
+    return max(work) / schedule.units
 
 
 _RANKS = 8

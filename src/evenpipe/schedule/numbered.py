@@ -1,0 +1,276 @@
+"""A schedule in numbers, for fast work on millions of passes.
+
+All passes of a group (kind, stage and device) have consecutive numbers, by unit: what a pass needs is the same number
+of steps away in every unit, so needs are tuples of steps, resolved once per group and slice. Transfers have negative
+numbers, route by route and by unit, so that lists over all numbers have them at their other end. In between are the
+passes *apart*, which are about no single unit: passes that run as one, and what gathers, frees and sums parameters.
+
+    0 ... passes - 1     passes, by group and unit
+    - size + passes      the last pass apart; the first is - transfers - 1
+    - transfers ... -1   transfers, by route and unit
+
+A pass that runs as one with others waits for what all its parts need, takes their time, and makes what they make when
+it ends. Its parts have numbers too, which happen with it.
+
+The schedule may lack passes, repeat them, or have some that belong nowhere: those have no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .costs import Costs, PassTimes
+from .order import DeviceRows
+from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, Transfer, parts_of
+from .rules import IF_PRESENT, PassGroup, Route, Rules
+
+ABSENT = -1
+"""Position of a pass or transfer that is in no row."""
+
+
+class Apart(NamedTuple):
+    """A pass that is about no single unit. parts: numbers of the passes that run as one."""
+
+    device: int
+    position: int
+    item: Pass
+    parts: tuple[int, ...]
+
+
+class Numbered:
+    """The numbers of an order or program.
+
+    Attributes:
+        rows: per device, numbers in the order of its row, each once.
+        groups: the first number of each group.
+        position: by number of a pass of a group, its position in the row of its device, or ABSENT.
+        issued: per device, by number of a route, positions of its transfers by unit.
+        apart: passes apart, the first of which has the number -transfers - 1, the next one less, and so on.
+        misplaced, repeated: (device, position) of items that belong nowhere, or are in the row already.
+        needs, uses, feeds: by `rule[number]`, steps to passes and transfers that must be over, to transfers that must
+            be issued before, and to those that it makes ready.
+    """
+
+    def __init__(self, schedule: DeviceRows) -> None:
+        self.schedule, self.rules, self.slices = schedule, Rules.of(schedule), schedule.slices
+        self.microbatches = _microbatches(schedule)
+        self._turn = {microbatch: turn for turn, microbatch in enumerate(self.microbatches)}
+        self.units = len(self.microbatches) * self.slices
+        self.transfers = len(self.rules.routes) * self.units
+        self.groups: dict[PassGroup, int] = {}
+        self.kinds: dict[tuple[int, Kind, int | None], int] = {}
+        """The first number of each device, kind (B or I) and stage in the rows."""
+        self.position: list[int] = []
+        self.issued: list[dict[int, list[int]]] = [{} for _ in schedule.rows]
+        self.apart: list[Apart] = []
+        self.misplaced: list[tuple[int, int]] = []
+        self.repeated: list[tuple[int, int]] = []
+        self.rows = [self._number_row(device, row) for device, row in enumerate(schedule.rows)]
+        self._resolve_rules()
+
+    # --- numbers ---------------------------------------------------------------------------------------------------
+
+    def _number_row(self, device: int, row: Sequence[Item | None]) -> list[int]:
+        numbers: list[int] = []
+        places: dict[tuple[object, ...], tuple[int, list[int], int] | None] = {}
+        for position, item in enumerate(row):
+            if item is None:
+                continue
+            key = (item.kind, item.stage, item.peer) if isinstance(item, Transfer) else (item.kind, item.stage)
+            try:
+                place = places[key]
+            except KeyError:
+                place = places[key] = self._place(device, item)
+            if place is None:
+                if isinstance(item, Pass) and (item.parts or item.kind in SHARDING_KINDS):
+                    numbers.append(self._number_apart(device, position, item))
+                else:
+                    self.misplaced.append((device, position))
+                continue
+            first, positions, start = place
+            unit = self._unit(item)
+            if unit is None:
+                self.misplaced.append((device, position))
+            elif positions[start + unit] != ABSENT:
+                self.repeated.append((device, position))
+            else:
+                positions[start + unit] = position
+                numbers.append(first + unit)
+        return numbers
+
+    def _place(self, device: int, item: Item) -> tuple[int, list[int], int] | None:
+        """The number of unit 0, a list of positions and the place of unit 0 in it; None for what does not belong."""
+        if isinstance(item, Transfer):
+            route = self.rules.route(device, item)
+            if route is None:
+                return None
+            positions = self.issued[device][route.number] = [ABSENT] * self.units
+            return route.number * self.units - self.transfers, positions, 0
+        group = self.rules.group(device, item.kind, item.stage)
+        if group is None:
+            return None
+        first = self.kinds[device, item.kind, item.stage] = self._first(group)
+        return first, self.position, first
+
+    def _first(self, group: PassGroup) -> int:
+        first = self.groups.get(group)
+        if first is None:
+            first = self.groups[group] = len(self.position)
+            self.position += [ABSENT] * self.units
+        return first
+
+    def _unit(self, item: Item) -> int | None:
+        turn = self._turn.get(item.microbatch)  # type: ignore[arg-type]
+        return None if turn is None or item.slice >= self.slices else turn * self.slices + item.slice
+
+    def _number_apart(self, device: int, position: int, item: Pass) -> int:
+        parts = []
+        for part in item.parts:
+            place, unit = self._place(device, part), self._unit(part)
+            if place is None or unit is None:
+                self.misplaced.append((device, position))
+            elif self.position[n := place[0] + unit] != ABSENT:
+                self.repeated.append((device, position))
+            else:
+                self.position[n] = position
+                parts.append(n)
+        self.apart.append(Apart(device, position, item, tuple(parts)))
+        return -self.transfers - len(self.apart)
+
+    # --- rules -----------------------------------------------------------------------------------------------------
+
+    def _resolve_rules(self) -> None:
+        units, slices = self.units, self.slices
+        self.needs: list[tuple[int, ...]] = []
+        self.uses: list[tuple[int, ...]] = []
+        self.feeds: list[tuple[int, ...]] = []
+        self.rule: list[int] = []
+        for group, first in list(self.groups.items()):
+            rule = self.rules.rule(group)
+            uses, waits, feeds = (
+                tuple(route.number * units - self.transfers - first for route in routes)
+                for routes in (rule.uses, rule.waits, rule.feeds)
+            )
+            self.rule += list(range(len(self.needs), len(self.needs) + slices)) * (units // slices)
+            for slice_ in range(slices):
+                own = []
+                for kind, stage, step in rule.needs:
+                    needed = PassGroup(group.device, kind, stage)
+                    if 0 <= slice_ + step < slices and (kind not in IF_PRESENT or needed in self.groups):
+                        own.append(self._first(needed) + step - first)
+                self.needs.append((*own, *waits))
+                self.uses.append(uses)
+                self.feeds.append(feeds)
+        self.passes = len(self.position)
+        self._groups = list(self.groups)
+        self.rule += [-1] * (self.passes - len(self.rule))  # of groups that others need, but that are in no row
+        of_apart = []
+        for number, apart in enumerate(self.apart, 1):
+            of_apart.append(len(self.needs))
+            here = -self.transfers - number
+            for table in (self.needs, self.uses, self.feeds):
+                steps = [
+                    part + step - here
+                    for turn, part in enumerate(apart.parts)
+                    for step in table[self.rule[part]]
+                    if part + step not in apart.parts[:turn]
+                ]
+                table.append(tuple(steps))
+        self.rule += of_apart[::-1] + [-1] * self.transfers
+        self.size = len(self.rule)
+
+    # --- what a number is --------------------------------------------------------------------------------------------
+
+    def number(self, device: int, item: Item) -> int | None:
+        """The number of a pass of a group, or of a transfer, on a device; None if it has none there."""
+        unit, first = self._unit(item), None
+        if isinstance(item, Transfer):
+            if route := self.rules.route(device, item):
+                first = route.number * self.units - self.transfers
+        elif group := self.rules.group(device, item.kind, item.stage):
+            first = self.groups.get(group)
+        return None if first is None or unit is None else first + unit
+
+    def is_transfer(self, n: int) -> bool:
+        """Whether `n` is a transfer."""
+        return -self.transfers <= n < 0
+
+    def route(self, n: int) -> Route:
+        """The route of a transfer."""
+        return self.rules.routes[(n + self.transfers) // self.units]
+
+    def about(self, n: int) -> tuple[int, int]:
+        """The microbatch and slice of a pass of a group, or of a transfer."""
+        turn, slice_ = divmod((n + self.transfers if n < 0 else n) % self.units, self.slices)
+        return self.microbatches[turn], slice_
+
+    def position_of(self, n: int, device: int) -> int:
+        """The position of a pass, or of a transfer in the row of a device; ABSENT if it is not there."""
+        if n >= 0:
+            return self.position[n]
+        if n < -self.transfers:
+            return self.apart[-self.transfers - 1 - n].position
+        route, unit = divmod(n + self.transfers, self.units)
+        positions = self.issued[device].get(route)
+        return ABSENT if positions is None else positions[unit]
+
+    def item(self, n: int, device: int) -> Item:
+        """A pass or transfer as `device` calls it; B for a backward that is in no row."""
+        if n < -self.transfers:
+            return self.apart[-self.transfers - 1 - n].item
+        if n < 0:
+            return self.route(n).transfer(device, *self.about(n))
+        group, unit = self._groups[n // self.units], n % self.units
+        if self.position[n] != ABSENT:
+            there = self.schedule.rows[group.device][self.position[n]]
+            assert isinstance(there, Pass)
+            if not there.parts:
+                return there
+            for part in there.parts:
+                if ROLE[part.kind] is group.kind and part.stage == group.stage and self._unit(part) == unit:
+                    return part
+        return Pass(group.kind, group.stage, *self.about(n))
+
+    def device(self, n: int) -> int:
+        """The device of a pass."""
+        return self.apart[-self.transfers - 1 - n].device if n < 0 else self._groups[n // self.units].device
+
+    def durations(self, costs: Costs) -> list[float]:
+        """By number, how long it takes; 0 for parts of passes that run as one.
+
+        Raises InputError if `costs` lack a kind, or have lists of the wrong length.
+        """
+        schedule, units, slices = self.schedule, self.units, self.slices
+        times = PassTimes(costs, schedule.placement, slices)
+        takes = [0.0] * self.size
+        for (device, kind, stage), first in self.kinds.items():
+            each = [times.of(Pass(kind, stage, 0, slice_), device) for slice_ in range(slices)]
+            takes[first : first + units] = each * (units // slices)
+        both = {(device, stage) for device, kind, stage in self.kinds if kind is Kind.I} & {
+            (device, stage) for device, kind, stage in self.kinds if kind is Kind.B
+        }
+        for device, _ in both:  # some backwards of a stage are whole, others split
+            for n in self.rows[device]:
+                if n >= 0 and isinstance(item := schedule.rows[device][self.position[n]], Pass):
+                    takes[n] = times.of(item, device)
+        for number, apart in enumerate(self.apart, 1):
+            takes[-self.transfers - number] = times.of(apart.item, apart.device)
+            for part in apart.parts:
+                takes[part] = 0.0
+        of_slices = costs.by_slice(slices if costs.slices else 1)
+        for route in self.rules.routes:
+            first = self.size - self.transfers + route.number * units
+            each = [one.transfer_time(route.kind) for one in of_slices]
+            takes[first : first + units] = each * (units // len(each))
+        return takes
+
+
+def _microbatches(schedule: DeviceRows) -> Sequence[int]:
+    """The microbatches that get numbers: all, but in a file that is mostly empty only those that it has."""
+    if schedule.microbatches <= sum(map(len, schedule.rows)):
+        return range(schedule.microbatches)
+    items = (item for row in schedule.rows for item in row if item is not None)
+    parts = (part for item in items for part in (parts_of(item) if isinstance(item, Pass) else (item,)))
+    known = {part.microbatch for part in parts if part.microbatch is not None}
+    return sorted(microbatch for microbatch in known if 0 <= microbatch < schedule.microbatches)

@@ -1,0 +1,238 @@
+"""The one walk over a schedule: every device runs its row until it has to wait for another.
+
+A pass starts when its device is free, and all passes and transfers that it needs are over. Models differ in when a
+transfer completes (`Completion`); the time that passes and transfers take is the same in all of them. The event model
+of an order has no transfers in its rows: they are ready when their producers have run. In a program every member issues
+a transfer and goes on, and libraries queue transfers differently: a program must complete under both models of queues.
+
+Processes that share the experts of their layers are copies of one device in several replicas: all walk its row, and
+exchange within F, B, I and R. Merge the copies of every pass and transfer into one. With one queue per communicator,
+what is left is the program itself. With one queue per device, an exchange follows everything that the device has issued
+before, and its pass stops until it is complete.
+
+Every pass and every need is visited once, so the time is linear in their number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .numbered import Numbered
+from .passes import Kind, parts_of
+from .rules import IF_PRESENT, PER_PAIR, Route
+
+EXCHANGES = frozenset({Kind.F, Kind.B, Kind.I, Kind.R})
+"""Kinds of pass within which devices that share experts exchange."""
+
+
+class Completion(Enum):
+    """When a transfer completes."""
+
+    DATA = "when all its producers have run"
+    """The event model. Rows are those of an order."""
+    COMMUNICATOR = "with one queue per communicator"
+    """When it is at the head of its queue on all members, where each communicator of a device has a queue."""
+    DEVICE = "with one queue per device"
+    """The same, where each device has a single queue: what NCCL may do."""
+    MEETING = "when all members wait for it"
+    """Every member waits there until all others have come. A program that completes so has one list of all transfers of
+    which every row is a part, so it completes under all other models too, by induction along that list."""
+
+
+@dataclass(slots=True)
+class Walked:
+    """How far all devices came.
+
+    Attributes:
+        rows: what they walked.
+        heads: per device, how many numbers of its row are over.
+        start, end: by number; a transfer starts when its data is ready.
+        happened: numbers in an order compatible with all needs, also among simultaneous events: passes when they run,
+            transfers when they are ready. Parts of passes that run as one are not in it.
+        missing: by number, what still has to happen before it: 0 when it is over.
+        queues: per device, by queue, transfers that it has issued and that are not over.
+    """
+
+    numbered: Numbered
+    completion: Completion
+    rows: Sequence[Sequence[int]]
+    heads: list[int]
+    start: list[float]
+    end: list[float]
+    happened: list[int]
+    missing: list[int]
+    queues: list[dict[str, deque[int]]]
+    exchanging: frozenset[int]
+
+    @property
+    def stopped(self) -> dict[int, int]:
+        """By device, the number at which it waits forever."""
+        rows = self.rows
+        return {device: rows[device][at] for device, at in enumerate(self.heads) if at < len(rows[device])}
+
+    def awaited(self, n: int, device: int) -> list[int]:
+        """What a number still waits for."""
+        numbered = self.numbered
+        needs = [n + step for step in numbered.needs[numbered.rule[n]]]
+        awaited = [needed for needed in needs if self.missing[needed] > 0]
+        if n in self.exchanging:
+            queued = (transfer for line in self.queues[device].values() for transfer in line)
+            awaited += [transfer for transfer in queued if transfer not in awaited]
+        return awaited
+
+    def queue(self, route: Route) -> str:
+        """The name of the queue of the transfers of a route, among those of one device."""
+        return _queue(self.numbered, self.completion)(route)
+
+
+def walk(
+    numbered: Numbered,
+    completion: Completion,
+    takes: Sequence[float] | None = None,
+    rows: Sequence[Sequence[int]] | None = None,
+    *,
+    tolerant: bool = False,
+    experts: bool = False,
+) -> Walked:
+    """Let every device run its row as far as it gets.
+
+    takes: durations by number; None: nothing takes time. rows: of the devices, if not those of the schedule.
+    tolerant: what is in no row counts as over. experts: with queues, passes of `EXCHANGES` also wait for everything
+    that their device has issued before.
+    """
+    rows = numbered.rows if rows is None else rows
+    takes = [0.0] * numbered.size if takes is None else takes
+    by_data = completion is Completion.DATA
+    rule, needs, transfers, units = numbered.rule, numbered.needs, numbered.transfers, numbered.units
+    feeds = numbered.feeds if by_data else [()] * len(numbered.feeds)
+    missing = _missing(numbered, rows, by_data=by_data, tolerant=tolerant)
+    start, end = [0.0] * numbered.size, [0.0] * numbered.size
+    happened: list[int] = []
+    waiting: dict[int, list[int]] = {}  # number -> devices whose next pass needs it
+    heads, free = [0] * len(rows), [0.0] * len(rows)
+    runnable = list(reversed(range(len(rows))))
+    queues: list[dict[str, deque[int]]] = [{} for _ in rows]
+    name_of = _queue(numbered, completion)
+    names = [name_of(route) for route in numbered.rules.routes]
+    members = [route.members for route in numbered.rules.routes]
+    exchanging = _exchanging(numbered) if experts else frozenset()
+
+    def issue(device: int, transfer: int, clock: float) -> None:
+        """Let a device issue a transfer; the last member completes it, and then perhaps those queued after it."""
+        at_head = [(transfer, clock)]
+        if completion is not Completion.MEETING:
+            line = queues[device].setdefault(names[(transfer + transfers) // units], deque())
+            line.append(transfer)
+            start[transfer] = max(start[transfer], clock)
+            if line[0] != transfer:
+                return
+        while at_head:
+            transfer, clock = at_head.pop()
+            start[transfer] = max(start[transfer], clock)
+            missing[transfer] -= 1
+            if missing[transfer]:
+                continue
+            end[transfer] = start[transfer] + takes[transfer]
+            happened.append(transfer)
+            runnable.extend(waiting.pop(transfer, ()))
+            route = (transfer + transfers) // units
+            for member in members[route]:
+                line = queues[member].get(names[route], EMPTY)
+                if line and line[0] == transfer:
+                    line.popleft()
+                    if line:
+                        at_head.append((line[0], end[transfer]))
+
+    while runnable:
+        device = runnable.pop()
+        row, clock = rows[device], free[device]
+        for place in range(heads[device], len(row)):
+            n = row[place]
+            if -transfers <= n < 0:
+                issue(device, n, clock)
+                if completion is Completion.MEETING and missing[n]:
+                    waiting.setdefault(n, []).append(device)
+                    heads[device] = place + 1
+                    break
+                continue
+            begin, here, awaited = clock, rule[n], None
+            for step in needs[here]:
+                needed = n + step
+                if missing[needed] > 0:
+                    awaited = needed
+                    break
+                begin = max(begin, end[needed])
+            if awaited is None and n in exchanging:
+                awaited = next((line[-1] for line in queues[device].values() if line), None)
+            if awaited is not None:
+                waiting.setdefault(awaited, []).append(device)
+                heads[device] = place
+                break
+            start[n] = begin
+            end[n] = clock = begin + takes[n]
+            missing[n] = 0
+            happened.append(n)
+            if n < 0:
+                for part in numbered.apart[-transfers - 1 - n].parts:
+                    start[part], end[part], missing[part] = begin, clock, 0
+            for step in feeds[here]:
+                made = n + step
+                start[made] = max(start[made], clock)
+                missing[made] -= 1
+                if missing[made] == 0:
+                    end[made] = start[made] + takes[made]
+                    happened.append(made)
+                    runnable += waiting.pop(made, ())
+        else:
+            heads[device] = len(row)
+        free[device] = clock
+    return Walked(numbered, completion, rows, heads, start, end, happened, missing, queues, exchanging)
+
+
+def _missing(numbered: Numbered, rows: Sequence[Sequence[int]], *, by_data: bool, tolerant: bool) -> list[int]:
+    """By number: 1 for a pass; for a transfer its producers, or the members that have it in their rows."""
+    absent = 0 if tolerant else 1
+    missing = [absent if position < 0 else 1 for position in numbered.position]
+    for group, first in numbered.groups.items():
+        if group.kind in IF_PRESENT:
+            positions = numbered.position[first : first + numbered.units]
+            missing[first : first + numbered.units] = [int(position >= 0) for position in positions]
+    missing += [0] * (numbered.size - len(missing))
+    if not by_data:
+        for row in rows:
+            for n in row:
+                if -numbered.transfers <= n < 0:
+                    missing[n] += 1
+    elif tolerant:
+        for row in rows:
+            for n in row:
+                for step in numbered.feeds[numbered.rule[n]]:
+                    missing[n + step] += 1
+    else:
+        counts = [count for route in numbered.rules.routes for count in [len(route.producers)] * numbered.units]
+        missing[numbered.size - numbered.transfers :] = counts
+    return missing
+
+
+def _queue(numbered: Numbered, completion: Completion) -> Callable[[Route], str]:
+    if completion is Completion.COMMUNICATOR:
+        sharing = getattr(numbered.schedule, "sharing", PER_PAIR)
+        return lambda route: route.communicator(sharing)
+    return lambda route: ""
+
+
+def _exchanging(numbered: Numbered) -> frozenset[int]:
+    """Numbers of passes in which devices exchange with copies of themselves."""
+    kinds = [group.kind for group in numbered.groups]
+    found = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
+    for number, apart in enumerate(numbered.apart, 1):
+        if any(part.kind in EXCHANGES for part in parts_of(apart.item)):
+            found.add(-numbered.transfers - number)
+    return frozenset(found)
+
+
+EMPTY: deque[int] = deque()
+"""The queue of a device that has issued nothing on it."""
