@@ -143,7 +143,7 @@ def bubble_and_span(order: Order, costs: Costs) -> tuple[float, float]:
 # transform gives.
 BUBBLES = [
     ("1f1b", {}, 6.3, 5.1),
-    ("interleaved", FOUR, 4.7, 2.8),
+    ("interleaved", FOUR, 4.7, 2.9),
     ("zb-h1", {}, 1.7, 1.4),
     ("zb-h2", {}, 0.2, 1.1),  # the span of the base order grows to its makespan, as for zbv
     ("zbv", {}, 0.3, 0.7),

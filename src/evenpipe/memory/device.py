@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Item, Kind, Pass, parts_of
+from evenpipe.schedule import Item, Kind
+from evenpipe.schedule.passes import parts_in
 from evenpipe.vocabulary import LossOptions, split
 
 from .bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
@@ -120,7 +121,7 @@ class DeviceBytes:
         """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
         activations, from O until they are copied back (L)."""
         # A forward that has R keeps only its input.
-        passes = [part for item in row if isinstance(item, Pass) for part in parts_of(item)]
+        passes = list(parts_in(row))
         again = {(part.stage, part.microbatch, part.slice) for part in passes if part.kind is Kind.R}
         held = most = 0
         for part in passes:

@@ -13,7 +13,8 @@ from evenpipe.model import Description
 from evenpipe.recipe.layout import Layout, bounds_of, check_layers_per_stage
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
+from evenpipe.schedule import Kind, Program, even_split
+from evenpipe.schedule.passes import parts_in
 from evenpipe.words import count
 
 from .framework import Framework
@@ -38,10 +39,7 @@ class Planned:
     @cached_property
     def kinds(self) -> tuple[frozenset[Kind], ...]:
         """By device: the kinds of its passes."""
-        return tuple(
-            frozenset(part.kind for item in row if isinstance(item, Pass) for part in parts_of(item))
-            for row in self.program.rows
-        )
+        return tuple(frozenset(part.kind for part in parts_in(row)) for row in self.program.rows)
 
     @cached_property
     def transfers(self) -> dict[str, tuple[int, ...]]:

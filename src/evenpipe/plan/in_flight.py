@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenpipe.schedule import Order
 from evenpipe.schedule.held import peak_activations
-from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.passes import Kind, Pass, parts_in
 from evenpipe.schedule.rules import Kept, changes
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
@@ -70,7 +70,7 @@ class HeldByStage:
 
 def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
     """Return the stages of a row, and the moments that no other one exceeds, as numbers of each stage."""
-    parts = [part for item in row for part in parts_of(item)]
+    parts = list(parts_in(row))
     last = {part.stage: place for place, part in enumerate(parts)}
     stages = [stage for stage in last if stage is not None]
     place_of = {stage: place for place, stage in enumerate(stages)}

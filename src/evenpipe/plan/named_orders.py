@@ -9,7 +9,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.schedule.generators import SCHEDULES
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.passes import Kind, Pass, parts_in
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
@@ -87,13 +87,12 @@ def _in_the_same_passes(order: Order, problem: OrderProblem) -> Order | None:
     rows = []
     for device in range(order.devices):
         row: list[Pass] = []
-        for item in order.passes(device):
-            for part in parts_of(item):
-                if part.kind in {Kind.I, Kind.W} and not problem.split_backward:
-                    return None
-                if part.kind is Kind.B and problem.split_backward:
-                    row += [Pass(Kind.I, part.stage, part.microbatch), Pass(Kind.W, part.stage, part.microbatch)]
-                else:
-                    row.append(part)
+        for part in parts_in(order.rows[device]):
+            if part.kind in {Kind.I, Kind.W} and not problem.split_backward:
+                return None
+            if part.kind is Kind.B and problem.split_backward:
+                row += [Pass(Kind.I, part.stage, part.microbatch), Pass(Kind.W, part.stage, part.microbatch)]
+            else:
+                row.append(part)
         rows.append(tuple(row))
     return Order(order.placement, order.microbatches, tuple(rows))

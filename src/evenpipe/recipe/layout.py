@@ -28,7 +28,7 @@ from evenpipe.schedule.layers import even_split, in_flight_per_layer, splits_by_
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.planning import costs_of_work, order_of_function, plan_order
 from evenpipe.schedule.registry import options_of
-from evenpipe.schedule.simpler_costs import in_parts
+from evenpipe.schedule.simplified_costs import quantized_costs
 from evenpipe.schedule.slice_costs import each_slice
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.vocabulary import Shard
@@ -191,7 +191,7 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
     if model.times is None:
         return costs_of_work(model.layers, model.head, split, recipe.devices, recipe.mode)
     cut = replace(recipe, layers_per_stage=tuple(split), batch=replace(recipe.batch, slices=slices))
-    return in_parts(model.times(cut, placement), placement)
+    return quantized_costs(model.times(cut, placement), placement)
 
 
 def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[..., Order] = generate) -> Order:

@@ -93,7 +93,7 @@ def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | Non
 def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
     schedule = numbered.schedule
     suspects: list[set[int]] = [set() for _ in schedule.rows]
-    apart = [(one.device, one.position) for one in numbered.apart]
+    apart = [(one.device, one.position) for one in numbered.apart.values()]
     for device, position in (*numbered.misplaced, *numbered.repeated, *apart):
         suspects[device].add(position)
     for device, row in enumerate(schedule.rows):
@@ -109,7 +109,7 @@ def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
                     yield Fault(device, position, what, neighbours(schedule.rows, device, position))
         if not _has_all_passes(numbered, device):
             yield from _missing_passes(numbered, device)
-    if any(one.item.kind in SHARDING_KINDS for one in numbered.apart):
+    if any(one.item.kind in SHARDING_KINDS for one in numbered.apart.values()):
         yield from check_sharding(schedule.placement, schedule.vocabulary, schedule.rows)
     if isinstance(schedule, Program):
         yield from _addresses(numbered, schedule)
@@ -379,7 +379,7 @@ def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, i
         if n >= 0:
             yield n, {n: 0}
         elif not numbered.is_transfer(n):
-            parts = numbered.apart[-numbered.transfers - 1 - n].parts
+            parts = numbered.apart[n].parts
             turn = {part: number for number, part in enumerate(parts)}
             yield from ((part, turn) for part in parts)
 

@@ -46,7 +46,7 @@ class Numbered:
         groups: the first number of each group.
         position: by number of a pass of a group, its position in the row of its device, or ABSENT.
         issued: per device, by number of a route, positions of its transfers by unit.
-        apart: passes apart, the first of which has the number -transfers - 1, the next one less, and so on.
+        apart: passes apart, by number; the first has -transfers - 1, the next one less, and so on.
         misplaced, repeated: (device, position) of items that belong nowhere, or are in the row already.
         needs, uses, feeds: by `rule[number]`, steps to passes and transfers that must be over, to transfers that must
             be issued before, and to those that it makes ready.
@@ -63,7 +63,7 @@ class Numbered:
         """The first number of each device, kind (B or I) and stage in the rows."""
         self.position: list[int] = []
         self.issued: list[dict[int, list[int]]] = [{} for _ in schedule.rows]
-        self.apart: list[Apart] = []
+        self.apart: dict[int, Apart] = {}
         self.misplaced: list[tuple[int, int]] = []
         self.repeated: list[tuple[int, int]] = []
         self.rows = [self._number_row(device, row) for device, row in enumerate(schedule.rows)]
@@ -135,8 +135,9 @@ class Numbered:
             else:
                 self.position[n] = position
                 parts.append(n)
-        self.apart.append(Apart(device, position, item, tuple(parts)))
-        return -self.transfers - len(self.apart)
+        number = -self.transfers - 1 - len(self.apart)
+        self.apart[number] = Apart(device, position, item, tuple(parts))
+        return number
 
     # --- rules -----------------------------------------------------------------------------------------------------
 
@@ -166,9 +167,8 @@ class Numbered:
         self._groups = list(self.groups)
         self.rule += [-1] * (self.passes - len(self.rule))  # of groups that others need, but that are in no row
         of_apart = []
-        for number, apart in enumerate(self.apart, 1):
+        for here, apart in self.apart.items():
             of_apart.append(len(self.needs))
-            here = -self.transfers - number
             for table in (self.needs, self.uses, self.feeds):
                 steps = [
                     part + step - here
@@ -200,6 +200,16 @@ class Numbered:
         """The route of a transfer."""
         return self.rules.routes[(n + self.transfers) // self.units]
 
+    def transfers_of(self, route: Route) -> range:
+        """The numbers of the transfers of a route, by unit."""
+        first = route.number * self.units - self.transfers
+        return range(first, first + self.units)
+
+    def place_of(self, route: Route) -> slice:
+        """Where a list over all numbers has the transfers of a route."""
+        first = self.size - self.transfers + route.number * self.units
+        return slice(first, first + self.units)
+
     def about(self, n: int) -> tuple[int, int]:
         """The microbatch and slice of a pass of a group, or of a transfer."""
         turn, slice_ = divmod((n + self.transfers if n < 0 else n) % self.units, self.slices)
@@ -210,7 +220,7 @@ class Numbered:
         if n >= 0:
             return self.position[n]
         if n < -self.transfers:
-            return self.apart[-self.transfers - 1 - n].position
+            return self.apart[n].position
         route, unit = divmod(n + self.transfers, self.units)
         positions = self.issued[device].get(route)
         return ABSENT if positions is None else positions[unit]
@@ -218,7 +228,7 @@ class Numbered:
     def item(self, n: int, device: int) -> Item:
         """A pass or transfer as `device` calls it; B for a backward that is in no row."""
         if n < -self.transfers:
-            return self.apart[-self.transfers - 1 - n].item
+            return self.apart[n].item
         if n < 0:
             return self.route(n).transfer(device, *self.about(n))
         group, unit = self._groups[n // self.units], n % self.units
@@ -234,7 +244,7 @@ class Numbered:
 
     def device(self, n: int) -> int:
         """The device of a pass."""
-        return self.apart[-self.transfers - 1 - n].device if n < 0 else self._groups[n // self.units].device
+        return self.apart[n].device if n < 0 else self._groups[n // self.units].device
 
     def durations(self, costs: Costs) -> list[float]:
         """By number, how long it takes; 0 for parts of passes that run as one.
@@ -254,15 +264,14 @@ class Numbered:
             for n in self.rows[device]:
                 if n >= 0 and isinstance(item := schedule.rows[device][self.position[n]], Pass):
                     takes[n] = times.of(item, device)
-        for number, apart in enumerate(self.apart, 1):
-            takes[-self.transfers - number] = times.of(apart.item, apart.device)
+        for number, apart in self.apart.items():
+            takes[number] = times.of(apart.item, apart.device)
             for part in apart.parts:
                 takes[part] = 0.0
         of_slices = costs.by_slice(slices if costs.slices else 1)
         for route in self.rules.routes:
-            first = self.size - self.transfers + route.number * units
             each = [one.transfer_time(route.kind) for one in of_slices]
-            takes[first : first + units] = each * (units // len(each))
+            takes[self.place_of(route)] = each * (units // len(each))
         return takes
 
 

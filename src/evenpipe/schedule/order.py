@@ -9,7 +9,7 @@ from typing import Any, Self
 from evenpipe.errors import InputError
 from evenpipe.words import count
 
-from .passes import Item, Kind, Pass, Rows, Transfer, parts_of
+from .passes import Item, Kind, Pass, Rows, Transfer, parts_in
 from .placement import Edge, Placement
 from .text import cell_name, infer, rows_from_csv, rows_to_csv
 from .vocabulary_mode import VocabularyMode
@@ -133,7 +133,7 @@ class Order(DeviceRows):
 
     def splits_backward(self, device: int) -> bool:
         """Return whether a backward of this device is split into I and W."""
-        return any(part.kind is Kind.I for item in self.passes(device) for part in parts_of(item))
+        return any(part.kind is Kind.I for part in parts_in(self.rows[device]))
 
     @classmethod
     def _check_items(cls, rows: Rows) -> None:

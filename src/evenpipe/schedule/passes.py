@@ -13,7 +13,7 @@ strict: any other text is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -194,6 +194,13 @@ Rows = Sequence[Sequence[Item | None]]
 def parts_of(item: Pass) -> tuple[Pass, ...]:
     """Return the passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
     return item.parts or (item,)
+
+
+def parts_in(row: Iterable[Item | None]) -> Iterator[Pass]:
+    """All passes in a row, in the order in which they start: those that run as one are taken apart."""
+    for item in row:
+        if isinstance(item, Pass):
+            yield from parts_of(item)
 
 
 def unit_of(item: Item, slices: int) -> int:

@@ -27,7 +27,7 @@ from .transforms.list_scheduling import Length
 from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
-from .transforms.vocabulary import add_vocabulary, complete
+from .transforms.vocabulary import add_vocabulary, with_vocabulary_times
 from .vocabulary_mode import VocabularyMode
 
 Schedule = str | Order | Program | Callable[[int, int], Order]
@@ -158,7 +158,7 @@ def _shorter(order: Order, other: Order, costs: Costs) -> Order:
     held, more = ([peak_activations(one.passes(device)) for device in range(one.devices)] for one in (order, other))
     if any(map(gt, more, held)):
         return order
-    times = complete(costs)
+    times = with_vocabulary_times(costs)
     return other if Length.of(other, times).better_than(Length.of(order, times)) else order
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.words import count
 
-from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parse_item, parts_of
+from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, Rows, parse_item, parts_in
 from .placement import Edge, Placement
 from .vocabulary_mode import VocabularyMode
 
@@ -61,13 +61,7 @@ def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known:
     names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch or slice
     has a number that is too large for the rows.
     """
-    parts = [
-        (device, part)
-        for device, row in enumerate(rows)
-        for item in row
-        if isinstance(item, Pass)
-        for part in parts_of(item)
-    ]
+    parts = [(device, part) for device, row in enumerate(rows) for part in parts_in(row)]
     kinds = {part.kind for _, part in parts}
     vocabulary = VocabularyMode.VOCAB_2 if kinds & VOCABULARY_KINDS else VocabularyMode.FIRST_LAST
     if Kind.T in kinds and Kind.C not in kinds:

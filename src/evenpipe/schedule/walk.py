@@ -73,6 +73,14 @@ class Walked:
         rows = self.rows
         return {device: rows[device][at] for device, at in enumerate(self.heads) if at < len(rows[device])}
 
+    def sequence(self) -> dict[int, int]:
+        """By number of a pass or transfer, its place in `happened`; that of the whole for parts of a joint pass."""
+        places = {n: place for place, n in enumerate(self.happened)}
+        for n, apart in self.numbered.apart.items():
+            if n in places:
+                places.update(dict.fromkeys(apart.parts, places[n]))
+        return places
+
     def awaited(self, n: int, device: int) -> list[int]:
         """What a number still waits for."""
         numbered = self.numbered
@@ -176,7 +184,7 @@ def walk(
             missing[n] = 0
             happened.append(n)
             if n < 0:
-                for part in numbered.apart[-transfers - 1 - n].parts:
+                for part in numbered.apart[n].parts:
                     start[part], end[part], missing[part] = begin, clock, 0
             for step in feeds[here]:
                 made = n + step
@@ -228,10 +236,8 @@ def _exchanging(numbered: Numbered) -> frozenset[int]:
     """Numbers of passes in which devices exchange with copies of themselves."""
     kinds = [group.kind for group in numbered.groups]
     found = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
-    for number, apart in enumerate(numbered.apart, 1):
-        if any(part.kind in EXCHANGES for part in parts_of(apart.item)):
-            found.add(-numbered.transfers - number)
-    return frozenset(found)
+    joint = (n for n, apart in numbered.apart.items() if any(p.kind in EXCHANGES for p in parts_of(apart.item)))
+    return frozenset(found.union(joint))
 
 
 EMPTY: deque[int] = deque()

@@ -35,9 +35,9 @@ from itertools import chain
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, VocabularyMode, parts_of
+from evenpipe.schedule import Costs, Kind, Placement, Program, VocabularyMode
 from evenpipe.schedule.check_limit import limits_per_device
-from evenpipe.schedule.passes import OFFLOAD_KINDS
+from evenpipe.schedule.passes import OFFLOAD_KINDS, parts_in
 from evenpipe.words import count
 
 from .microbatch import UNREACHED, Microbatch
@@ -104,7 +104,7 @@ def best_bound(
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
     """Return the best bounds on "span" and "makespan" of all orders with the kinds of pass of `program`, whose devices
     hold no more stage activations than `peak_in_flight`."""
-    passes = [part for row in program.rows for item in row if isinstance(item, Pass) for part in parts_of(item)]
+    passes = [part for row in program.rows for part in parts_in(row)]
     kinds = {part.kind for part in passes}
     split = Kind.I in kinds
     each = costs.by_slice(program.slices) if costs.slices else (costs,)

@@ -59,9 +59,8 @@ class Work:
                     self.takes[n] = copy_times[n % numbered.slices][group.kind][group.stage]
                     self.beside[n] = group.kind
         sharding_times = costs.sharding_times(placement)
-        for number, (device, _, item, _) in enumerate(numbered.apart, 1):
+        for n, (device, _, item, _) in numbered.apart.items():
             if item.kind in SHARDING_KINDS:
-                n = -numbered.transfers - number
                 self.beside[n] = item.kind
                 times = sharding_times.get(item.kind)
                 self.takes[n] = 0.0 if times is None else times[device if item.stage is None else item.stage]
@@ -71,9 +70,8 @@ class Work:
         communicators: dict[str, int] = {}
         for route in numbered.rules.routes:
             name = route.communicator()
-            first = numbered.size - numbered.transfers + route.number * numbered.units
             times = [one.transfer_time(route.kind, name) for one in each]
-            self.takes[first : first + numbered.units] = times * (numbered.units // numbered.slices)
+            self.takes[numbered.place_of(route)] = times * (numbered.units // numbered.slices)
             queued = costs.link(route.kind, name) is not None
             self.queue.append(communicators.setdefault(name, len(communicators)) if queued else -1)
 
@@ -91,7 +89,7 @@ class Work:
     def _wait_for_parameters(self, device: int, row: list[int]) -> None:
         """Let the first pass that uses gathered parameters wait for them."""
         numbered, program = self.numbered, self.program
-        if not any(n < -numbered.transfers for n in row):
+        if not any(n in numbered.apart for n in row):
             return
         users = Users.of_row(program.placement, program.vocabulary, program.rows[device])
         gathering: dict[Part, int] = {}

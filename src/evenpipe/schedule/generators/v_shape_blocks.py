@@ -120,30 +120,32 @@ def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
     """Move the moves before slot `end` to earlier slots, in the order of the slots."""
     devices = len(rows)
     slot_of = {move: slot for row in rows for slot, move in row.items() if slot <= end}
+    held = [0] * devices  # by the moves before the current slot
     for slot, device in sorted((slot, device) for device, row in enumerate(rows) for slot in row if slot < end):
         row, move = rows[device], rows[device][slot]
         step, i = move
         needs = step - 2 * devices if step >= 4 * devices else step - 1
         ready = slot_of[needs, i] + 1 if step else 0
         if step < 2 * devices:
-            free = _first_with_room(row, ready, slot, limits[device], devices)
+            free = _first_with_room(row, ready, slot, limits[device] - held[device], devices)
         else:
             free = next((earlier for earlier in range(ready, slot) if earlier not in row), slot)
         if free < slot:
             del row[slot]
             row[free] = move
             slot_of[move] = free
+        held[device] += stores(devices, step)
 
 
-def _first_with_room(row: dict[int, Move], ready: int, slot: int, limit: int, devices: int) -> int:
-    """Return the earliest free slot for the forward in `slot` from which on the device stores no more than `limit`."""
-    held = sum(stores(devices, row[earlier][0]) for earlier in range(slot) if earlier in row)
+def _first_with_room(row: dict[int, Move], ready: int, slot: int, room: int, devices: int) -> int:
+    """Return the earliest free slot for the forward in `slot` from which on the device stores no more than it may; it
+    has `room` for so many before that slot."""
     best = slot
     for earlier in range(slot - 1, ready - 1, -1):
-        if held >= limit:
+        if room <= 0:
             break
         if earlier in row:
-            held -= stores(devices, row[earlier][0])
+            room += stores(devices, row[earlier][0])
         else:
             best = earlier
     return best

@@ -1,86 +1,89 @@
-"""Choose the shortest of several V-schedules, unchanged and rescheduled for given pass times."""
+"""Choose the shortest of several V-schedules for given pass times, and reschedule it: weight gradients fill the waits.
+
+Rescheduled, a device makes its F and I moves in the order of the base, and runs a W where the wait for the next of them
+is long enough, or where a forward needs its memory. This always completes, for all times: of the remaining moves,
+consider the first one in the base. Everything it waits for came before it in the base, so it is done. If it is an I or
+a W, it can run. If it is a forward, it is the next one of its device, which has made no forward that comes later in the
+base, and every W that comes earlier is done or can run; so it fits into memory as it does in the base.
+
+Without rescheduling, steps of `benchmarks/arrangement.py` are up to 2.8 % longer, and 0.5 % on average.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
-from .v_shape_list import Rescheduling
-
-LAID_OUT_ANEW = 16
-"""Number of candidates, the shortest unchanged ones, that are also rescheduled."""
-EFFORT = 600_000
-"""Most moves that are rescheduled: with long candidates, fewer of them."""
-FINALISTS = 4
-"""Candidates that are compared with all microbatches, if there are many."""
-
+from .v_shape import Move, Rows, StepTimes, device_of_step, spans_and_makespan
 
 Base = Callable[[int], Rows]
 """A V-schedule of any number of microbatches."""
 
+FINALISTS = 4
+"""Bases that are compared with all microbatches, if there are many."""
 
-_Found = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
-"""A candidate, with its span and its makespan."""
 
-LAYOUTS = (
-    Rescheduling(0.0, True),
-    Rescheduling(0.0, False),
-    Rescheduling(0.5, True),
-    Rescheduling(0.5, False),
-    Rescheduling(1.0, False),
-    *(Rescheduling(share=share) for share in (0.5, 0.75, 1.0, 1.5)),
-    Rescheduling(share=1.0, rounds=2),
-)
-"""Each is the best for some times, which cannot be predicted."""
+@dataclass(frozen=True, slots=True)
+class Rescheduling:
+    """When weight gradients run.
+
+    patience: a W starts in a wait of at least this share of its own time.
+    share: each device may be idle in shorter waits for this share of the difference between its span and the longest
+        span, before it starts W's in them too; in further rounds, for this share of the remaining difference. None is
+        forever.
+    """
+
+    patience: float = 1.0
+    share: float | None = None
+    rounds: int = 1
+
+    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
+        """Return the moves of `base` in an order for `times`. limits: stage activations per device, at least what
+        `base` needs."""
+        rows = base
+        for _ in range(self.rounds):
+            spare = [math.inf] * len(base)
+            if self.share is not None:
+                spans, _ = spans_and_makespan(rows, times)
+                spare = [self.share * (max(spans) - span) for span in spans]
+            rows = _Plan(self.patience, rows, limits, times, spare).run()
+        return rows
+
+
+LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
+"""With ten of them, of 16 bases each, no step would be shorter by more than 0.5 %."""
 
 
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """Return the rows with the shortest span, then the shortest makespan, of all bases as they are and rescheduled,
+    """Return the rows with the shortest span, then the shortest makespan, of all bases and of the shortest rescheduled,
     within `limits`.
 
-    With `enough`, bases are not rescheduled, and the first one with no more bubble than that ends the search. A first
+    With `enough`, no base is rescheduled, and the first one with no more bubble than that ends the search. A first
     comparison uses few microbatches; its winners and the first base are then compared with all microbatches.
     """
     few = min(microbatches, 3 * len(limits))
-    seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
-    found: list[_Found] = []
+    seen: set[tuple[tuple[Move, ...], ...]] = set()
+    found: list[tuple[tuple[float, float], int, Base]] = []
     for base in bases:
         rows = base(few)
         key = tuple(map(tuple, rows))
         if key in seen:
             continue
         seen.add(key)
-        found.append((_length(rows, times), base, None, rows))
+        found.append((_length(rows, times), len(found), base))
         if enough is not None and found[-1][0][0] <= few * _work(times, len(limits)) + enough:
             return base(microbatches)
-    found.sort(key=lambda entry: entry[0])
+    winners = [base for *_, base in sorted(found, key=lambda entry: entry[:2])]
+    finals = [base(microbatches) for base in (*winners[: 1 if few == microbatches else FINALISTS], bases[0])]
     if enough is None:
-        affordable = EFFORT // (6 * few * len(limits) * len(LAYOUTS))
-        for _, base, _, rows in found[: min(LAID_OUT_ANEW, max(FINALISTS, affordable))]:
-            for rescheduling in LAYOUTS:
-                found.sort(key=lambda entry: entry[0])
-                anew = rescheduling.rows(rows, limits, times, _longest_of_finalists(found))
-                if anew is not None:
-                    found.append((_length(anew, times), base, rescheduling, anew))
-        found.sort(key=lambda entry: entry[0])
-    if few == microbatches:
-        return found[0][3]
-    finalists: list[tuple[Base, Rescheduling | None]] = [(base, how) for _, base, how, _ in found[:FINALISTS]]
-    finals = []
-    for base, how in [*finalists, (bases[0], None)]:
-        rows = base(microbatches)
-        final = rows if how is None else how.rows(rows, limits, times)
-        assert final is not None, "any span will do"
-        finals.append(final)
+        best = min(finals, key=lambda rows: _length(rows, times))
+        finals = [best, *(how.rows(best, limits, times) for how in LAYOUTS)]
     return min(finals, key=lambda rows: _length(rows, times))
-
-
-def _longest_of_finalists(found: Sequence[_Found]) -> float:
-    """Return the longest span of the finalists so far, of the candidates in the order of their lengths."""
-    return (1 + 1e-9) * found[FINALISTS - 1][0][0] if len(found) >= FINALISTS else math.inf
 
 
 def _length(rows: Rows, times: StepTimes) -> tuple[float, float]:
@@ -94,3 +97,77 @@ def _work(times: StepTimes, devices: int) -> float:
     for step, time in enumerate(times.steps):
         per_device[device_of_step(devices, step)] += time
     return max(per_device)
+
+
+class _Plan:
+    """One run of the event loop, with its state per device."""
+
+    def __init__(
+        self, patience: float, base: Rows, limits: Sequence[int], times: StepTimes, spare: list[float]
+    ) -> None:
+        devices = len(base)
+        self.forwards, self.chain = 2 * devices, 4 * devices  # steps below are F, or F and I
+        self.patience, self.limits, self.steps, self.hop, self.spare = patience, limits, times.steps, times.hop, spare
+        self.there = [device_of_step(devices, step) for step in range(6 * devices)]
+        self.base = base
+        self.queue = [[move for move in row if move[0] < self.chain] for row in base]
+        self.head = [0] * devices  # next of `queue`
+        self.arrival: dict[Move, float] = {move: 0.0 for move in self.queue[0] if move[0] == 0}
+        self.weights: list[deque[Move]] = [deque() for _ in base]
+        self.held, self.free = [0] * devices, [0.0] * devices
+        self.idling = [False] * devices
+        self.rows: Rows = [[] for _ in base]
+        self.events = [(0.0, device) for device in range(devices)]
+
+    def run(self) -> Rows:
+        """Return rows with the moves of `base`, in an order for `times`."""
+        while self.events:
+            now, device = heappop(self.events)
+            if self.free[device] <= now:
+                move = self.choose(device, now)
+                if move is not None:
+                    self.start(device, move, now)
+        assert list(map(len, self.rows)) == list(map(len, self.base)), "the base does not complete"
+        return self.rows
+
+    def choose(self, device: int, now: float) -> Move | None:
+        """Return the next move of the device, if any; a W leaves `weights`, other moves stay in place."""
+        weights, queue, head = self.weights[device], self.queue[device], self.head[device]
+        following = queue[head] if head < len(queue) else None
+        if following is None:
+            return weights.popleft() if weights else None
+        arrival = self.arrival.get(following)
+        full = following[0] < self.forwards and self.held[device] >= self.limits[device]
+        if arrival is not None and arrival <= now and not full:
+            return following
+        if not weights:
+            return None
+        if not full:
+            # Where its predecessor has not even started, the wait is at least as long as that takes.
+            gap = self.steps[following[0] - 1] if arrival is None else arrival - now
+            if gap < self.patience * self.steps[weights[0][0]] and gap <= self.spare[device]:
+                self.idling[device] = True
+                return None
+        return weights.popleft()
+
+    def start(self, device: int, move: Move, now: float) -> None:
+        """Run `move`, and wake the devices that wait for it."""
+        step, i = move
+        if self.idling[device]:
+            self.spare[device] -= now - self.free[device]
+            self.idling[device] = False
+        end = self.free[device] = now + self.steps[step]
+        self.rows[device].append(move)
+        heappush(self.events, (end, device))
+        if step >= self.chain:
+            self.held[device] -= 1
+            return
+        self.head[device] += 1
+        if step < self.forwards:
+            self.held[device] += 1
+        else:
+            self.weights[device].append((step + self.forwards, i))
+        if step < self.chain - 1:
+            other = self.there[step + 1]
+            arrival = self.arrival[step + 1, i] = end + (self.hop if other != device else 0.0)
+            heappush(self.events, (arrival, other))

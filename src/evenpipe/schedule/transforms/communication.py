@@ -70,8 +70,7 @@ class Lowering:
         items: dict[int, Item] = dict(zip(numbered.rows[device], self._order.passes(device), strict=True))
         for route in numbered.rules.routes:
             if device in route.members:
-                first = route.number * numbered.units - numbered.transfers
-                items.update(zip(range(first, first + numbered.units), self._transfers(route, device), strict=True))
+                items.update(zip(numbered.transfers_of(route), self._transfers(route, device), strict=True))
         there = [number for number in items if place[number] != NOWHERE]
         return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
 
@@ -99,11 +98,9 @@ def _delay_reduces(walked: Walked, instants: list[float]) -> None:
     quarter = interval_of(walked) / 4
     for route in numbered.rules.routes:
         if route.kind is TransferKind.DX and backward is not None:
-            first = route.number * numbered.units - numbered.transfers
-            for unit in range(numbered.units):
-                if numbered.position[backward + unit] != ABSENT:
-                    wanted = walked.start[backward + unit] - quarter
-                    instants[first + unit] = max(instants[first + unit], wanted)
+            for n, there in enumerate(numbered.transfers_of(route), backward):
+                if numbered.position[n] != ABSENT:
+                    instants[there] = max(instants[there], walked.start[n] - quarter)
 
 
 def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:

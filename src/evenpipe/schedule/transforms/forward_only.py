@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, parts_of
+from evenpipe.schedule.passes import Kind, parts_in
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 from .list_scheduling import Length, list_schedule
@@ -23,10 +23,7 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     """
     if order.forward_only:
         return order
-    rows = tuple(
-        tuple(part for item in order.passes(device) for part in parts_of(item) if part.kind is Kind.F)
-        for device in range(order.devices)
-    )
+    rows = tuple(tuple(part for part in parts_in(row) if part.kind is Kind.F) for row in order.rows)
     forwards = replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST, forward_only=True)
     costs = EQUAL_COSTS if costs is None else costs
     in_turn, listed = Length.of(forwards, costs), list_schedule(forwards, forwards, None, costs)

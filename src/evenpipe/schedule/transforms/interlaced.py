@@ -30,11 +30,11 @@ from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
-from evenpipe.schedule.simpler_costs import simpler
+from evenpipe.schedule.simplified_costs import simplified_costs
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 from .list_scheduling import Length
-from .vocabulary import INTERVAL, apart_at_the_loss, complete, refuse_unfit, virtual_times
+from .vocabulary import INTERVAL, split_joint_passes_at_loss, validate_base, virtual_times, with_vocabulary_times
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
@@ -45,17 +45,17 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     (equal stages by default) decide which passes meet in a period. Raises InputError if the order already has
     vocabulary passes, only evaluates or has torch's sharding passes, and if costs are missing or all 0.
     """
-    costs = complete(costs)
-    refuse_unfit(order)
+    costs = with_vocabulary_times(costs)
+    validate_base(order)
     if order.forward_only:
         raise InputError("an order that only evaluates cannot be interlaced")
     kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
     one_each = order.placement.is_chain and order.placement.stages == order.devices
     if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
-    apart = apart_at_the_loss(order)
+    apart = split_joint_passes_at_loss(order)
     best = at_instants(apart, costs)
-    for other_costs in simpler(costs, order.placement):  # which may be worth more
+    for other_costs in simplified_costs(costs, order.placement) or ():  # which may be worth more
         other = at_instants(apart, other_costs)
         best = other if Length.of(other, costs).better_than(Length.of(best, costs)) else best
     return best
@@ -64,7 +64,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 def at_instants(order: Order, costs: Costs) -> Order:
     """Return the base order with S and T inserted on every device when the last stage's forward ends."""
     walked, unit = virtual_times(order, costs)
-    sequence = {number: place for place, number in enumerate(walked.happened)}
+    sequence = walked.sequence()
     first, last = order.placement.first_stage, order.placement.last_stage
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.

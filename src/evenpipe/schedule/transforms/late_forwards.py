@@ -66,9 +66,8 @@ def _joins(walked: Walked) -> Times:
     joins: Times = [[] for _ in walked.rows]
     for route in numbered.rules.routes:
         if not route.is_hop:
-            first = numbered.size - numbered.transfers + route.number * numbered.units
             for device in route.members:
-                joins[device] += walked.start[first : first + numbered.units]
+                joins[device] += walked.start[numbered.place_of(route)]
     return [sorted(row) for row in joins]
 
 

@@ -54,7 +54,7 @@ def add_slices(order: Order, slices: int) -> Order:
     _refuse_unfit(order, slices)
     walked = timed(order, EQUAL_COSTS)
     later = _delay(order, walked, slices)
-    sequence = {number: place for place, number in enumerate(walked.happened)}
+    sequence = walked.sequence()
     rows = []
     for device, numbers in enumerate(walked.rows):
         placed = []

@@ -14,9 +14,9 @@ Sorting each device by virtual time gives a correct order: no pass has an earlie
 break ties in the same way. With equal costs and enough microbatches, the peak of a device grows by exactly k stage
 activations per stage that it holds. With unequal costs it may grow by more, and devices may wait for each other in
 every interval. So virtual times are also priorities for `list_schedule`, in which each device runs the earliest ready
-pass, within that peak. The result is the better of the two: the one that keeps the peak, then the one with the shorter
-span, then with the shorter step. If F, I and W of a stage differ, virtual times of simpler costs are tried, too: lists
-depend on small differences, and with simple times one is often found that is shorter by some percent.
+pass, within that peak. The result is the best of all: the one that keeps the peak, then the one with the shorter span,
+then with the shorter step. If F, I and W of a stage differ, virtual times are those of simpler costs: small differences
+break the pattern of the base order, and cost some percent.
 
 An order for evaluation gets E, S and C, with C(i) an interval after S(i): no pass waits for it, so the statistics have
 time to arrive. Its lists have no memory limit.
@@ -29,20 +29,22 @@ Source: arXiv 2411.05288, section 5 (building blocks and their intervals) and ap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from math import inf
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.check import check_order
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.held import peak_activations
 from evenpipe.schedule.numbered import Numbered
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
-from evenpipe.schedule.simpler_costs import simpler
+from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_in
+from evenpipe.schedule.rules import PassGroup
+from evenpipe.schedule.simplified_costs import simplified_costs
 from evenpipe.schedule.timing import timed
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.schedule.walk import Walked
@@ -60,10 +62,13 @@ Ranks = Mapping[Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Virtual times of passes. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs: intervals
-    by which B and I, W, and T come later than the rules above; 0 for rows that run unchanged. reserve: for list
-    scheduling, time added to every collective, in units of the mean work of a stage per unit."""
+class Priorities:
+    """How virtual times become the order of a device.
+
+    ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs: intervals by which B and I, W, and T
+    come later than the rules above. reserve: for list scheduling, time added to every collective, in units of the mean
+    work of a stage per unit.
+    """
 
     ranks: Mapping[int, Ranks]
     backwards: float = 0
@@ -72,7 +77,7 @@ class Wishes:
     reserve: float = 0
 
 
-FIXED = Wishes(
+FIXED = Priorities(
     {
         0: {Kind.E: 0, Kind.S: 2, Kind.C: 3},
         1: {Kind.E: 0, Kind.C: 2, Kind.S: 3, Kind.T: 4, Kind.G: 5},
@@ -88,18 +93,21 @@ _EAGER = {
     2: {Kind.E: 0, Kind.T: 0, Kind.S: 0, Kind.G: 4},
 }
 
-_FILLING = Wishes(_EAGER, backwards=-0.25, weights=0.75, reserve=0.1)
+_FILLING = Priorities(_EAGER, backwards=-0.25, weights=0.75, reserve=0.1)
 
 LISTS = {
-    0: (Wishes(_EAGER),),
-    1: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
-    2: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
+    0: (Priorities(_EAGER),),
+    1: (_FILLING, Priorities(_EAGER), Priorities(_EAGER, weights=1, outputs=1)),
+    2: (_FILLING, Priorities(_EAGER), Priorities(_EAGER, backwards=-1)),
 }
 """For list scheduling, by number of barriers, 0 for evaluation. No device is idle by plan, so passes that others wait
-for come first. The first entry is nearly always the best: weight gradients fill the gaps, and collectives may take
-longer than expected (by 0.3 F) before a device waits. The others are tried if the step is longer than the base order
-plus the vocabulary passes by more than a thousandth; the third keeps more between S and T, or gives the second barrier
-no time of its own."""
+for come first. In the first list weight gradients fill the gaps, and collectives may take longer than expected (by 0.3
+F) before a device waits; the third keeps more between S and T, or gives the second barrier no time of its own. Without
+the second list the worst step of `benchmarks/arrangement.py` would be 1.2 % longer, without the third 5 %."""
+
+ENOUGH = 1.001
+"""Only the sorted rows and the first list are tried if the step is then no longer, by this factor, than the base order
+plus the vocabulary passes."""
 
 
 @collecting_rarely()
@@ -108,39 +116,26 @@ def add_vocabulary(order: Order, mode: str = "vocab-2", costs: Costs | None = No
 
     An order that only evaluates gets E, S and C. `costs` (equal stages by default) decide the positions; vocabulary
     passes without a time take 0. No device holds more stage activations than `peak_limits`, unless `order` offloads or
-    recomputes: such orders are sorted in any case. Raises InputError if the order already has vocabulary passes or
-    torch's sharding passes, if all its costs are 0, and for another mode.
+    recomputes: such orders are sorted in any case. Raises InputError if the order is not sound, or has vocabulary
+    passes or torch's sharding passes already, if all its costs are 0, and for another mode.
     """
     mode = VocabularyMode.of(mode)
     if mode not in (VocabularyMode.VOCAB_1, VocabularyMode.VOCAB_2):
         raise InputError(f"mode is {mode}, expected vocab-1 or vocab-2")
-    costs = complete(costs)
-    refuse_unfit(order)
-    passes = Passes.of(apart_at_the_loss(order), mode)
-    best = passes.placed(costs, costs)
-    # Virtual times of equal slices or passes keep the pattern of the order, which may be worth more.
-    others = [costs.on_average] if costs.slices else []
-    simple = simpler(costs, order.placement)
-    for other in (*others, *simple[:1]):
-        even = passes.placed(costs, other)
-        best = even if even.better_than(best) else best
-    for other in simple[1:]:  # so may an order that is arranged by coarse times throughout
-        if not any(Numbered(passes.order).durations(other)):  # forwards alone, each less than half a part
-            continue
-        found = passes.placed(other, other)
-        coarse = passes.timed(found.rows, passes.arranger.numbered.durations(costs))
-        best = coarse if found.length.span < inf and coarse.better_than(best) else best
-    return passes.arranger.order_of(best.rows)
+    costs = with_vocabulary_times(costs)
+    validate_base(order)
+    passes = Passes.of(split_joint_passes_at_loss(order), mode)
+    return passes.arranger.order_of(passes.best(costs))
 
 
-def complete(costs: Costs | None) -> Costs:
+def with_vocabulary_times(costs: Costs | None) -> Costs:
     """Return costs with all times of vocabulary passes, 0 by default; equal stages by default."""
     costs = EQUAL_COSTS if costs is None else costs
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     return replace(costs, **missing)
 
 
-def apart_at_the_loss(order: Order) -> Order:
+def split_joint_passes_at_loss(order: Order) -> Order:
     """Return `order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
     vocabulary passes come between them."""
     last = order.placement.last_stage
@@ -166,73 +161,75 @@ def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Rows of numbers, and how long the order with these rows takes."""
-
-    rows: Rows
-    length: Length
-
-    def better_than(self, other: Arrangement) -> bool:
-        """Return whether it is shorter, as `Length.better_than`."""
-        return self.length.better_than(other.length)
-
-
-@dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of an order and those of the vocabulary, which all its arrangements share.
+    """The passes of an order and those of the vocabulary, which all arrangements share.
 
-    order: without vocabulary passes. mode: of the arrangements. arranger: of all passes; a row has those of the order
-    as they are there, and then those of the vocabulary, the same on all devices. vocabulary: by pass of the first and
-    the last stage, the place, among those of the vocabulary, of the first one whose time follows from it.
+    order: without vocabulary passes, and without a joint pass that holds F and B of the last stage for one microbatch.
+    mode: of the arrangements. arranger: of all passes, in rows that have those of the order first, as they are there.
     """
 
     order: Order
     mode: VocabularyMode
     arranger: Arranger
-    vocabulary: dict[Pass, int]
 
     @classmethod
     def of(cls, order: Order, mode: VocabularyMode) -> Passes:
-        """Return the passes of an order in which no joint pass holds F and B of the last stage for one microbatch."""
-        ends = (order.placement.first_stage, order.placement.last_stage)
-        places: dict[Pass, int] = {}
-        vocabulary: list[Pass] = []
-        rows = [[part for item in order.passes(device) for part in parts_of(item)] for device in range(order.devices)]
-        for part in chain.from_iterable(rows):
-            if part.stage in ends:
-                places[part] = len(vocabulary)
-                kinds = (kind for _, kind in _companions(part, 0, 0, order, mode))
-                vocabulary += [Pass(kind, None, part.microbatch, part.slice) for kind in kinds]
-        unordered = replace(order, rows=tuple((*row, *vocabulary) for row in rows), vocabulary=mode)
+        """Return the passes of an order, in a mode."""
+        units = [divmod(unit, order.slices) for unit in range(order.units)]
+        added = [Pass(kind, None, *unit) for kind in mode.kinds(forward_only=order.forward_only) for unit in units]
+        rows = tuple((*parts_in(row), *added) for row in order.rows)
+        together = replace(order, rows=rows, vocabulary=mode)
         limits = None if order.forward_only else peak_limits(order, mode)
-        return cls(order, mode, Arranger.of(unordered, order, limits), places)
+        return cls(order, mode, Arranger.of(together, order, limits))
 
-    def timed(self, rows: Rows, takes: Sequence[float]) -> Arrangement:
-        """Return the arrangement with these rows; `takes` has durations by number."""
-        return Arrangement(rows, self.arranger.length(rows, takes))
-
-    def placed(self, costs: Costs, virtual: Costs) -> Arrangement:
-        """Return the best arrangement by virtual times of `virtual`, in a step with `costs`."""
-        times, takes = VirtualTimes.of(self, virtual), self.arranger.numbered.durations(costs)
-        best = self.timed(times.sort(FIXED), takes)
-        if self._holds_too_much(best.rows):
-            best = replace(best, length=replace(best.length, span=inf))
-        enough = (times.makespan + self._vocabulary_work(costs)) * 1.001
-        for wishes in LISTS[0 if self.order.forward_only else self.mode.barriers]:
-            listed = self.arranger.listed(times.sort(wishes), takes, wishes.reserve * times.stage_work)
-            if listed is not None:
-                arrangement = self.timed(listed, takes)
-                best = arrangement if arrangement.better_than(best) else best
-            if best.length.makespan <= enough:  # nothing else is tried
-                break
+    def best(self, costs: Costs) -> Rows:
+        """Return the rows of the shortest step with `costs`, of all that are tried."""
+        takes = self.arranger.numbered.durations(costs)
+        best: Rows = []
+        shortest = Length(inf, inf)
+        for virtual, listed_by in self._virtual_costs(costs):
+            times = VirtualTimes.of(self, virtual)
+            enough = ENOUGH * (times.makespan + self._vocabulary_work(costs))
+            for tried, rows in enumerate(self._arrangements(times, listed_by)):
+                length = self.arranger.length(rows, takes)
+                if self._holds_too_much(rows):
+                    length = replace(length, span=inf)
+                if not best or length.better_than(shortest):
+                    best, shortest = rows, length
+                if tried and shortest.makespan <= enough:
+                    break
         return best
+
+    def _virtual_costs(self, costs: Costs) -> list[tuple[Costs, Costs]]:
+        """Return costs for virtual times, each with those by which lists are made.
+
+        With virtual times by the given costs alone, the worst step of `benchmarks/arrangement.py` is 12 % longer, and
+        steps in sharded modes are 0.9 % longer on average.
+        """
+        simple = simplified_costs(costs, self.order.placement)
+        if simple is None:
+            return [(costs.on_average, costs)]
+        even, coarse = simple
+        pairs = [(even, costs)]
+        if any(Numbered(self.order).durations(coarse)):  # forwards alone may each take less than half a part
+            pairs.append((coarse, coarse))
+        return pairs
+
+    def _arrangements(self, times: VirtualTimes, costs: Costs) -> Iterator[Rows]:
+        """Return the rows sorted by virtual times, then lists."""
+        yield times.sort(FIXED)
+        takes = self.arranger.numbered.durations(costs)
+        for priorities in LISTS[0 if self.order.forward_only else self.mode.barriers]:
+            listed = self.arranger.listed(times.sort(priorities), takes, priorities.reserve * times.stage_work)
+            if listed is not None:
+                yield listed
 
     def _holds_too_much(self, rows: Rows) -> bool:
         limits = self.arranger.limits
+        if limits is None:
+            return False
         order = self.arranger.order_of(rows)
-        return limits is not None and any(
-            peak_activations(order.passes(device)) > most for device, most in enumerate(limits)
-        )
+        return any(peak_activations(order.passes(device)) > most for device, most in enumerate(limits))
 
     def _vocabulary_work(self, costs: Costs) -> float:
         """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
@@ -243,106 +240,88 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimes:
-    """Virtual time of every pass.
+    """Virtual times of all passes.
 
-    A place is one whole number made of time, rank and the number of the pass; sorted places give the order of passes.
-    forwards, backwards, weights: per device, the places of F and O, of passes that follow from a backward, and of W.
-    vocabulary: (time, kind, place among the vocabulary passes), as the event model ran the passes that these follow
-    from. makespan: of the base order. stage_work: mean work of a stage per unit.
+    starts: by number. rows: numbers of each device, in the order in which passes with the same virtual time and rank
+    come. makespan: of the base order. stage_work: mean work of a stage per unit.
     """
 
     passes: Passes
-    forwards: list[list[int]]
-    backwards: list[list[int]]
-    weights: list[list[int]]
-    vocabulary: list[tuple[int, Kind, int]]
+    starts: list[int]
+    rows: Rows
     makespan: float
     stage_work: float
 
     @classmethod
     def of(cls, passes: Passes, costs: Costs) -> VirtualTimes:
-        """Return the virtual times by the rules above."""
-        order, mode = passes.order, passes.mode
-        walked, unit = virtual_times(order, costs)
-        groups: list[list[list[int]]] = [[[] for _ in order.rows] for _ in range(3)]
-        forwards, backwards, weights = groups
-        group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
-        delay_of = {kind: mode.barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
-        at_the_ends = order.placement.first_stage, order.placement.last_stage
-        ends: dict[int, tuple[Pass, ...]] = {}
-        """Passes of the first and the last stage, by number."""
-        work = 0.0
-        for device, numbers in enumerate(walked.rows):
-            place = 0
-            for number, item in zip(numbers, order.passes(device), strict=True):
-                virtual = round(walked.start[number] * unit)
-                work += walked.end[number] - walked.start[number]
-                for part in parts_of(item):
-                    start = virtual + delay_of[part.kind]
-                    group_of[part.kind][device].append((start * _RANKS + 1) << _INDEX_BITS | place)
-                    place += 1
-                    if part.stage in at_the_ends:
-                        ends[number] = (*ends.get(number, ()), part)
-        vocabulary: list[tuple[int, Kind, int]] = []
-        for number in walked.happened:
-            for part in ends.get(number, ()):
-                start = round(walked.start[number] * unit) + delay_of[part.kind]
-                found = _companions(part, start, round(walked.end[number] * unit), order, mode)
-                at = passes.vocabulary[part]
-                vocabulary += [(time, kind, at + turn) for turn, (time, kind) in enumerate(found)]
-        makespan = Length.of_rows(walked).makespan
-        stage_work = work / (order.units * order.placement.stages)
-        return cls(passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
-
-    def sort(self, wishes: Wishes) -> Rows:
-        """Return each device's passes by virtual time, then by rank; ties keep the order of the event model."""
-        arranger = self.passes.arranger
-        count, at = max(map(len, arranger.rows)), (1 << _INDEX_BITS) - 1
-        rank = wishes.ranks[0 if self.passes.order.forward_only else self.passes.mode.barriers]
-        later = [
-            round(share * INTERVAL) * _RANKS << _INDEX_BITS
-            for share in (wishes.backwards, wishes.weights, wishes.outputs)
-        ]
-        offset = {kind: rank_of << _INDEX_BITS for kind, rank_of in rank.items()}
-        offset[Kind.T] = offset.get(Kind.T, 0) + later[2]
-        vocabulary = sorted(
-            (time * _RANKS << _INDEX_BITS | count + turn) + offset[kind]
-            for turn, (time, kind, _) in enumerate(self.vocabulary)
-        )
-        turns = [index for _, _, index in self.vocabulary]
+        """Return the virtual times by the rules above, with the base order timed by `costs`."""
+        order, mode, numbered = passes.order, passes.mode, passes.arranger.numbered
+        walked, scale = virtual_times(order, costs)
+        base, units = walked.numbered, numbered.units
+        starts = [0] * numbered.passes
+        for group, first in base.groups.items():
+            moved = mode.barriers * INTERVAL if group.kind in MOVED else 0
+            there = numbered.groups[group]
+            starts[there : there + units] = [round(at * scale) + moved for at in walked.start[first : first + units]]
+        turns: list[tuple[int, int, Kind, int]] = []  # of vocabulary passes: where their source is, turn, kind and unit
+        sequence = walked.sequence()
+        for kind, source, at_end, later in _companions(order, mode):
+            here, there = base.groups[source], numbered.groups[source]
+            times = starts[there : there + units]
+            if at_end:
+                times = [round(at * scale) for at in walked.end[here : here + units]]
+            for device in range(order.devices):
+                first = numbered.groups[PassGroup(device, kind)]
+                starts[first : first + units] = [time + later for time in times]
+            turns += [(sequence[here + unit], len(turns), kind, unit) for unit in range(units)]
+        turns.sort()
         rows = []
-        for forwards, backwards, weights, numbers in zip(
-            self.forwards, self.backwards, self.weights, arranger.rows, strict=True
-        ):
-            places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
-            added = numbers[len(places) :]
-            indices = [place & at for place in sorted(places + vocabulary)]
-            rows.append([numbers[index] if index < count else added[turns[index - count]] for index in indices])
-        return rows
+        for device, row in enumerate(numbered.rows):
+            firsts = {kind: numbered.groups[PassGroup(device, kind)] for _, _, kind, _ in turns}
+            rows.append([*row[: len(row) - len(turns)], *(firsts[kind] + unit for _, _, kind, unit in turns)])
+        work = sum(walked.end[n] - walked.start[n] for row in walked.rows for n in row)
+        makespan = Length.of_rows(walked).makespan
+        return cls(passes, starts, rows, makespan, work / (order.units * order.placement.stages))
+
+    def sort(self, priorities: Priorities) -> Rows:
+        """Return each device's passes by virtual time, then by rank."""
+        numbered = self.passes.arranger.numbered
+        ranks = priorities.ranks[0 if self.passes.order.forward_only else self.passes.mode.barriers]
+        shares = dict.fromkeys(MOVED, priorities.backwards) | {Kind.W: priorities.weights, Kind.T: priorities.outputs}
+        keys = [0] * numbered.passes
+        for group, first in numbered.groups.items():
+            more = round(shares.get(group.kind, 0) * INTERVAL) * _RANKS + ranks.get(group.kind, 1)
+            last = first + numbered.units
+            keys[first:last] = [start * _RANKS + more for start in self.starts[first:last]]
+        return [sorted(row, key=keys.__getitem__) for row in self.rows]
 
 
-def _companions(part: Pass, start: int, end: int, order: Order, mode: VocabularyMode) -> Iterator[tuple[int, Kind]]:
-    """Return time and kind of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
-    if part.kind is Kind.F and part.stage == order.placement.first_stage:
-        yield start - INTERVAL, Kind.E
-    if part.kind is Kind.F and part.stage == order.placement.last_stage:
-        yield end, Kind.S
-        if order.forward_only:
-            yield end + INTERVAL, Kind.C
-            return
-        yield end + INTERVAL, Kind.T
-        if mode.combining is Kind.C:
-            yield end + INTERVAL // 2, Kind.C
-    if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
-        yield start + INTERVAL, Kind.G
+def _companions(order: Order, mode: VocabularyMode) -> Iterator[tuple[Kind, PassGroup, bool, int]]:
+    """Return each kind of vocabulary pass, the passes that its virtual times follow from, whether from their ends, and
+    how much later they are."""
+    placement = order.placement
+    first, last = (
+        partial(PassGroup, placement.first_device, stage=placement.first_stage),
+        partial(PassGroup, placement.last_device, stage=placement.last_stage),
+    )
+    yield Kind.E, first(Kind.F), False, -INTERVAL
+    yield Kind.S, last(Kind.F), True, 0
+    if order.forward_only:
+        yield Kind.C, last(Kind.F), True, INTERVAL
+        return
+    yield Kind.T, last(Kind.F), True, INTERVAL
+    if mode.combining is Kind.C:
+        yield Kind.C, last(Kind.F), True, INTERVAL // 2
+    yield Kind.G, first(Kind.B), False, INTERVAL
 
 
-def refuse_unfit(order: Order) -> None:
-    """Raise InputError for an order to which no vocabulary passes can be added."""
+def validate_base(order: Order) -> None:
+    """Raise InputError for an order to which no vocabulary passes can be added, or that is not sound."""
     if order.vocabulary.sharded:
         raise InputError(f"the order has the vocabulary passes of {order.vocabulary} already")
     if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
+    check_order(order).raise_if_faulty()
 
 
 def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
@@ -369,4 +348,4 @@ def interval_of(walked: Walked) -> float:
 
 
 _RANKS = 8
-_INDEX_BITS = 32
+"""More than there are ranks."""

@@ -17,7 +17,7 @@ FINE, COARSE = 10**6, 5
 machines that compute them; with coarse ones, passes that end at nearly the same time end at the same time."""
 
 
-def in_parts(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
+def quantized_costs(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
     """Return times of passes and transfers as whole numbers, of which a mean pass of a stage takes `parts`."""
     times = costs.stage_times(placement)
     split = [time for kind in (Kind.F, Kind.I, Kind.W) for time in times[kind] or ()]
@@ -37,18 +37,18 @@ def in_parts(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
     )
 
 
-def simpler(costs: Costs, placement: Placement) -> list[Costs]:
-    """Return costs with equal F, I and W of each stage and transfers without time, and coarse ones; nothing if F, I and
-    W are equal. Those of slices are the same for all of them."""
+def simplified_costs(costs: Costs, placement: Placement) -> tuple[Costs, Costs] | None:
+    """Return costs with equal F, I and W of each stage and transfers without time, and coarse ones; None if F, I and W
+    are equal already. Those of slices are the same for all of them."""
     costs = costs.on_average
     times = costs.stage_times(placement)
     forward, inputs, weights = times[Kind.F], times[Kind.I], times[Kind.W]
     if forward is None or inputs is None or weights is None:
-        return []
+        return None
     passes = list(zip(forward, inputs, weights, strict=True))
     each = tuple(sum(three) / 3 for three in passes)
     if max(max(three) - min(three) for three in passes) <= EQUAL * max(each):
-        return []
+        return None
     whole = tuple(2 * time for time in each)
-    even = replace(costs, F=each, B=whole, I=each, W=each, p2p=0.0, collectives={}, links={})
-    return [even, in_parts(costs, placement, COARSE)]
+    even = replace(costs, F=each, B=whole, I=each, W=each, p2p=0.0, collectives={}, links={}, sharding={})
+    return even, quantized_costs(costs, placement, COARSE)
