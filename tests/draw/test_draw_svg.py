@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from drawn_timelines import EMPTY, SPACE, Box, boxes, tensor_ranks, timeline, two_devices, words
 
-from evenpipe.draw import Bars, bars_svg, bars_text, loads_svg, svg
+from evenpipe.draw import Bars, bars_svg, loads_svg, svg
 from evenpipe.draw.kinds import IDLE, LOOKS, luminance
 from evenpipe.draw.loads import SCALE
 from evenpipe.errors import InputError
@@ -161,17 +161,6 @@ def test_every_figure_is_in_the_text_for_readers_without_eyes() -> None:
         assert f">{term}</text>" in text
 
 
-def test_in_the_terminal() -> None:
-    lines = bars_text([FIRST_LAST], width=60, limit=40 * GIB).splitlines()
-    assert lines[0] == "first-last"
-    columns = 60 - len("device 0 ") - len(" 30 GiB")
-    bar = re.match(r"device 0 (#+)(=+)", lines[1])
-    assert bar is not None
-    assert (len(bar[1]), len(bar[1]) + len(bar[2])) == (round(columns * 10 / 40), round(columns * 30 / 40))
-    assert lines[1].endswith("| 30 GiB")
-    assert lines[-1] == "# parameters  = activations  + vocabulary  | 40 GiB of a device"
-
-
 def test_what_cannot_be_drawn() -> None:
     for groups, message in (
         ([], "there is no device"),
@@ -179,9 +168,8 @@ def test_what_cannot_be_drawn() -> None:
         ([Bars("", ({"a": 1.0},) * 65)], "more than 64 devices"),
         ([Bars("", ({f"term {number}": 1.0 for number in range(12)},))], "memory of 12 terms"),
     ):
-        for draw in (bars_svg, bars_text):
-            with pytest.raises(InputError, match=message):
-                draw(groups)
+        with pytest.raises(InputError, match=message):
+            bars_svg(groups)
     with pytest.raises(InputError, match="no experts to draw"):
         loads_svg({})
 

@@ -4,7 +4,7 @@ All four share one drawing model (`panel`, `kinds`, `figures`), and simulated an
 same code.
 """
 
-from .bars import Bars, bars_svg, bars_text
+from .bars import Bars, bars_svg
 from .files import EXTENSIONS, check_file, draw
 from .loads import loads_svg
 from .page import page
@@ -18,7 +18,6 @@ __all__ = [
     "Bars",
     "Timelines",
     "bars_svg",
-    "bars_text",
     "check_file",
     "draw",
     "loads_svg",

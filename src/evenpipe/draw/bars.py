@@ -1,4 +1,4 @@
-"""Stacked bars, one per device: the parts of its memory, as SVG and for the terminal."""
+"""Stacked bars, one per device: the parts of its memory, as SVG."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from .figures import bytes_text, round_step
 
 COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
 """Colours of terms, in order. Neighbours differ in lightness."""
-LETTERS = "#=+*o%x:@"
-"""Of terms, in the terminal."""
 _HEIGHT, _GAP, _LEFT, _HEADING = 18.0, 4.0, 74.0, 34.0
 _MOST_BARS = 64
 
@@ -79,32 +77,6 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
 
 def _figures(group: Bars) -> str:
     return ", ".join(f"device {device} {bytes_text(total)}" for device, total in enumerate(group.totals))
-
-
-def bars_text(groups: Sequence[Bars], *, width: int = 100, limit: float | None = None) -> str:
-    """Return the same in characters, a letter for each term. Raises InputError as `bars_svg`."""
-    _check(groups)
-    terms = _terms(groups)
-    most = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
-    left = max(len(f"device {len(group.devices) - 1}") for group in groups) + 1
-    right = max(len(bytes_text(total)) for group in groups for total in group.totals) + 1
-    columns = max(10, width - left - right)
-    lines = []
-    for group in groups:
-        lines += [group.name] if group.name else []
-        for device, held in enumerate(group.devices):
-            bar, reached = "", 0.0
-            for term, letter in zip(terms, LETTERS, strict=False):
-                reached += held.get(term, 0.0)
-                bar += letter * (round(columns * reached / most) - len(bar))
-            if limit is not None:
-                place = min(columns - 1, round(columns * limit / most))
-                bar = bar.ljust(place) + ("|" if len(bar) <= place else "")
-            lines.append(f"{f'device {device}':<{left}}{bar:<{columns}}{bytes_text(group.totals[device]):>{right}}")
-    legend = [f"{letter} {term}" for letter, term in zip(LETTERS, terms, strict=False)]
-    if limit is not None:
-        legend.append(f"| {bytes_text(limit)} of a device")
-    return "\n".join([*lines, "  ".join(legend)]) + "\n"
 
 
 def _terms(groups: Sequence[Bars]) -> list[str]:
