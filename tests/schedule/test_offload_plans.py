@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 from offload_builds import check_build
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import (
-    Costs,
-    Kind,
-    Order,
-    Pass,
-    add_communication,
-    generate,
-    plan_offload,
-    plan_order,
-)
+from evenpipe.schedule import Costs, Kind, Order, Pass, add_communication, generate, offloaded, plan_offload, plan_order
 
 GPIPE = "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0"
 
@@ -51,6 +45,17 @@ def test_what_is_too_much_is_said_and_a_host_without_room_gets_nothing() -> None
     for room, moves in ((3, False), (9, True)):
         plan = plan_offload(generate("gpipe", 2, 6), Costs(F=1, B=2, O=1, L=1, bytes=4), host_limit=room)
         assert (sum(plan.moved) > 0) == moves
+
+
+def test_an_order_of_a_run_keeps_to_the_memory_of_the_host() -> None:
+    costs = Costs(F=1, I=1, W=1, O=1, L=1, bytes=4)
+    for schedule, offload in (("gpipe", "all"), ("gpipe", "free"), ("gpipe", 8), ("po-h", "scheduled")):
+        order = partial(plan_order, schedule, 2, 6, "first-last", costs, offload=offload)
+        free, limited, none = (len(offloaded(order(host_memory=room))) for room in (None, 9, 3))
+        assert free >= limited > none == 0 and (free > limited or schedule == "po-h"), (schedule, offload)
+        unknown = replace(costs, bytes=None)  # then the host itself says when it is full
+        if offload != 8:
+            assert plan_order(schedule, 2, 6, "first-last", unknown, offload=offload, host_memory=3)
 
 
 def test_wrong_limits_and_words() -> None:

@@ -98,7 +98,10 @@ class Programs:
         """
         shape, split = self._shape_of(recipe), recipe.layers_per_stage
         assert split is not None
-        offload = OffloadOptions(activations=recipe.offload.activations, copy_time=recipe.offload.copy_time)
+        given = recipe.offload
+        offload = OffloadOptions(
+            activations=given.activations, copy_time=given.copy_time, host_memory=given.host_memory
+        )
         if offload.activations == "none" and not shape.moves:
             offload = replace(offload, activations="scheduled")  # which is the same
         if roughly and _fixed(shape, recipe.vocabulary, offload):
@@ -130,7 +133,7 @@ class Programs:
         if recipe.offload.activations != "scheduled" and not shape.moves:
             # An order with copies is the order without copies, plus copies.
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
-            order = with_offload(order, costs, recipe.offload.activations)
+            order = with_offload(order, costs, recipe.offload.activations, recipe.offload.host_memory)
         elif _fixed(shape, recipe.vocabulary, recipe.offload):
             order = self._whatever_the_times(replace(recipe, vocabulary="first-last", costs=None))
         else:

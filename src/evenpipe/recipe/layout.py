@@ -123,6 +123,7 @@ class Layout:
             slices=recipe.slices if recipe.slices > 1 else None,
             sharing=recipe.communicators,
             offload=recipe.offload.activations,
+            host_memory=recipe.offload.host_memory,
             **(recipe.options if isinstance(schedule, str) else {}),
         )
         evaluation = evaluation_program(order, costs, recipe.communicators)
@@ -205,6 +206,7 @@ def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[...,
         costs,
         slices=recipe.slices if recipe.slices > 1 else None,
         offload=recipe.offload.activations,
+        host_memory=recipe.offload.host_memory,
         make=make,
         **(recipe.options if isinstance(recipe.schedule, str) else {}),
     )

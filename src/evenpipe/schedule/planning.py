@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import gt
 from typing import Any
@@ -93,6 +94,7 @@ def plan_order(
     *,
     slices: int | None = None,
     offload: str | float = "scheduled",
+    host_memory: float | None = None,
     make: Callable[..., Order] = generate,
     **options: Any,
 ) -> Order:
@@ -106,7 +108,7 @@ def plan_order(
 
     offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lower the peak
     of a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below
-    that many bytes, with the sizes of `costs`.
+    that many bytes, with the sizes of `costs`. host_memory: most bytes of a device on the host, if `costs` have sizes.
 
     make: makes the order of a name, as `generate` does.
 
@@ -131,10 +133,13 @@ def plan_order(
             assert costs is not None
             order = _shorter(order, _in_mode(for_equal, cut, wanted, costs), costs)
     if offload != "scheduled":
-        return with_offload(order, costs, offload)
-    if scheduled.vocabulary is order.vocabulary and cut == 1:
+        return with_offload(order, costs, offload, host_memory)
+    if not moved:
+        return order
+    room = _known(host_memory, costs)
+    if room is None and cut == 1 and scheduled.vocabulary is order.vocabulary:
         return scheduled
-    return plan_offload(order, costs, only=moved).order if moved else order
+    return plan_offload(order, costs, only=moved, host_limit=room).order
 
 
 def _in_mode(scheduled: Order, cut: int, mode: VocabularyMode, costs: Costs | None) -> Order:
@@ -194,20 +199,26 @@ def _scheduled(
     return order, cut
 
 
-def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Order:
+def with_offload(order: Order, costs: Costs | None, offload: str | float, host_memory: float | None = None) -> Order:
     """Return `order` with activations on the host as in `plan_order`. Raises InputError for another `offload`."""
+    plan = partial(plan_offload, order, costs, host_limit=_known(host_memory, costs))
     match check_offload(offload):
         case "scheduled":
             return order
         case "none":
             return without_offload(order)
         case "free":
-            return plan_offload(order, costs).order
+            return plan().order
         case "all":
-            return plan_offload(order, costs, whatever_it_takes=True).order
+            return plan(whatever_it_takes=True).order
         case limit:
             assert not isinstance(limit, str)
-            return plan_offload(order, costs, limit=limit).order
+            return plan(limit=limit).order
+
+
+def _known(host_memory: float | None, costs: Costs | None) -> float | None:
+    """Return the limit of the host if the sizes of activations are known."""
+    return None if costs is None or (costs.bytes is None and costs.memory is None) else host_memory
 
 
 def check_offload(offload: str | float) -> str | float:
@@ -230,6 +241,7 @@ def plan_program(
     slices: int | None = None,
     sharing: str = PER_PAIR,
     offload: str | float = "scheduled",
+    host_memory: float | None = None,
     **options: Any,
 ) -> tuple[Order, Program]:
     """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
@@ -240,7 +252,17 @@ def plan_program(
     as_it_stands = isinstance(schedule, Program) and schedule.vocabulary is VocabularyMode.of(mode).of_rows()
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
-    order = plan_order(schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, **options)
+    order = plan_order(
+        schedule,
+        devices,
+        microbatches,
+        mode,
+        costs,
+        slices=slices,
+        offload=offload,
+        host_memory=host_memory,
+        **options,
+    )
     if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
     else:
