@@ -186,7 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
-    """Return the recipe of the arguments; `longest`: most tokens of a sequence in the model."""
+    """The recipe of the arguments; `longest`: most tokens of a sequence in the model."""
     from evenpipe.recipe.given_schedule import MICROBATCHES_PER_DEVICE
     from evenpipe.recipe.offload import OffloadOptions
     from evenpipe.recipe.parallelism import DATA_PARALLEL
@@ -219,7 +219,7 @@ def _recipe(arguments: argparse.Namespace, longest: int | None) -> Recipe:
 def _split_of_run(
     arguments: argparse.Namespace, description: Description, recipe: Recipe, hardware: Hardware, dtype: str
 ) -> tuple[int, ...] | None:
-    """Return the layers of each stage if a run takes others on this GPU than those that its times suggest."""
+    """The layers of each stage if a run takes others on this GPU than those that its times suggest."""
     from evenpipe.costs.hardware import known_gpu
     from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits

@@ -119,7 +119,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the main parser and the parser of `command`; other commands get no arguments."""
+    """The main parser and the parser of `command`; other commands get no arguments."""
     parser = _Parser(
         prog="evenpipe",
         description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
@@ -139,14 +139,14 @@ def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.Argu
 
 
 def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
-    """Return the end of a sentence about an unknown argument: the nearest option, and how to list all of them."""
+    """The end of a sentence about an unknown argument: the nearest option, and how to list all of them."""
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     near = difflib.get_close_matches(argument.partition("=")[0], options, n=1, cutoff=0.6)
     return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists all of them"
 
 
 def _override_for(unknown: Sequence[str]) -> str | None:
-    """Return the end of a sentence about an option that is a field of the configuration, as `--steps 3`, or None."""
+    """The end of a sentence about an option that is a field of the configuration, as `--steps 3`, or None."""
     from evenpipe.train.config_file import fields_called
 
     name, equals, value = unknown[0].lstrip("-").partition("=")

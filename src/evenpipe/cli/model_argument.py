@@ -61,7 +61,7 @@ def add_skew(parser: argparse._ActionsContainer) -> None:
 
 
 def read_model(text: str) -> Description:
-    """Return the model of `--model` without weights, and without the quantisation of a source that has one. Raises
+    """The model of `--model` without weights, and without the quantisation of a source that has one. Raises
     InputError if it is not a causal language model."""
     from evenpipe.model import describe
     from evenpipe.model.config import read_config

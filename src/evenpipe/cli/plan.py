@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _problem(arguments: argparse.Namespace) -> tuple[Problem, PlannedRun]:
-    """Return the problem, and the rest of the configuration to write."""
+    """The problem, and the rest of the configuration to write."""
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.plan.problem import problem_of
     from evenpipe.train.planned_run import PlannedRun, planned_run

@@ -28,7 +28,7 @@ def say_json(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """Return a function that shows progress on stderr: on a terminal in one line that is removed at the end, elsewhere
+    """A function that shows progress on stderr: on a terminal in one line that is removed at the end, elsewhere
     in a line per minute."""
     last, terminal = time.monotonic(), sys.stderr.isatty()
 

@@ -34,7 +34,7 @@ LARGEST = 10_000_000
 
 
 def schedules_help() -> str:
-    """Return help text with one line per schedule."""
+    """Help text with one line per schedule."""
     from evenpipe.schedule.generators import SCHEDULES
     from evenpipe.schedule.registry import describe
 
@@ -57,7 +57,7 @@ def add_costs(parser: argparse.ArgumentParser, use: str) -> None:
 
 
 def costs(arguments: argparse.Namespace) -> Costs | None:
-    """Return the costs in the file of `--costs`, None without it. Raises InputError if they are not valid."""
+    """The costs in the file of `--costs`, None without it. Raises InputError if they are not valid."""
     from evenpipe.schedule.files import read_costs
 
     return None if arguments.costs is None else read_costs(arguments.costs)
@@ -78,7 +78,7 @@ def add_edges(parser: argparse.ArgumentParser) -> None:
 
 
 def edges(arguments: argparse.Namespace) -> tuple[Edge, ...]:
-    """Return the value of `--edges`. Raises InputError if it is not valid."""
+    """The value of `--edges`. Raises InputError if it is not valid."""
     from evenpipe.schedule.placement import edges_of_text
 
     return () if arguments.edges is None else edges_of_text(arguments.edges)
@@ -161,7 +161,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
 
 
 def replicas(arguments: argparse.Namespace) -> Parallelism | None:
-    """Return what replicas do, if there are several. Raises InputError if it is not valid."""
+    """What replicas do, if there are several. Raises InputError if it is not valid."""
     from evenpipe.recipe.parallelism import Parallelism
 
     kind = arguments.data_parallel
@@ -172,7 +172,7 @@ def replicas(arguments: argparse.Namespace) -> Parallelism | None:
 
 
 def offload(arguments: argparse.Namespace) -> str | float:
-    """Return the value of `--offload`. Raises InputError if it is not valid."""
+    """The value of `--offload`. Raises InputError if it is not valid."""
     from evenpipe.schedule.planning import check_offload
 
     given: str | float = arguments.offload
@@ -182,7 +182,7 @@ def offload(arguments: argparse.Namespace) -> str | float:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return the cases of the arguments of `add_cases`, planned and simulated. Raises InputError."""
+    """The cases of the arguments of `add_cases`, planned and simulated. Raises InputError."""
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
 
@@ -242,7 +242,7 @@ def _refuse_strange(name: str, schedules: Mapping[str, Any]) -> None:
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options of generators."""
+    """The given options of generators."""
     given = {
         "stages_per_device": arguments.stages_per_device,
         "group_size": arguments.group_size,

@@ -10,7 +10,7 @@ from evenpipe.given import plain
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """Return the values of option --`name`. Raises InputError if it has none."""
+    """The values of option --`name`. Raises InputError if it has none."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise InputError(
@@ -20,7 +20,7 @@ def words(name: str, text: str) -> tuple[str, ...]:
 
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of option --`name`. Raises InputError for anything else."""
+    """The numbers of option --`name`. Raises InputError for anything else."""
     try:
         return tuple(int(word) for word in words(name, text))
     except ValueError:
@@ -30,7 +30,7 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def numbers(name: str, text: str | None) -> float | list[float] | None:
-    """Return one number, or several separated by commas. Raises InputError."""
+    """One number, or several separated by commas. Raises InputError."""
     if text is None:
         return None
     try:
@@ -41,7 +41,7 @@ def numbers(name: str, text: str | None) -> float | list[float] | None:
 
 
 def memory(arguments: argparse.Namespace) -> int | None:
-    """Return the bytes of `--gpu-memory`. Raises InputError for anything else than a size."""
+    """The bytes of `--gpu-memory`. Raises InputError for anything else than a size."""
     from evenpipe.memory.sizes import parse_size
 
     return None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")

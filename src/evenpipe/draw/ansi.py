@@ -26,12 +26,12 @@ class Painter:
 
     @property
     def reset(self) -> str:
-        """Return the sequence back to the terminal's own colours."""
+        """The sequence back to the terminal's own colours."""
         self._standing = ""
         return "\033[0m" if self.colourful else ""
 
     def cell(self, character: str, ink: str | None, ground: str | None) -> str:
-        """Return `character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
+        """`character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
         if not self.colourful:
             return character
         if ink is None and ground is None:
@@ -46,16 +46,16 @@ class Painter:
         return f"\033[{codes}m{character}"
 
     def bold(self, text: str) -> str:
-        """Return `text` in bold."""
+        """`text` in bold."""
         return f"\033[1m{text}{self.reset}" if self.colourful else text
 
     def faint(self, text: str) -> str:
-        """Return faint `text`."""
+        """Faint `text`."""
         return f"\033[2m{text}{self.reset}" if self.colourful else text
 
     @staticmethod
     def visible_length(text: str) -> int:
-        """Return the number of visible characters of `text`."""
+        """The number of visible characters of `text`."""
         return len(_SEQUENCE.sub("", text))
 
     def _code(self, base: int, colour: str) -> str:
@@ -72,7 +72,7 @@ _GREYS = [(232 + step, (8 + 10 * step,) * 3) for step in range(24)]
 
 @lru_cache(maxsize=4096)
 def _nearest_of_256(red: int, green: int, blue: int) -> int:
-    """Return the number of the nearest colour of xterm. Hue counts more than lightness: a darker blue stays blue."""
+    """The number of the nearest colour of xterm. Hue counts more than lightness: a darker blue stays blue."""
 
     def distance(entry: tuple[int, tuple[int, ...]]) -> float:
         differences = [a - b for a, b in zip((red, green, blue), entry[1], strict=True)]

@@ -80,7 +80,7 @@ def _figures(group: Bars) -> str:
 
 
 def _terms(groups: Sequence[Bars]) -> list[str]:
-    """Return all terms, in the order of their first use."""
+    """All terms, in the order of their first use."""
     terms = dict.fromkeys(term for group in groups for device in group.devices for term in device)
     return [term for term in terms if any(device.get(term) for group in groups for device in group.devices)]
 

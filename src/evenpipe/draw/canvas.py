@@ -75,7 +75,7 @@ class Canvas:
         return top
 
     def document(self, width: float, height: float, *, name: str, summary: str) -> str:
-        """Return the document, on white, or dark for readers who prefer it. name, summary: for screen readers."""
+        """The document, on white, or dark for readers who prefer it. name, summary: for screen readers."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" class="evenpipe" width="{n(width)}" height="{n(height)}" '
@@ -90,7 +90,7 @@ class Canvas:
         )
 
     def _dark(self) -> Iterator[str]:
-        """Return style rules for this picture only: a notebook has others in the same document."""
+        """Style rules for this picture only: a notebook has others in the same document."""
         for colour in self._colours:
             raised = _IN_THE_DARK.get(colour) or for_dark(colour)
             if raised != colour:
@@ -101,12 +101,12 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the approximate width of a text in a sans-serif font, rather too wide."""
+    """The approximate width of a text in a sans-serif font, rather too wide."""
     narrow = sum(character in " .,:;'|ijlI·" for character in text)
     return size * (0.58 * (len(text) - narrow) + 0.3 * narrow)
 
 
 def n(value: float) -> str:
-    """Return a coordinate with at most two decimals."""
+    """A coordinate with at most two decimals."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

@@ -40,16 +40,16 @@ class Looks:
         self.resources = {name: number for number, name in enumerate(RESOURCES)}
 
     def of(self, panel: Panel, event: Event) -> int:
-        """Return the number of kind and colours of an event."""
+        """The number of kind and colours of an event."""
         return self.entries.setdefault((number_of(event.item.kind), panel.colours(event)), len(self.entries))
 
     def resource(self, name: str) -> int:
-        """Return the number of the resource that an event waited for."""
+        """The number of the resource that an event waited for."""
         return self.resources.setdefault(name, len(self.resources))
 
 
 def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
-    """Return a panel as JSON.
+    """A panel as JSON.
 
     rows: (device, type, number of its first event) of each row; events of a row do not overlap and are in the order of
     their starts. texts: by number of event, the text of anything but a plain pass. unknown: by number, the text of a
@@ -78,12 +78,12 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
 
 
 def tick(length: float) -> float:
-    """Return a power of ten, small compared to `length`, for which ticks fit into 31 bits."""
+    """A power of ten, small compared to `length`, for which ticks fit into 31 bits."""
     return 10.0 ** math.ceil(math.log10(length / _LARGEST)) if length > 0 else 1.0
 
 
 def pack(columns: Sequence[array[int]]) -> str:
-    """Return columns of 32-bit integers of equal length as base64 text."""
+    """Columns of 32-bit integers of equal length as base64 text."""
     return base64.b64encode(zlib.compress(b"".join(_planes(column) for column in columns), 6)).decode("ascii")
 
 
@@ -96,7 +96,7 @@ def _planes(column: array[int]) -> bytes:
 
 
 def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
-    """Return rows without overlap: compute, and as many as needed for events beside it."""
+    """Rows without overlap: compute, and as many as needed for events beside it."""
     rows: list[tuple[int, int, int]] = []
     events: list[Event] = []
     for device in range(panel.devices):
@@ -115,7 +115,7 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
 def _table(
     panel: Panel, events: list[Event], looks: Looks, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
-    """Return columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
+    """Columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
     how many events before this one), resource, and the ticks in which tensor ranks only exchange rows."""
     origin = panel.origin
     starts = array("i", [round((event.start - origin) / step) for event in events])
@@ -166,7 +166,7 @@ def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], 
 
 
 def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
-    """Return the memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value
+    """The memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value
     of all."""
     curves = [panel.curve(device) for device in range(panel.devices)]
     peak = max((value for curve in curves for _, value in curve), default=0.0)
@@ -181,5 +181,5 @@ def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
 
 
 def _differences(column: array[int]) -> array[int]:
-    """Return the difference of each number to the previous one."""
+    """The difference of each number to the previous one."""
     return array("i", [value - before for value, before in zip(column, chain((0,), column), strict=False)])

@@ -19,7 +19,7 @@ class Scale:
     unit_seconds: float | None = None
 
     def text(self, time: float) -> str:
-        """Return a duration with four digits: "162", "1.25", "12.5 ms"."""
+        """A duration with four digits: "162", "1.25", "12.5 ms"."""
         if self.unit_seconds is None:
             return number_text(time)
         seconds = time * self.unit_seconds
@@ -38,7 +38,7 @@ class Figure:
 
 
 def figures(panel: Panel, scale: Scale) -> list[Figure]:
-    """Return the figures of a whole timeline; zeros for one without events."""
+    """The figures of a whole timeline; zeros for one without events."""
     timeline = panel.timeline
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
@@ -52,7 +52,7 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
 
 
 def exchange_text(panels: Iterable[Panel]) -> str:
-    """Return which part of each kind of pass tensor ranks only exchange rows: "tensor collectives: 18.2 % of F"; empty
+    """Which part of each kind of pass tensor ranks only exchange rows: "tensor collectives: 18.2 % of F"; empty
     if there are none."""
     panels = tuple(panels)
     words = []
@@ -66,12 +66,12 @@ def exchange_text(panels: Iterable[Panel]) -> str:
 
 
 def busy_share(panel: Panel, device: int) -> float:
-    """Return the compute time of one device over the makespan."""
+    """The compute time of one device over the makespan."""
     return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0
 
 
 def peak_text(panel: Panel) -> str:
-    """Return the highest of the panel's `peaks`, with its unit; with offload, also the activations in flight."""
+    """The highest of the panel's `peaks`, with its unit; with offload, also the activations in flight."""
     text = amount_text(panel, max(panel.peaks, default=0.0))
     if panel.knows_bytes or panel.timeline.on_device is None:
         return text
@@ -79,18 +79,18 @@ def peak_text(panel: Panel) -> str:
 
 
 def peak_of(panel: Panel, device: int) -> str:
-    """Return the highest memory of a device: bytes, or the number of stage activations alone."""
+    """The highest memory of a device: bytes, or the number of stage activations alone."""
     amount = panel.peaks[device]
     return bytes_text(amount) if panel.knows_bytes else number_text(amount)
 
 
 def amount_text(panel: Panel, amount: float) -> str:
-    """Return an amount of memory in the unit of `panel`: bytes, or stage activations."""
+    """An amount of memory in the unit of `panel`: bytes, or stage activations."""
     return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} {panel.held}"
 
 
 def number_text(value: float) -> str:
-    """Return four digits, without a power of ten unless it is very small: 12870, 162, 1.25, 0.0125."""
+    """Four digits, without a power of ten unless it is very small: 12870, 162, 1.25, 0.0125."""
     if value == 0:
         return "0"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
@@ -101,12 +101,12 @@ def number_text(value: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """Return a share as a percentage: "56.8 %"."""
+    """A share as a percentage: "56.8 %"."""
     return f"{100 * value:.1f} %"
 
 
 def bytes_text(value: float) -> str:
-    """Return bytes in powers of 1024: "1.5 GiB"."""
+    """Bytes in powers of 1024: "1.5 GiB"."""
     power = 0
     while abs(value) >= 1024 and power < len(_BYTES) - 1:
         value /= 1024
@@ -115,7 +115,7 @@ def bytes_text(value: float) -> str:
 
 
 def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
-    """Return (time, text) of round times from 0 to `length`, about `most` of them."""
+    """(time, text) of round times from 0 to `length`, about `most` of them."""
     step = round_step(length / max(1.0, most), scale.unit_seconds)
     if step <= 0:
         return [(0.0, scale.text(0.0))]
@@ -123,7 +123,7 @@ def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
 
 
 def round_step(step: float, unit_seconds: float | None = None) -> float:
-    """Return the next of 1, 2, 5, 10, 20, ... from `step` on, in seconds if `unit_seconds` is known; 0 for 0."""
+    """The next of 1, 2, 5, 10, 20, ... from `step` on, in seconds if `unit_seconds` is known; 0 for 0."""
     if step <= 0:
         return 0.0
     unit = unit_seconds or 1.0

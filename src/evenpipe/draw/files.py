@@ -48,7 +48,7 @@ def draw(
 
 
 def check_file(file: str | Path) -> Path:
-    """Return the path of a picture. Raises InputError for an unknown suffix, for a folder that does not exist, and for
+    """The path of a picture. Raises InputError for an unknown suffix, for a folder that does not exist, and for
     .png if no program is installed that makes one."""
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:

@@ -61,19 +61,19 @@ _NUMBER = {kind: number for number, kind in enumerate(LOOKS)}
 
 
 def number_of(kind: Kind | TransferKind) -> int:
-    """Return the position of a kind in `LOOKS`."""
+    """The position of a kind in `LOOKS`."""
     return _NUMBER[kind]
 
 
 def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[str, ...]:
-    """Return the colour of a pass on a device that holds `stages`, with sequences of so many slices: one, or one per
+    """The colour of a pass on a device that holds `stages`, with sequences of so many slices: one, or one per
     part of passes that run as one."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)
     return tuple(_shaded(part, stages, slices) for part in parts)
 
 
 def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
-    """Return the colour of a pass: from the first stage to the last, and in each from the first slice to the last."""
+    """The colour of a pass: from the first stage to the last, and in each from the first slice to the last."""
     colour = LOOKS[part.kind].colour
     if isinstance(part.kind, TransferKind):
         return colour
@@ -84,7 +84,7 @@ def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
 
 
 def _shade(colour: str, place: int, shades: int) -> str:
-    """Return one of several shades of `colour`: light at place 0, for the first stage or slice, dark at the last."""
+    """One of several shades of `colour`: light at place 0, for the first stage or slice, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3
@@ -93,41 +93,41 @@ def _shade(colour: str, place: int, shades: int) -> str:
 
 
 def mix(colour: str, other: str, part: float) -> str:
-    """Return `colour` mixed with that share of `other`, both #rrggbb."""
+    """`colour` mixed with that share of `other`, both #rrggbb."""
     pairs = zip(channels(colour), channels(other), strict=True)
     return text_of(tuple(a + (b - a) * part for a, b in pairs))
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Return #rrggbb as three numbers from 0 to 255."""
+    """#rrggbb as three numbers from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def text_of(rgb: tuple[float, ...]) -> str:
-    """Return three numbers from 0 to 255 as #rrggbb."""
+    """Three numbers from 0 to 255 as #rrggbb."""
     return "#" + "".join(f"{round(value):02x}" for value in rgb)
 
 
 def luminance(colour: str) -> float:
-    """Return the relative luminance, 0 to 1 (WCAG 2.2)."""
+    """The relative luminance, 0 to 1 (WCAG 2.2)."""
     unit = [value / 255 for value in channels(colour)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in unit]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, whichever is easier to read on `colour`."""
+    """Black or white, whichever is easier to read on `colour`."""
     return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # luminance at which both have the same contrast
 
 
 def for_dark(colour: str) -> str:
-    """Return `colour` for a dark page: dark kinds are lightened, all shades alike, so that they stand out from the page
+    """`colour` for a dark page: dark kinds are lightened, all shades alike, so that they stand out from the page
     and stages from each other."""
     return mix(colour, "#ffffff", 0.28) if luminance(_kinds_colour().get(colour, colour)) < 0.1 else colour
 
 
 @cache
 def _kinds_colour() -> dict[str, str]:
-    """Return the colour of the kind that a shade belongs to."""
+    """The colour of the kind that a shade belongs to."""
     places = [(place, shades) for shades in range(2, MOST_SHADES + 1) for place in range(shades)]
     return {_shade(look.colour, *at): look.colour for look in LOOKS.values() for at in places}

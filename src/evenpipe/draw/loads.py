@@ -25,7 +25,7 @@ _WIDE = 6.0
 
 
 def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: int = 1000) -> str:
-    """Return an SVG document: a row for each layer, a column for each expert, coloured by its tokens over the mean of
+    """An SVG document: a row for each layer, a column for each expert, coloured by its tokens over the mean of
     the layer.
 
     layers: tokens of each expert, by the name of the layer. Raises InputError if there is nothing to draw.

@@ -45,7 +45,7 @@ SCRIPTS = (
 
 
 def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = None) -> str:
-    """Return timelines as one HTML file, with one time axis and one zoom for all.
+    """Timelines as one HTML file, with one time axis and one zoom for all.
 
     unit_seconds: seconds per unit of time, if known. The same timelines always give the same text.
     """
@@ -69,7 +69,7 @@ def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = 
 
 
 def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
-    """Return the data for the scripts. It contains no `<`, so that nothing can end its element."""
+    """The data for the scripts. It contains no `<`, so that nothing can end its element."""
     looks = Looks()
     encoded = [encode(panel, looks, scale) for panel in panels]
     content: dict[str, Any] = {
@@ -86,7 +86,7 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
 
 
 def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
-    """Return the figures of all panels side by side."""
+    """The figures of all panels side by side."""
     columns = [{figure.name: figure.text for figure in figures(panel, scale)} for panel in panels]
     notes = {figure.name: figure.note for panel in panels for figure in figures(panel, scale)}
     head = "".join(f'<th scope="col">{escape(panel.name or "timeline")}</th>' for panel in panels)
@@ -118,18 +118,18 @@ def _devices(panel: Panel) -> str:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """Return `text` with each @@NAME@@ replaced, in one pass: names inside values are not replaced."""
+    """`text` with each @@NAME@@ replaced, in one pass: names inside values are not replaced."""
     return re.sub(r"@@([A-Z_]+)@@", lambda match: values[match[1]], text)
 
 
 def _hash(text: str) -> str:
-    """Return the name of an inline element with this content in a content security policy."""
+    """The name of an inline element with this content in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 @cache
 def _script() -> str:
-    """Return all scripts in one function, so that they share names and leave no globals."""
+    """All scripts in one function, so that they share names and leave no globals."""
     body = "\n".join(_part(name) for name in SCRIPTS)
     return f'\n"use strict";\n(() => {{\n{body}\n}})();\n'
 

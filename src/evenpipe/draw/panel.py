@@ -43,25 +43,25 @@ class Panel:
 
     @cached_property
     def rows(self) -> tuple[tuple[Event, ...], ...]:
-        """Return the compute of each device by start. Measured events may come in any order."""
+        """The compute of each device by start. Measured events may come in any order."""
         return tuple(_by_start(row) for row in self.timeline.events)
 
     @cached_property
     def beside(self) -> tuple[tuple[Event, ...], ...]:
-        """Return the events beside compute, per device, by start."""
+        """The events beside compute, per device, by start."""
         rows = tuple(_by_start(row) for row in self.timeline.beside)
         return rows + ((),) * (self.devices - len(rows))
 
     @cached_property
     def passes_beside(self) -> tuple[tuple[Event, ...], ...]:
-        """Return copies, and collectives over replicas, per device, by start, without those of length 0."""
+        """Copies, and collectives over replicas, per device, by start, without those of length 0."""
         return tuple(
             tuple(event for event in row if isinstance(event.item, Pass) and event.end > event.start)
             for row in self.beside
         )
 
     def waits(self, device: int) -> list[Wait]:
-        """Return the idle times of a device that ended with a need of its next pass, if causes are known."""
+        """The idle times of a device that ended with a need of its next pass, if causes are known."""
         found = []
         clock = self.origin
         for event in self.rows[device]:
@@ -73,7 +73,7 @@ class Panel:
 
     @cached_property
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
-        """Return the kinds that run beside compute and that any device waits for, in the order of legends."""
+        """The kinds that run beside compute and that any device waits for, in the order of legends."""
         found = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
         return tuple(kind for kind in LOOKS if kind in found)
 
@@ -84,12 +84,12 @@ class Panel:
 
     @cached_property
     def origin(self) -> float:
-        """Return the start of the first event; 0 without events."""
+        """The start of the first event; 0 without events."""
         return min((event.start for event in self._all()), default=0.0)
 
     @cached_property
     def length(self) -> float:
-        """Return the time from the first start to the last end of all drawn events."""
+        """The time from the first start to the last end of all drawn events."""
         return max((event.end for event in self._all()), default=0.0) - self.origin
 
     @cached_property
@@ -102,11 +102,11 @@ class Panel:
 
     @cached_property
     def slices(self) -> int:
-        """Return the number of slices of a sequence."""
+        """The number of slices of a sequence."""
         return 1 + max((part.slice for row in self.rows for event in row for part in parts(event)), default=0)
 
     def colours(self, event: Event) -> tuple[str, ...]:
-        """Return one colour, or one per part of passes that run as one."""
+        """One colour, or one per part of passes that run as one."""
         item = event.item
         parts = tuple((part.kind, part.stage, part.slice) for part in item.parts) if isinstance(item, Pass) else ()
         key = (item.kind, item.stage, item.slice, parts, event.device)
@@ -122,7 +122,7 @@ class Panel:
 
     @property
     def knows_bytes(self) -> bool:
-        """Return whether `curve` is in bytes."""
+        """Whether `curve` is in bytes."""
         return self.timeline.memory is not None
 
     @cached_property
@@ -134,11 +134,11 @@ class Panel:
 
     @property
     def held(self) -> str:
-        """Return which stage activations `curve` counts if bytes are not known."""
+        """Which stage activations `curve` counts if bytes are not known."""
         return "in flight" if self.timeline.on_device is None else "on the device"
 
     def curve(self, device: int) -> Curve:
-        """Return the memory of a device over time: bytes if known, else stage activations on the device.
+        """The memory of a device over time: bytes if known, else stage activations on the device.
 
         An activation counts from the start of its forward to the end of the backward, or of the weight gradient, that
         releases it, except for its time on the host.
@@ -161,7 +161,7 @@ class Panel:
 
 
 def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
-    """Return one panel per timeline. Raises InputError if there is none."""
+    """One panel per timeline. Raises InputError if there is none."""
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     if not named:
         raise InputError("there is no timeline to draw; give at least one")
@@ -169,14 +169,14 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
-    """Return kinds of pass that take time in any of the panels, in the order of legends."""
+    """Kinds of pass that take time in any of the panels, in the order of legends."""
     timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
     found = {part.kind for event in timed for part in parts(event)}
     return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:
-    """Return the lane of each event, given by start: as few lanes as possible, in which events do not overlap."""
+    """The lane of each event, given by start: as few lanes as possible, in which events do not overlap."""
     free: list[float] = []  # per lane, the end of its last event
     chosen = []
     for event in events:
@@ -196,5 +196,5 @@ def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def parts(event: Event) -> tuple[Pass, ...]:
-    """Return the passes that ran in an event; none for a transfer."""
+    """The passes that ran in an event; none for a transfer."""
     return parts_of(event.item) if isinstance(event.item, Pass) else ()

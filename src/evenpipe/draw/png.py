@@ -17,7 +17,7 @@ SECONDS = 120.0
 
 
 def find_browser() -> str:
-    """Return the path of a Chromium or Chrome. Raises InputError if there is none."""
+    """The path of a Chromium or Chrome. Raises InputError if there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         raise InputError(
@@ -28,7 +28,7 @@ def find_browser() -> str:
 
 
 def png(picture: str) -> bytes:
-    """Return one of our SVG documents as PNG, at two pixels per unit. Raises InputError, or RunError if the browser
+    """One of our SVG documents as PNG, at two pixels per unit. Raises InputError, or RunError if the browser
     fails."""
     browser = find_browser()
     size = re.search(r'width="([\d.]+)" height="([\d.]+)"', picture)

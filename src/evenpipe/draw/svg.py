@@ -39,7 +39,7 @@ def svg(
     unit: str = "the unit of the costs",
     speedup: bool = False,
 ) -> str:
-    """Return timelines as an SVG document, above each other on one time axis.
+    """Timelines as an SVG document, above each other on one time axis.
 
     width: in pixels, at least 300. memory: a curve per device under its row. waits: a bar in each idle time, in the
     colour of the transfer that ended it. unit_seconds: seconds per unit of time, if known; unit: otherwise its name.
@@ -274,13 +274,13 @@ class _Page:
 
 
 def _entries(kinds: Collection[Kind | TransferKind], begin: str = "") -> list[tuple[str, str]]:
-    """Return colour and text of each look in a legend; kinds that look alike share the first one's."""
+    """Colour and text of each look in a legend; kinds that look alike share the first one's."""
     first = {look: kind for kind, look in reversed(LOOKS.items()) if kind in kinds}
     return [(look.colour, f"{begin}{kind.value}  {look.words}") for look, kind in reversed(first.items())]
 
 
 def _short(item: Item) -> str:
-    """Return the unit of a copy; the part that a collective over replicas is about."""
+    """The unit of a copy; the part that a collective over replicas is about."""
     if isinstance(item, Pass) and item.kind in SHARDING_KINDS:
         return str(part_of(item))
     return unit_text(item)

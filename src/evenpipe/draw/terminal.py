@@ -50,7 +50,7 @@ def terminal(
     unit_seconds: float | None = None,
     overview: bool = False,
 ) -> str:
-    """Return timelines as text that ends with a newline, several above each other on one time axis.
+    """Timelines as text that ends with a newline, several above each other on one time axis.
 
     width: characters per line, that of the terminal by default, at least 40.
     colour: "none", "256" or "truecolor"; by default what the standard output can show.
@@ -70,7 +70,7 @@ def terminal(
 
 
 def depth_of_output() -> str:
-    """Return what the standard output can show: "none" if it is not a terminal or NO_COLOR is set (no-color.org)."""
+    """What the standard output can show: "none" if it is not a terminal or NO_COLOR is set (no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return "none"
     if "utf" not in (sys.stdout.encoding or "").lower():
@@ -111,7 +111,7 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _bands_wanted(self) -> int:
-        """Return how many bands give the shortest kind of a stage room for letter and microbatch; 1 if too many."""
+        """How many bands give the shortest kind of a stage room for letter and microbatch; 1 if too many."""
         lasting: dict[Kind | TransferKind, list[float]] = {}
         longest = 0
         for event in (event for panel in self.panels for row in panel.rows for event in row):
@@ -125,7 +125,7 @@ class _Page:
         return int(bands) if bands * sum(panel.devices for panel in self.panels) <= MOST_LINES else 1
 
     def _device(self, panel: Panel, device: int, highest: float | None) -> list[list[str]]:
-        """Return the line of a device, and that of its memory if `highest` is given, each as its bands."""
+        """The line of a device, and that of its memory if `highest` is given, each as its bands."""
         cells = cut(panel.rows[device], panel.origin, self._step, self.columns * self.bands)
         busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
         name = self.painter.faint(f"device {device}".ljust(self.left))
@@ -256,7 +256,7 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """Return the colours of a pass; odd units are a little darker, to tell neighbours of one kind apart."""
+    """The colours of a pass; odd units are a little darker, to tell neighbours of one kind apart."""
     colours = panel.colours(piece.event)
     odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
@@ -267,7 +267,7 @@ def _eighth(place: float) -> str:
 
 
 def _lettered(cells: list[list[Piece]]) -> str:
-    """Return one character per column: for the event with the largest part, or a dot if most of the column is idle."""
+    """One character per column: for the event with the largest part, or a dot if most of the column is idle."""
     text = []
     for event, columns in groupby(map(_largest, cells)):
         room = len(list(columns))
@@ -287,7 +287,7 @@ def _largest(pieces: list[Piece]) -> Event | None:
 
 
 def _highest_per_column(panel: Panel, device: int, step: float, columns: int) -> list[float]:
-    """Return the highest memory of a device in each column; 0 after its last event."""
+    """The highest memory of a device in each column; 0 after its last event."""
     values = [0.0] * columns
     held, column = 0.0, 0
     if step <= 0:

@@ -31,7 +31,7 @@ _BACKWARD = (Kind.I, Kind.B)
 
 
 def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
-    """Return timelines as JSON for Perfetto, one event per line, by time; several become processes below each other.
+    """Timelines as JSON for Perfetto, one event per line, by time; several become processes below each other.
 
     unit_seconds: seconds per unit of time; a millisecond if not known.
     """
@@ -61,7 +61,7 @@ class _Writer:
         self.beside = list(self._beside())
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Return metadata: names of processes and threads, and their order."""
+        """Metadata: names of processes and threads, and their order."""
         for device in range(self.panel.devices):
             name = f"{self.panel.name}: device {device}" if self.panel.name else f"device {device}"
             yield self._metadata(device, "process_name", {"name": name})
@@ -71,7 +71,7 @@ class _Writer:
             yield {**self._metadata(device, "thread_sort_index", {"sort_index": thread}), "tid": thread}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Return slices, counters and arrows."""
+        """Slices, counters and arrows."""
         for row in self.panel.rows:
             for event in row:
                 yield self._slice(event, _COMPUTE, "compute")
@@ -94,7 +94,7 @@ class _Writer:
             yield from self._arrow(next(self.numbers), source, target)
 
     def _beside(self) -> Iterator[tuple[Event, int, str]]:
-        """Return the events beside compute, with their threads; name the threads."""
+        """The events beside compute, with their threads; name the threads."""
         for device in range(self.panel.devices):
             for category, base in _THREADS.items():
                 row = [event for event in self.panel.beside[device] if _category(event.item) == category]
@@ -140,7 +140,7 @@ class _Writer:
         return {"ph": "M", "name": name, "pid": self.first + device, "ts": 0, "args": args}
 
     def _at(self, time: float) -> float:
-        """Return microseconds from the first event on."""
+        """Microseconds from the first event on."""
         return round((time - self.panel.origin) * self.unit, 3)
 
 
@@ -151,7 +151,7 @@ def _category(item: Item) -> str:
 
 
 def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
-    """Return pairs of passes of stages on two devices with an edge between them: forward along it, backward against
+    """Pairs of passes of stages on two devices with an edge between them: forward along it, backward against
     it. None if the placement is not known."""
     placement = panel.timeline.placement
     if placement is None:

@@ -36,7 +36,7 @@ PREFETCHED = 2
 
 
 def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
-    """Return the CSV text of an order or program for `_PipelineScheduleRuntime._load_csv`.
+    """The CSV text of an order or program for `_PipelineScheduleRuntime._load_csv`.
 
     lowered: True writes format "compute_comms", with communication and sharding added where they are missing; False
     writes "compute_only", without either. By default a program is lowered, an order is not.
@@ -94,7 +94,7 @@ def from_torch(text: str) -> Order | Program:
 
 
 def _unspeakable(item: Item | None) -> str:
-    """Return why torch's runtime does not have `item`, and what to do; an empty text if it has."""
+    """Why torch's runtime does not have `item`, and what to do; an empty text if it has."""
     if item is None:
         return ""
     if isinstance(item, Transfer) and item.kind not in HOP_KINDS:
@@ -116,7 +116,7 @@ def _unspeakable(item: Item | None) -> str:
 
 
 def _cell(cell: str) -> str:
-    """Return a cell without the spaces that torch ignores."""
+    """A cell without the spaces that torch ignores."""
     return re.sub(r"\s*([();])\s*", r"\1", cell.strip())
 
 

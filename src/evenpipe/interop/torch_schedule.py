@@ -32,7 +32,7 @@ Rows = Mapping[int, Sequence[Any]]
 
 
 def is_torch_schedule(value: Any) -> bool:
-    """Return whether this is a schedule of torch, or a class of them. Imports nothing: if so, its module is loaded."""
+    """Whether this is a schedule of torch, or a class of them. Imports nothing: if so, its module is loaded."""
     module = sys.modules.get(MODULE)
     if module is None:
         return False
@@ -47,7 +47,7 @@ def from_torch_schedule(
     *,
     stages_per_device: int | None = None,
 ) -> Order | Program:
-    """Return the order that a schedule of torch executes; its program if it was loaded from a lowered file.
+    """The order that a schedule of torch executes; its program if it was loaded from a lowered file.
 
     Args:
         schedule: an instance, which knows its size, or a class, which is built with stand-in stages.
@@ -76,7 +76,7 @@ def from_torch_schedule(
 
 
 def _built(schedule: type, devices: int, microbatches: int, stages_per_device: int | None) -> Any:
-    """Return an instance of the class, with stand-in stages."""
+    """An instance of the class, with stand-in stages."""
     single = "stage" in inspect.signature(schedule).parameters
     per_device = stages_per_device or (1 if single else 2)
     if single and per_device != 1:
@@ -125,7 +125,7 @@ class _NotingStage:
 
 
 def _executed(schedule: Any) -> dict[int, list[str]]:
-    """Return the passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
+    """The passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
     rows = {}
     for rank in range(schedule._num_stages):
         stage = _NotingStage(rank, schedule._num_stages)

@@ -18,7 +18,7 @@ MICROBATCHES_PER_DEVICE = 4
 def read_schedule(
     given: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
 ) -> tuple[Schedule, int, dict[str, Any]]:
-    """Return the schedule `given`, the microbatches of a step, and the options of its generator.
+    """The schedule `given`, the microbatches of a step, and the options of its generator.
 
     Args:
         given: as for `Pipeline`.

@@ -57,18 +57,18 @@ class ModelCosts:
 
     @classmethod
     def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
-        """Return the costs that arrange orders without known times; `sequence`: tokens, as for `arranging_flops`."""
+        """The costs that arrange orders without known times; `sequence`: tokens, as for `arranging_flops`."""
         layers, head = arranging_flops(description, sequence)
         length = sequence or usual_length(description)
         return cls(layers=layers, head=head, rows=RowWork.of(description), length=length)
 
     def rows_for(self, recipe: Recipe) -> RowWork:
-        """Return how work grows along rows, by which they are cut: as in the costs of a recipe if these were measured
+        """How work grows along rows, by which they are cut: as in the costs of a recipe if these were measured
         on slices, else in FLOPs."""
         return rows_as_measured(self.rows or RowWork(per_token=1.0, per_key=()), recipe.costs, self.length)
 
     def costs_of_slices(self, costs: Costs, recipe: Recipe, slices: int, extra: Extra = NOTHING) -> Costs:
-        """Return costs of whole sequences, or of other slices, as those of so many slices.
+        """Costs of whole sequences, or of other slices, as those of so many slices.
 
         extra: what a pass does besides, in tokens of a microbatch on one process.
         """
@@ -163,7 +163,7 @@ class Layout:
 
 
 def runnable_order(recipe: Recipe) -> Order:
-    """Return the order of a recipe at equal costs, without vocabulary passes if the schedule has a name.
+    """The order of a recipe at equal costs, without vocabulary passes if the schedule has a name.
 
     Raises InputError if there is none of this size.
     """
@@ -176,13 +176,13 @@ def runnable_order(recipe: Recipe) -> Order:
 
 
 def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
-    """Return the pass times by which the order of a recipe is arranged, in this placement."""
+    """The pass times by which the order of a recipe is arranged, in this placement."""
     costs = arranging_times(recipe, model, placement, split)
     return costs.with_copies(placement, recipe.offload.copy_time)
 
 
 def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
-    """Return the same without the copies to the host: the costs of the recipe, else its times on known hardware, else
+    """The same without the copies to the host: the costs of the recipe, else its times on known hardware, else
     FLOPs."""
     costs, schedule = recipe.costs, recipe.schedule
     slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
@@ -196,7 +196,7 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
 
 
 def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[..., Order] = generate) -> Order:
-    """Return the order of a recipe arranged by these costs, in another vocabulary mode. make: as for `plan_order`.
+    """The order of a recipe arranged by these costs, in another vocabulary mode. make: as for `plan_order`.
     Raises InputError as that."""
     return plan_order(
         recipe.schedule,
@@ -213,19 +213,19 @@ def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[...,
 
 
 def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first layer (inclusive) and the last (exclusive) of each stage."""
+    """The first layer (inclusive) and the last (exclusive) of each stage."""
     return tuple(pairwise(accumulate(layers_per_stage, initial=0)))
 
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
-    """Return the pass times of a layout in FLOPs per token, whatever costs arranged it."""
+    """The pass times of a layout in FLOPs per token, whatever costs arranged it."""
     split, devices = layout.layers_per_stage, layout.program.devices
     costs = costs_of_work(model.layers, model.head, split, devices, VocabularyMode(layout.mode))
     return costs.with_copies(layout.program.placement, ASSUMED_COPY)
 
 
 def without_vocabulary(order: Order) -> Order:
-    """Return the order without its vocabulary passes, for any mode."""
+    """The order without its vocabulary passes, for any mode."""
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
     return replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST)
@@ -242,7 +242,7 @@ def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, .
 
 
 def _more_or_fewer(schedule: Schedule) -> str:
-    """Return what a user can change to have fewer stages."""
+    """What a user can change to have fewer stages."""
     if not isinstance(schedule, str):
         return "take an order with fewer stages"
     if "stages_per_device" in options_of(schedule):
@@ -251,7 +251,7 @@ def _more_or_fewer(schedule: Schedule) -> str:
 
 
 def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as given or as the vocabulary mode has it.
+    """The number of layers of each stage, as given or as the vocabulary mode has it.
 
     base: as `runnable_order`. Raises InputError for more stages than layers, and for a split that does not add up.
     """
@@ -270,7 +270,7 @@ def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[in
 
 
 def _redistributed(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
-    """Return the split that makes the step shortest, of those that keep the busiest device short."""
+    """The split that makes the step shortest, of those that keep the busiest device short."""
     times = (model.layers, model.head) if model.split_times is None else model.split_times(recipe)
     splits = splits_by_cost(times[0], base.placement, times[1], in_flight_per_layer(base))
     if len(splits) == 1:

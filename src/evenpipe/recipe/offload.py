@@ -72,7 +72,7 @@ class OffloadOptions:
             )
 
     def of_layers(self, layers: int) -> tuple[str, ...]:
-        """Return one choice for each layer of the model. Raises InputError for an unknown choice, or a wrong number of
+        """One choice for each layer of the model. Raises InputError for an unknown choice, or a wrong number of
         them."""
         choices = self.layers if isinstance(self.layers, tuple) else (self.layers,) * layers
         for choice in choices:
@@ -87,5 +87,5 @@ class OffloadOptions:
         return choices
 
     def kept_layers(self, layers: int) -> frozenset[int]:
-        """Return the layers whose activations stay on the device. Raises InputError as `of_layers` does."""
+        """The layers whose activations stay on the device. Raises InputError as `of_layers` does."""
         return frozenset(layer for layer, choice in enumerate(self.of_layers(layers)) if choice == "keep")

@@ -120,13 +120,13 @@ class Parallelism:
 
 
 def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
-    """Return what the number of tokens of a slice must be a multiple of: each context rank has two equal chunks, and
+    """What the number of tokens of a slice must be a multiple of: each context rank has two equal chunks, and
     tensor ranks share the tokens of a piece."""
     return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
 def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
-    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
+    """A program with the passes that gather parameters and sum gradients over replicas, where it has none; the
     same program if there are no replicas."""
     if parallelism.replicas == 1:
         return program

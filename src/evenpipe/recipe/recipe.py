@@ -107,7 +107,7 @@ class Recipe:
 
     @classmethod
     def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
-        """Return the recipe of one table of options. Raises TypeError for an unknown name."""
+        """The recipe of one table of options. Raises TypeError for an unknown name."""
         refuse_unknown(options, RecipeOptions.__annotations__)
         given: dict[str, Any] = {"dp": dp, "pp": pp, **options}
         for name in ("schedule_options", "offload", "experts", "nccl"):
@@ -182,7 +182,7 @@ class Recipe:
         return dict(self.schedule_options)
 
     def checkpointing_of(self, layers: int) -> tuple[str, ...]:
-        """Return one choice for each layer of a model. Raises InputError for a wrong number of choices."""
+        """One choice for each layer of a model. Raises InputError for a wrong number of choices."""
         given = self.checkpointing
         choices = given if isinstance(given, tuple) else (given,) * layers
         if len(choices) != layers:
@@ -224,5 +224,5 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return options by name, with tuples in place of lists."""
+    """Options by name, with tuples in place of lists."""
     return tuple(sorted((name, tuple(one) if isinstance(one, list) else one) for name, one in options.items()))

@@ -33,7 +33,7 @@ MOST_PASSES = 200_000
 def with_slices(
     recipe: Recipe, model: ModelCosts, torch_device: str, refusal: Callable[[], str | None] = lambda: None
 ) -> tuple[Recipe, str]:
-    """Return the recipe with a number in place of "auto", and in a few words why; unchanged, and "", with a number.
+    """The recipe with a number in place of "auto", and in a few words why; unchanged, and "", with a number.
 
     The same on every process, since it depends on nothing but these arguments.
 
@@ -62,7 +62,7 @@ def with_slices(
 
 
 def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tuple[dict[int, float], str]:
-    """Return the predicted step by number of slices, and why there are no more."""
+    """The predicted step by number of slices, and why there are no more."""
     sizes = cut(1).parallelism
     base = runnable_order(cut(1))
     passes = 3 * len(base.rows[0]) * base.devices
@@ -86,7 +86,7 @@ def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tup
 
 
 def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float:
-    """Return the predicted time of a step, in the unit of its costs.
+    """The predicted time of a step, in the unit of its costs.
 
     Vocabulary passes with barriers of their own fill gaps of the order: the step is that of the other passes, longer by
     their time (`add_vocabulary` tries other places as long as it is not).
@@ -104,7 +104,7 @@ def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float
 
 
 def predicted_costs(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> Costs:
-    """Return the costs of the slices of a recipe, also of a single one, with what each pass does besides."""
+    """The costs of the slices of a recipe, also of a single one, with what each pass does besides."""
     split = layers_per_stage(recipe, model, base)
     whole = arranging_costs(replace(recipe, batch=replace(recipe.batch, slices=1)), model, base.placement, split)
     return model.costs_of_slices(whole, recipe, recipe.slices, extra)

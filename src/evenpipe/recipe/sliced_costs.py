@@ -33,7 +33,7 @@ NOTHING = Extra()
 
 
 def sliced_costs(costs: Costs, rows: RowWork, ends: Sequence[int], extra: Extra = NOTHING) -> Costs:
-    """Return the costs of the slices of a sequence.
+    """The costs of the slices of a sequence.
 
     Args:
         costs: of whole sequences; those of its slices on average if it has factors, which are not used.
@@ -75,7 +75,7 @@ def sliced_costs(costs: Costs, rows: RowWork, ends: Sequence[int], extra: Extra 
 
 
 def whole_costs(costs: Costs) -> Costs:
-    """Return the costs of whole sequences; unchanged without factors for slices."""
+    """The costs of whole sequences; unchanged without factors for slices."""
     if not costs.slices:
         return costs
     count = float(len(each_slice(costs)))
@@ -83,7 +83,7 @@ def whole_costs(costs: Costs) -> Costs:
 
 
 def rows_as_measured(rows: RowWork, costs: Costs | None, length: int) -> RowWork:
-    """Return how work grows along rows, as in costs that were measured on slices; unchanged for any others.
+    """How work grows along rows, as in costs that were measured on slices; unchanged for any others.
 
     length: of the measured sequences, in tokens.
     """

@@ -46,7 +46,7 @@ from .walk import Completion, walk
 
 
 def check_order(order: Order, limits: Limits | None = None) -> Report:
-    """Return every fault of `order`, and the most stage activations in flight on each device.
+    """Every fault of `order`, and the most stage activations in flight on each device.
 
     Raises InputError for rows that contain anything but passes, and for invalid limits.
     """
@@ -59,7 +59,7 @@ def check_order(order: Order, limits: Limits | None = None) -> Report:
 
 
 def check_program(program: Program, limits: Limits | None = None, *, experts: bool = False) -> Report:
-    """Return every fault of `program`, of its passes and its transfers; positions count both.
+    """Every fault of `program`, of its passes and its transfers; positions count both.
 
     experts: devices exchange with their copies in other replicas within F, B, I and R (`walk`).
 

@@ -39,7 +39,7 @@ class FileReport:
         return not self.faults
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON."""
+        """The report as a dict for JSON."""
         return {
             "sound": self.sound,
             "faults": [
@@ -58,7 +58,7 @@ class FileReport:
         }
 
     def text(self) -> str:
-        """Return the report as text: up to `SHOWN` faults, with the rows around them, or a description of the order."""
+        """The report as text: up to `SHOWN` faults, with the rows around them, or a description of the order."""
         if not self.sound:
             lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
             more = len(self.faults) - SHOWN
@@ -91,7 +91,7 @@ def check_file(
     *,
     edges: Sequence[Edge] = (),
 ) -> FileReport:
-    """Return every fault of the order or program in a CSV file.
+    """Every fault of the order or program in a CSV file.
 
     edges: of the stages; a chain by default. memory_limit: most stage activations per device. bytes_limit: most bytes,
     with the sizes of `costs`. Raises InputError if the file contains no schedule, if `costs` have lists of the wrong
@@ -114,7 +114,7 @@ def check_file(
 
 
 def _known(order: Order, device: int) -> Iterator[Pass]:
-    """Return the passes of a device whose stages exist."""
+    """The passes of a device whose stages exist."""
     for item in order.passes(device):
         if all(part.stage is None or part.stage < order.placement.stages for part in parts_of(item)):
             yield item

@@ -81,7 +81,7 @@ def _exceeded(
 def limits_per_device(
     limit: float | Sequence[float], devices: int, unit: str = "stage activations", *, least: float = 0
 ) -> tuple[float, ...]:
-    """Return one limit per device. Raises InputError unless all are finite numbers above 0 and at least `least`, and
+    """One limit per device. Raises InputError unless all are finite numbers above 0 and at least `least`, and
     there are one or as many as devices."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:

@@ -29,7 +29,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) 
 
 
 def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
-    """Return `value` if it is a table whose keys are all in `known`."""
+    """`value` if it is a table whose keys are all in `known`."""
     if not isinstance(value, Mapping):
         raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {shown(value)}")
     refuse_unknown(value, known, f"{name}: ")
@@ -37,7 +37,7 @@ def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
 
 
 def number(name: str, value: Any, *, signed: bool = False) -> float:
-    """Return `value` as a number, of at least 0 unless `signed`; values smaller than `SMALLEST` become 0."""
+    """`value` as a number, of at least 0 unless `signed`; values smaller than `SMALLEST` become 0."""
     try:
         result = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -51,7 +51,7 @@ def number(name: str, value: Any, *, signed: bool = False) -> float:
 
 
 def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
-    """Return `value` as one number, or as a tuple of numbers."""
+    """`value` as one number, or as a tuple of numbers."""
     if not isinstance(value, (list, tuple)):
         return number(name, value, signed=signed)
     if not value:
@@ -60,7 +60,7 @@ def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
 
 
 def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
-    """Return one number for each of `count` stages or devices (`what` names them), or None if no cost is given."""
+    """One number for each of `count` stages or devices (`what` names them), or None if no cost is given."""
     if value is None:
         return None
     if not isinstance(value, tuple):
@@ -72,7 +72,7 @@ def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float,
 
 
 def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
-    """Return a cost times the factor `name` of a slice, both one number or one per stage (or device)."""
+    """A cost times the factor `name` of a slice, both one number or one per stage (or device)."""
     if isinstance(value, tuple) and isinstance(factor, tuple):
         if len(value) != len(factor):
             has = words.count(len(factor), "factor")
@@ -85,7 +85,7 @@ def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
 
 
 def added(*values: Cost | None) -> Cost | None:
-    """Return the sum of costs, as one number if all are one; None if one of them is not given."""
+    """The sum of costs, as one number if all are one; None if one of them is not given."""
     numbers = [value for value in values if value is not None]
     longest = max((len(value) for value in numbers if isinstance(value, tuple)), default=0)
     if len(numbers) < len(values):
@@ -97,7 +97,7 @@ def added(*values: Cost | None) -> Cost | None:
 
 
 def factors(name: str, value: Any, known: Sequence[str], lists: Sequence[str]) -> dict[str, tuple[Cost, ...]]:
-    """Return a table of factors for slices, one per slice each; those in `lists` may be one per stage."""
+    """A table of factors for slices, one per slice each; those in `lists` may be one per stage."""
     found: dict[str, tuple[Cost, ...]] = {}
     for key, given in table(name, value, known).items():
         if not isinstance(given, (list, tuple)) or not given:

@@ -176,7 +176,7 @@ class Costs:
         return costs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the dict that `from_dict` takes, for JSON and TOML, without fields at their defaults."""
+        """The dict that `from_dict` takes, for JSON and TOML, without fields at their defaults."""
         values: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -194,7 +194,7 @@ class Costs:
         return values
 
     def by_slice(self, slices: int) -> tuple[Costs, ...]:
-        """Return the costs of each of so many slices of a sequence, without factors: all the same if there are none.
+        """The costs of each of so many slices of a sequence, without factors: all the same if there are none.
 
         Raises InputError if the factors are for another number of slices.
         """
@@ -231,16 +231,16 @@ class Costs:
 
     @property
     def token_factors(self) -> tuple[float, ...]:
-        """Return the factors on bytes and on everything but layers, one per slice; nothing if they are the same."""
+        """The factors on bytes and on everything but layers, one per slice; nothing if they are the same."""
         return tuple(value for value in self.slices.get("tokens", ()) if isinstance(value, float))
 
     @property
     def on_average(self) -> Costs:
-        """Return the costs of a slice on average, for all slices."""
+        """The costs of a slice on average, for all slices."""
         return replace(self, slices={}) if self.slices else self
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
-        """Return one time per stage for each kind, None for kinds without a time. Raises InputError if a list has the
+        """One time per stage for each kind, None for kinds without a time. Raises InputError if a list has the
         wrong length.
 
         O, D and L take no time here: copies run beside compute.
@@ -254,7 +254,7 @@ class Costs:
         return times | dict.fromkeys((Kind.O, Kind.D, Kind.L), (0.0,) * placement.stages)
 
     def needed_times(self, placement: Placement, kinds: Collection[Kind], why: str) -> tuple[tuple[float, ...], ...]:
-        """Return the times per stage of these kinds. Raises InputError, which ends with `why`, if one is missing."""
+        """The times per stage of these kinds. Raises InputError, which ends with `why`, if one is missing."""
         times = self.stage_times(placement)
         for kind in kinds:
             if times[kind] is None:
@@ -262,15 +262,15 @@ class Costs:
         return tuple(times[kind] or () for kind in kinds)
 
     def device_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
-        """Return one time per device for each vocabulary kind, None for kinds without a time."""
+        """One time per device for each vocabulary kind, None for kinds without a time."""
         return {Kind(name): spread(name, getattr(self, name), placement.devices, "device") for name in _PER_DEVICE}
 
     def stage_bytes(self, placement: Placement) -> tuple[float, ...] | None:
-        """Return the bytes that one forward of each stage stores, if given."""
+        """The bytes that one forward of each stage stores, if given."""
         return spread("bytes", self.bytes, placement.stages, "stage")
 
     def copy_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Return the time of O and L of each stage on the copy engine; 0 if nothing is given.
+        """The time of O and L of each stage on the copy engine; 0 if nothing is given.
 
         Raises InputError if the engine has a bandwidth but there is neither a time nor `bytes`.
         """
@@ -287,14 +287,14 @@ class Costs:
         return times
 
     def exchange_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Return `tensor_exchange`, by stage or by device; a recomputation without a number exchanges as its F does."""
+        """`tensor_exchange`, by stage or by device; a recomputation without a number exchanges as its F does."""
         given = self.tensor_exchange
         if "F" in given and "R" not in given:
             given = {**given, "R": given["F"]}
         return {Kind(name): _spread("tensor_exchange", name, value, placement) for name, value in given.items()}
 
     def sharding_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Return the time that each kind of collective over replicas takes alone: by stage, or by device for those of
+        """The time that each kind of collective over replicas takes alone: by stage, or by device for those of
         the vocabulary layers; nothing for kinds without bytes."""
         link = self.links.get(REPLICAS, Link())
         times = {}
@@ -304,7 +304,7 @@ class Costs:
         return times
 
     def with_copies(self, placement: Placement, copy_time: Cost) -> Costs:
-        """Return the costs with times of O and L if they have none: `copy_time` (one number, or one per stage) times
+        """The costs with times of O and L if they have none: `copy_time` (one number, or one per stage) times
         forward plus backward of the stage. Unchanged if a forward or backward has no time.
 
         Raises InputError if a list does not have one number per stage.
@@ -320,7 +320,7 @@ class Costs:
         return replace(self, O=copies, L=copies)
 
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
-        """Return the bytes that each kind adds, per stage, or per device for vocabulary kinds; None if not known.
+        """The bytes that each kind adds, per stage, or per device for vocabulary kinds; None if not known.
 
         Without `memory`, a forward stores `bytes`, and B or W releases them; D releases them and L takes them again.
         """
@@ -348,19 +348,19 @@ class Costs:
 
     @property
     def receive_bytes(self) -> float:
-        """Return the bytes of the buffer of one hop at its receiver; 0 unless `memory` gives them."""
+        """The bytes of the buffer of one hop at its receiver; 0 unless `memory` gives them."""
         size = 0.0 if self.memory is None else self.memory.get(RECEIVE, 0.0)
         assert isinstance(size, float)
         return size
 
     def link(self, kind: TransferKind, communicator: str = "") -> Link | None:
-        """Return the link that carries this transfer, or None if the transfer takes a fixed time."""
+        """The link that carries this transfer, or None if the transfer takes a fixed time."""
         own = self.links.get(communicator) if communicator else None
         general = self.links.get(_CLASS_OF.get(kind, "p2p"))
         return general if own is None else own.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
-        """Return the duration of a transfer, on its communicator if it is named, from the end of its last producer."""
+        """The duration of a transfer, on its communicator if it is named, from the end of its last producer."""
         link = self.link(kind, communicator)
         if link is not None:
             return link.time
@@ -369,7 +369,7 @@ class Costs:
 
 
 def is_per_stage(name: str) -> bool:
-    """Return whether a key of `Costs.memory` or `Costs.sharding` has one number per stage, not one per device."""
+    """Whether a key of `Costs.memory` or `Costs.sharding` has one number per stage, not one per device."""
     return name != RECEIVE and SHAPES[Kind(name)][0]
 
 
@@ -389,7 +389,7 @@ class PassTimes:
         self._by_slice = [one.stage_times(placement) | one.device_times(placement) for one in each]
 
     def of(self, item: Pass, device: int) -> float:
-        """Return the duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
+        """The duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
         kind = item.kind
         of_kind = self._by_slice[min(item.slice, len(self._by_slice) - 1)]
         if kind not in of_kind:
@@ -408,7 +408,7 @@ _FIELDS = tuple(entry.name for entry in fields(Costs))
 
 
 def _said(value: Link | CopyEngine) -> dict[str, Any]:
-    """Return the fields of a link or an engine that differ from their defaults."""
+    """The fields of a link or an engine that differ from their defaults."""
     entries = {entry.name: (getattr(value, entry.name), entry.default) for entry in fields(value)}
     return {name: _listed(given) for name, (given, default) in entries.items() if given != default}
 

@@ -61,7 +61,7 @@ class Report:
 
 
 def excerpt(rows: Rows, marks: Mapping[int, int]) -> str:
-    """Return one line for each of the first devices of `marks` (device -> position), with the passes around the marked
+    """One line for each of the first devices of `marks` (device -> position), with the passes around the marked
     one, in brackets.
 
     As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] comes after the last pass.
@@ -82,12 +82,12 @@ def excerpt(rows: Rows, marks: Mapping[int, int]) -> str:
 
 
 def neighbours(rows: Rows, device: int, position: int) -> str:
-    """Return the excerpt of a device and its neighbours, around one position."""
+    """The excerpt of a device and its neighbours, around one position."""
     return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
 
 
 def brief(item: Item | None) -> str:
-    """Return the text of an item: a dot for an idle slot, and only the first parts of many passes that run as one."""
+    """The text of an item: a dot for an idle slot, and only the first parts of many passes that run as one."""
     if isinstance(item, Pass) and len(item.parts) > PARTS:
         return f"({';'.join(map(str, item.parts[:PARTS]))};...{len(item.parts) - PARTS} more){item.kind.value}"
     return "." if item is None else str(item)

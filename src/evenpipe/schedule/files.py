@@ -17,7 +17,7 @@ from .text import rows_from_csv
 
 
 def read_schedule(path: str | Path, edges: Sequence[Edge] = ()) -> Order | Program:
-    """Return the schedule in a CSV file: a program if the file has transfers, else an order. Its stages are a chain,
+    """The schedule in a CSV file: a program if the file has transfers, else an order. Its stages are a chain,
     or a graph with these edges.
 
     Raises InputError if the file cannot be read, and for a cell that is neither a pass nor a transfer, with row and
@@ -33,7 +33,7 @@ def read_schedule(path: str | Path, edges: Sequence[Edge] = ()) -> Order | Progr
 
 
 def read_order(path: str | Path) -> Order:
-    """Return the order in a CSV file; for a program, its compute passes. Raises InputError as `read_schedule` does."""
+    """The order in a CSV file; for a program, its compute passes. Raises InputError as `read_schedule` does."""
     return read_schedule(path).order
 
 
@@ -43,7 +43,7 @@ def write_schedule(schedule: Order | Program, path: str | Path) -> None:
 
 
 def read_costs(path: str | Path) -> Costs:
-    """Return the costs in a file: JSON if its name ends in .json, else TOML.
+    """The costs in a file: JSON if its name ends in .json, else TOML.
 
     Raises InputError if the file cannot be read or parsed, and as `Costs.from_dict` does.
     """

@@ -29,7 +29,7 @@ NEARLY = 1 + 1e-12
 
 
 def even_split(layers: int, devices: int) -> tuple[int, ...]:
-    """Return the layers per device, as equal as possible; the first devices get the remainder.
+    """The layers per device, as equal as possible; the first devices get the remainder.
 
     Raises InputError when there are fewer layers than devices.
     """
@@ -44,7 +44,7 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
 
 
 def in_flight_per_layer(order: Order) -> tuple[float, ...]:
-    """Return how many microbatches of a layer each device holds at most, on average over its stages, in an order
+    """How many microbatches of a layer each device holds at most, on average over its stages, in an order
     without vocabulary passes."""
     placement = order.placement
     return tuple(
@@ -55,7 +55,7 @@ def in_flight_per_layer(order: Order) -> tuple[float, ...]:
 def splits_by_cost(
     layer_costs: Sequence[float], placement: Placement, head: float, in_flight: Sequence[float]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the layers per stage that keep the busiest device short: the mode `redistribute`.
+    """The layers per stage that keep the busiest device short: the mode `redistribute`.
 
     Of one stage per device, the best split. If devices hold several stages, the order decides what is best, so there
     are several candidates: those with the shortest busiest device, of equal ones with the least memory or the most
@@ -93,7 +93,7 @@ def splits_by_cost(
 
 
 def over_stages(held: Sequence[int], placement: Placement, head: float, layer: float) -> tuple[int, ...]:
-    """Return the layers per stage if each device spreads those that it has over its stages, so that the longest of them
+    """The layers per stage if each device spreads those that it has over its stages, so that the longest of them
     is short; those behind get the remainder, of which less is in flight. head, layer: time of the output layer and of a
     layer."""
     counts = [0] * placement.stages
@@ -107,7 +107,7 @@ def over_stages(held: Sequence[int], placement: Placement, head: float, layer: f
 
 
 def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) -> tuple[int, ...]:
-    """Return the layers of each device, first to last, that minimise in this order: the time of the busiest device, the
+    """The layers of each device, first to last, that minimise in this order: the time of the busiest device, the
     memory of the fullest, the sum of squared times, the sum of memory; of equal ones, that with the most layers on the
     first devices. A device may get no layer. alike: a device's load depends only on its number of layers, which is
     quicker.
@@ -128,7 +128,7 @@ def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) ->
 
 
 def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
-    """Return the least that the highest cost of a device can be.
+    """The least that the highest cost of a device can be.
 
     `best[stop]` is that of the devices so far with the first `stop` layers. It rises with `stop`, and the cost of the
     next device falls with its first layer; so the best first layer is where they cross, and that moves on with `stop`.
@@ -148,7 +148,7 @@ def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], fl
 
 
 def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
-    """Return the same if only the number of layers counts: each layer goes to the device that is then the lowest."""
+    """The same if only the number of layers counts: each layer goes to the device that is then the lowest."""
     highest = max(cost(device, 0, 0) for device in range(devices))
     held = [0] * devices
     following = [(cost(device, 0, 1), device) for device in range(devices)] if layers else []
@@ -163,7 +163,7 @@ def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int,
 
 
 def _most_even(layers: int, devices: int, load: Load, time: float, memory: float) -> tuple[int, ...]:
-    """Return the split within these limits with the least sum of squared times, then the least sum of memory, then the
+    """The split within these limits with the least sum of squared times, then the least sum of memory, then the
     most layers on the first devices, by dynamic programming over devices and layers."""
 
     def fits(device: int, first: int, last: int) -> bool:

@@ -47,7 +47,7 @@ class Link:
         return link
 
     def over(self, other: Link | None) -> Link:
-        """Return this link, with missing values taken from `other`."""
+        """This link, with missing values taken from `other`."""
         if other is None:
             return self
         said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def time(self) -> float:
-        """Return the duration of one transfer."""
+        """The duration of one transfer."""
         return (self.latency or 0.0) + ((self.bytes or 0.0) / self.bandwidth if self.bandwidth else 0.0)
 
 
@@ -92,7 +92,7 @@ class CopyEngine:
 
     @property
     def link_of(self) -> dict[int, int]:
-        """Return the number of the shared link of each device that has one."""
+        """The number of the shared link of each device that has one."""
         return {device: number for number, group in enumerate(self.shared) for device in group}
 
     @classmethod

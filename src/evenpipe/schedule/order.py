@@ -47,14 +47,14 @@ class DeviceRows:
         object.__setattr__(self, "vocabulary", mode)
 
     def _repr_html_(self) -> str:
-        """Return the picture of a step, for notebooks."""
+        """The picture of a step, for notebooks."""
         from .picture import html_of_order
 
         return html_of_order(self.order, repr(self))
 
     @property
     def size(self) -> str:
-        """Return the size in words."""
+        """The size in words."""
         numbers = (self.devices, "device"), (self.placement.stages, "stage"), (self.microbatches, "microbatch")
         words = ", ".join(count(number, noun) for number, noun in numbers)
         return words if self.slices == 1 else f"{words} of {count(self.slices, 'slice')}"
@@ -71,12 +71,12 @@ class DeviceRows:
 
     @property
     def order(self) -> Order:
-        """Return the compute passes alone."""
+        """The compute passes alone."""
         rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
         return Order(self.placement, self.microbatches, rows, self.vocabulary, self.forward_only, self.slices)
 
     def to_csv(self) -> str:
-        """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
+        """One line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
         return rows_to_csv(self.rows)
 
     @classmethod
@@ -109,7 +109,7 @@ class DeviceRows:
 
     @classmethod
     def _addressed(cls, rows: Rows, fields: dict[str, Any]) -> Any:
-        """Return `rows` with the members of transfers."""
+        """`rows` with the members of transfers."""
         return rows
 
 
@@ -124,15 +124,15 @@ class Order(DeviceRows):
 
     @property
     def order(self) -> Order:
-        """Return this order."""
+        """This order."""
         return self
 
     def passes(self, device: int) -> Iterator[Pass]:
-        """Return the passes of one device, without idle slots."""
+        """The passes of one device, without idle slots."""
         return (item for item in self.rows[device] if item is not None)
 
     def splits_backward(self, device: int) -> bool:
-        """Return whether a backward of this device is split into I and W."""
+        """Whether a backward of this device is split into I and W."""
         return any(part.kind is Kind.I for part in parts_in(self.rows[device]))
 
     @classmethod

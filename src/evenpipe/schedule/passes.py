@@ -148,7 +148,7 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str) -> Pass:
-        """Return the pass that `text` spells; raises InputError for any other text."""
+        """The pass that `text` spells; raises InputError for any other text."""
         item = parse_item(text)
         if isinstance(item, Transfer):
             raise InputError(f"{quoted(text)} is a transfer, expected a pass such as 2F0 or S0")
@@ -192,7 +192,7 @@ Rows = Sequence[Sequence[Item | None]]
 
 
 def parts_of(item: Pass) -> tuple[Pass, ...]:
-    """Return the passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
+    """The passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
     return item.parts or (item,)
 
 
@@ -204,20 +204,20 @@ def parts_in(row: Iterable[Item | None]) -> Iterator[Pass]:
 
 
 def unit_of(item: Item, slices: int) -> int:
-    """Return the number of the unit, a slice of a microbatch, that a pass or transfer is about."""
+    """The number of the unit, a slice of a microbatch, that a pass or transfer is about."""
     assert item.microbatch is not None
     return item.microbatch * slices + item.slice
 
 
 def unit_text(item: Item) -> str:
-    """Return the unit of a pass or transfer as it is written, such as 0 or 0.1; an empty text without a microbatch."""
+    """The unit of a pass or transfer as it is written, such as 0 or 0.1; an empty text without a microbatch."""
     if item.microbatch is None:
         return ""
     return f"{item.microbatch}.{item.slice}" if item.slice else str(item.microbatch)
 
 
 def parse_item(text: str) -> Item:
-    """Return the pass or transfer that `text` spells; raises InputError for any other text.
+    """The pass or transfer that `text` spells; raises InputError for any other text.
 
     A transfer read from text has no members yet: they follow from the placement (`Program.from_csv` fills them in).
     """

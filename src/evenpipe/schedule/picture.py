@@ -23,7 +23,7 @@ MOST_EVENTS = 20_000
 
 
 def html_of_order(order: Order, words: str) -> str:
-    """Return the step of `order` at equal costs under `words`; only the words if it cannot complete or is too large."""
+    """The step of `order` at equal costs under `words`; only the words if it cannot complete or is too large."""
     if sum(map(len, order.rows)) > MOST_EVENTS:
         return _text(words)
     try:
@@ -34,7 +34,7 @@ def html_of_order(order: Order, words: str) -> str:
 
 
 def html_of_timeline(timeline: Timeline, words: str) -> str:
-    """Return the picture of `timeline` under `words`; only the words if it is empty or too large."""
+    """The picture of `timeline` under `words`; only the words if it is empty or too large."""
     events = sum(map(len, timeline.events))
     if not 0 < events <= MOST_EVENTS:
         return _text(words)

@@ -75,19 +75,19 @@ class Placement:
 
     @classmethod
     def linear(cls, devices: int) -> Placement:
-        """Return one stage per device, in order: 0 1 2 3."""
+        """One stage per device, in order: 0 1 2 3."""
         return cls.looped(devices, 1)
 
     @classmethod
     def looped(cls, devices: int, stages_per_device: int) -> Placement:
-        """Return a round-robin placement: 0 1 2 3 0 1 2 3 for two stages per device (arXiv 2104.04473, section 2.2)."""
+        """A round-robin placement: 0 1 2 3 0 1 2 3 for two stages per device (arXiv 2104.04473, section 2.2)."""
         if stages_per_device < 1:
             raise InputError(f"stages per device must be at least 1, not {stages_per_device}")
         return cls(devices, tuple(range(devices)) * stages_per_device)
 
     @classmethod
     def v_shape(cls, devices: int) -> Placement:
-        """Return a V: 0 1 2 3 3 2 1 0, so that device 0 holds both ends (arXiv 2405.15362)."""
+        """A V: 0 1 2 3 3 2 1 0, so that device 0 holds both ends (arXiv 2405.15362)."""
         return cls(devices, (*range(devices), *reversed(range(devices))))
 
     @property
@@ -121,24 +121,24 @@ class Placement:
         return self.edges == _chain(self.stages)
 
     def device_of(self, stage: int) -> int:
-        """Return the device that holds `stage`."""
+        """The device that holds `stage`."""
         return self.stage_device[stage]
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages that `device` holds, ascending."""
+        """The stages that `device` holds, ascending."""
         return self._stages_of[device]
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose output `stage` takes."""
+        """The stages whose output `stage` takes."""
         return self._before[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that take the output of `stage`."""
+        """The stages that take the output of `stage`."""
         return self._after[stage]
 
 
 def edges_of_text(text: str) -> tuple[Edge, ...]:
-    """Return the edges that are written as in "0>1,0>2,1>3,2>3". Raises InputError for any other text."""
+    """The edges that are written as in "0>1,0>2,1>3,2>3". Raises InputError for any other text."""
     edges = []
     for word in text.split(","):
         source, mark, target = word.strip().partition(">")

@@ -41,7 +41,7 @@ OFFLOAD = ("scheduled", "none", "free", "all")
 def costs_of_work(
     layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: VocabularyMode
 ) -> Costs:
-    """Return pass times in units of the given work, for arranging an order without known times.
+    """Pass times in units of the given work, for arranging an order without known times.
 
     layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
     and dW. A backward is twice its forward. Copies to the host get no time.
@@ -66,7 +66,7 @@ def costs_of_work(
 
 
 def order_of_function(function: Callable[[int, int], Order], devices: int, microbatches: int) -> Order:
-    """Return the order that a schedule function returns; its own exceptions pass through.
+    """The order that a schedule function returns; its own exceptions pass through.
 
     Raises InputError if it does not take devices and microbatches, or does not return an order.
     """
@@ -98,7 +98,7 @@ def plan_order(
     make: Callable[..., Order] = generate,
     **options: Any,
 ) -> Order:
-    """Return the order of a schedule in a vocabulary mode; `options` are those of the generator.
+    """The order of a schedule in a vocabulary mode; `options` are those of the generator.
 
     A generator that plans by costs knows nothing of vocabulary passes. So in modes that add them its order for equal
     passes is tried, too, and taken if the step is shorter and no device holds more activations.
@@ -143,7 +143,7 @@ def plan_order(
 
 
 def _in_mode(scheduled: Order, cut: int, mode: VocabularyMode, costs: Costs | None) -> Order:
-    """Return an order in a vocabulary mode, its microbatches cut, without copies to the host."""
+    """An order in a vocabulary mode, its microbatches cut, without copies to the host."""
     order = without_offload(scheduled)
     if cut > 1:
         order = add_slices(order, cut)
@@ -159,7 +159,7 @@ def _plans_by_costs(schedule: str) -> bool:
 
 
 def _shorter(order: Order, other: Order, costs: Costs) -> Order:
-    """Return the other order if its step is shorter, and no device holds more; else the first."""
+    """The other order if its step is shorter, and no device holds more; else the first."""
     held, more = ([peak_activations(one.passes(device)) for device in range(one.devices)] for one in (order, other))
     if any(map(gt, more, held)):
         return order
@@ -174,7 +174,7 @@ def _scheduled(
     make: Callable[..., Order],
     **options: Any,
 ) -> tuple[Order, int]:
-    """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut. size: devices,
+    """The sound order of a schedule, and by how many slices its microbatches are still to be cut. size: devices,
     microbatches, slices."""
     devices, microbatches, slices = size
     if slices is not None:
@@ -200,7 +200,7 @@ def _scheduled(
 
 
 def with_offload(order: Order, costs: Costs | None, offload: str | float, host_memory: float | None = None) -> Order:
-    """Return `order` with activations on the host as in `plan_order`. Raises InputError for another `offload`."""
+    """`order` with activations on the host as in `plan_order`. Raises InputError for another `offload`."""
     plan = partial(plan_offload, order, costs, host_limit=_known(host_memory, costs))
     match check_offload(offload):
         case "scheduled":
@@ -217,7 +217,7 @@ def with_offload(order: Order, costs: Costs | None, offload: str | float, host_m
 
 
 def _known(host_memory: float | None, costs: Costs | None) -> float | None:
-    """Return the limit of the host if the sizes of activations are known."""
+    """The limit of the host if the sizes of activations are known."""
     return None if costs is None or (costs.bytes is None and costs.memory is None) else host_memory
 
 
@@ -244,7 +244,7 @@ def plan_program(
     host_memory: float | None = None,
     **options: Any,
 ) -> tuple[Order, Program]:
-    """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
+    """The order of a schedule in a vocabulary mode, and its checked program with communication.
 
     A program that already has the vocabulary passes of the mode, and whose copies stay, is returned unchanged except
     that communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
@@ -272,7 +272,7 @@ def plan_program(
 
 
 def evaluation_program(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
-    """Return the checked program that evaluates in the placement of `order`: only forwards and losses.
+    """The checked program that evaluates in the placement of `order`: only forwards and losses.
 
     `costs` as for `plan_order`, `sharing` as for `plan_program`.
     """

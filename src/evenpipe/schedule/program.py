@@ -31,7 +31,7 @@ class Program(DeviceRows):
 
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
-        """Return the members of each communicator of the program, by name, in the order of first use by device.
+        """The members of each communicator of the program, by name, in the order of first use by device.
 
         The members of a communicator for several groups are all of these, ascending.
         """
@@ -46,7 +46,7 @@ class Program(DeviceRows):
         }
 
     def shared(self, sharing: str) -> Program:
-        """Return the same transfers at the same positions, with communicators shared as in `sharing`."""
+        """The same transfers at the same positions, with communicators shared as in `sharing`."""
         rules = Rules.of(self)
 
         def readdressed(item: Item | None, device: int) -> Item | None:

@@ -22,7 +22,7 @@ LARGEST = 20_000_000
 
 
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
-    """Return the order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
+    """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
 
     `costs` go to generators that use them. An option that is None keeps its default. `stages_per_device` is also
     accepted for a schedule with a fixed number, if it is that number. Raises InputError for an unknown name or option,
@@ -63,19 +63,19 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Return the keyword options of a schedule, besides costs. Raises InputError for an unknown name."""
+    """The keyword options of a schedule, besides costs. Raises InputError for an unknown name."""
     if name not in SCHEDULES:
         raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
     return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
 
 
 def takes_costs(name: str) -> bool:
-    """Return whether a schedule plans by costs."""
+    """Whether a schedule plans by costs."""
     return "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def describe(name: str) -> str:
-    """Return a schedule in one line: the first sentence of its generator's docstring."""
+    """A schedule in one line: the first sentence of its generator's docstring."""
     text = inspect.getdoc(SCHEDULES[name]) or ""
     return " ".join(text.split("\n\n")[0].split())
 

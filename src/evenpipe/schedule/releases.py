@@ -89,7 +89,7 @@ def _numbered(program: Program) -> Numbered:
 
 
 def _sends(route: Route, device: int) -> bool:
-    """Return whether the device sends data and waits for none."""
+    """Whether the device sends data and waits for none."""
     if route.is_hop:
         return device == route.members[0]
     if route.kind is TransferKind.ROW_GRADIENTS:

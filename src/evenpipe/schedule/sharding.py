@@ -48,12 +48,12 @@ _USING = (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS
 
 
 def sharding_pass(kind: Kind, part: Part) -> Pass:
-    """Return the pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or sums (`REDUCE_GRAD`) a part."""
+    """The pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or sums (`REDUCE_GRAD`) a part."""
     return Pass(_OF_VOCABULARY[kind][part]) if isinstance(part, Kind) else Pass(kind, part)
 
 
 def part_of(item: Pass) -> Part:
-    """Return the part that a pass of `SHARDING_KINDS` is about."""
+    """The part that a pass of `SHARDING_KINDS` is about."""
     if item.stage is not None:
         return item.stage
     return _PART[item.kind]
@@ -78,13 +78,13 @@ class Users:
 
     @classmethod
     def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> Users:
-        """Return the users in a row: it tells which parts there are."""
+        """The users in a row: it tells which parts there are."""
         kinds = {item.kind for item in row if item is not None}
         parts = {part for kind, part in _PART.items() if kind in kinds}
         return cls(placement, mode, parts | {Kind.S} if mode.sharded else parts)
 
     def parts(self, item: Pass) -> tuple[Part, ...]:
-        """Return the parts that a pass reads or adds gradients to."""
+        """The parts that a pass reads or adds gradients to."""
         if item.parts:
             return tuple(dict.fromkeys(part for one in item.parts for part in self.parts(one)))
         if item.kind not in _USING:
@@ -94,12 +94,12 @@ class Users:
         return (item.stage, Kind.S) if item.stage in self._ends else (item.stage,)
 
     def added(self, item: Pass) -> set[Part]:
-        """Return the parts whose gradients a pass adds to."""
+        """The parts whose gradients a pass adds to."""
         return {part for one in parts_of(item) if one.kind in ADDING_KINDS for part in self.parts(one)}
 
 
 def parts_of_matrices(placement: Placement, mode: VocabularyMode, *, one_matrix: bool) -> tuple[Part, Part]:
-    """Return the parts that the rows of the embedding and of the output layer belong to, where a device has them.
+    """The parts that the rows of the embedding and of the output layer belong to, where a device has them.
 
     one_matrix: both are the same rows of one matrix there.
     """
@@ -109,7 +109,7 @@ def parts_of_matrices(placement: Placement, mode: VocabularyMode, *, one_matrix:
 
 
 def parts_of_device(placement: Placement, mode: VocabularyMode, device: int, *, tied: bool) -> tuple[Part, ...]:
-    """Return the parts of a device.
+    """The parts of a device.
 
     tied: whether the embedding and the output layer share their matrix.
     """
@@ -120,7 +120,7 @@ def parts_of_device(placement: Placement, mode: VocabularyMode, device: int, *, 
 
 
 def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> Iterator[Fault]:
-    """Return the faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
+    """The faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
     being there, or summed before its last gradient, twice, or not at all while others are."""
     sums = any(item is not None and item.kind in REDUCING_KINDS for row in rows for item in row)
     for device, row in enumerate(rows):
@@ -151,7 +151,7 @@ class RowSharding:
         self.summed: dict[Part, int] = {}
 
     def awaits(self, item: Pass) -> tuple[Part, ...]:
-        """Return the parts that the next pass has to wait for."""
+        """The parts that the next pass has to wait for."""
         return tuple(part for part in self._users.parts(item) if part in self.awaited)
 
     def take(self, item: Pass, position: int) -> list[str]:

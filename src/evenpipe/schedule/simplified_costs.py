@@ -18,7 +18,7 @@ machines that compute them; with coarse ones, passes that end at nearly the same
 
 
 def quantized_costs(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
-    """Return times of passes and transfers as whole numbers, of which a mean pass of a stage takes `parts`."""
+    """Times of passes and transfers as whole numbers, of which a mean pass of a stage takes `parts`."""
     times = costs.stage_times(placement)
     split = [time for kind in (Kind.F, Kind.I, Kind.W) for time in times[kind] or ()]
     unit = sum(split) / len(split) / parts
@@ -38,7 +38,7 @@ def quantized_costs(costs: Costs, placement: Placement, parts: int = FINE) -> Co
 
 
 def simplified_costs(costs: Costs, placement: Placement) -> tuple[Costs, Costs] | None:
-    """Return costs with equal F, I and W of each stage and transfers without time, and coarse ones; None if F, I and W
+    """Costs with equal F, I and W of each stage and transfers without time, and coarse ones; None if F, I and W
     are equal already. Those of slices are the same for all of them."""
     costs = costs.on_average
     times = costs.stage_times(placement)

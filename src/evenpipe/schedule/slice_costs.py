@@ -12,12 +12,12 @@ from .costs import LAYERS, Costs
 
 
 def each_slice(costs: Costs) -> tuple[Costs, ...]:
-    """Return the costs of each slice that `costs` have factors for; of one, without factors."""
+    """The costs of each slice that `costs` have factors for; of one, without factors."""
     return costs.by_slice(len(next(iter(costs.slices.values()), (1,))))
 
 
 def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
-    """Return costs whose slices have the times of `each` for layers, and for everything else its mean times `tokens`.
+    """Costs whose slices have the times of `each` for layers, and for everything else its mean times `tokens`.
 
     tokens: of each slice, in any unit; by default as many in each.
 
@@ -53,14 +53,14 @@ _OTHERS = ("O", "L", "bytes", "S", "C", "T", "E", "G", "p2p", "collectives", "te
 
 
 def _mean(values: Sequence[Cost]) -> Cost:
-    """Return the mean of numbers, or of lists number by number."""
+    """The mean of numbers, or of lists number by number."""
     if isinstance(values[0], tuple):
         return tuple(fsum(row) / len(values) for row in zip(*values, strict=True))  # type: ignore[arg-type]
     return fsum(values) / len(values)  # type: ignore[arg-type]
 
 
 def _relative(value: Cost, mean: Cost) -> Cost:
-    """Return the factors on `mean` that give `value`, as one number if they are equal; 1 where the mean is 0."""
+    """The factors on `mean` that give `value`, as one number if they are equal; 1 where the mean is 0."""
     if not isinstance(value, tuple) or not isinstance(mean, tuple):
         assert isinstance(value, float) and isinstance(mean, float)
         return value / mean if mean else 1.0

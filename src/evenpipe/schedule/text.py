@@ -24,7 +24,7 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
-    """Return the cells of a file. Raises InputError naming row and column, both from 1, of a cell that is no word."""
+    """The cells of a file. Raises InputError naming row and column, both from 1, of a cell that is no word."""
     lines = text.removeprefix("\ufeff").splitlines()
     if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")
@@ -32,7 +32,7 @@ def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
 
 
 def cell_name(row: int, column: int) -> str:
-    """Return the name of a cell with both numberings: from 1, as in editors, and from 0, as in the checker."""
+    """The name of a cell with both numberings: from 1, as in editors, and from 0, as in the checker."""
     return f"row {row}, column {column} (device {row - 1}, position {column - 1})"
 
 
@@ -54,7 +54,7 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
 
 
 def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an order besides its rows: those that are None from the rows. edges: of an unknown
+    """The fields of an order besides its rows: those that are None from the rows. edges: of an unknown
     placement.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker

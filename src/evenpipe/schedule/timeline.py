@@ -70,7 +70,7 @@ class Timeline:
         return f"<Timeline: {count(self.devices, 'device')}, step {self.makespan:g}, busy {100 * self.mean_busy:.1f} %>"
 
     def _repr_html_(self) -> str:
-        """Return the picture, for notebooks."""
+        """The picture, for notebooks."""
         from .picture import html_of_timeline
 
         return html_of_timeline(self, repr(self))
@@ -87,12 +87,12 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Return the longest span of any device."""
+        """The longest span of any device."""
         return max(self.spans)
 
     @cached_property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end, over all devices."""
+        """The time from the first start to the last end, over all devices."""
         return _span([event for row in self._steps for event in row])
 
     @cached_property
@@ -105,7 +105,7 @@ class Timeline:
 
     @property
     def skew(self) -> float:
-        """Return the difference between makespan and span."""
+        """The difference between makespan and span."""
         return self.makespan - self.span
 
     @cached_property
@@ -126,7 +126,7 @@ class Timeline:
         return tuple(result)
 
     def exchange_of(self, event: Event) -> float:
-        """Return the part of a pass in which tensor ranks only exchange rows; 0 for anything else."""
+        """The part of a pass in which tensor ranks only exchange rows; 0 for anything else."""
         if not self.exchange or not isinstance(event.item, Pass):
             return 0.0
         found = 0.0
@@ -138,23 +138,23 @@ class Timeline:
 
     @property
     def mean_busy(self) -> float:
-        """Return the share of the makespan that devices compute, on average; 0 if nothing takes time."""
+        """The share of the makespan that devices compute, on average; 0 if nothing takes time."""
         whole = self.devices * self.makespan
         return sum(self.busy) / whole if whole else 0.0
 
     @property
     def bubble(self) -> float:
-        """Return the idle time of the device with the longest span, within that span."""
+        """The idle time of the device with the longest span, within that span."""
         device = max(range(self.devices), key=self.spans.__getitem__)
         return self.spans[device] - self.busy[device]
 
     @property
     def bubble_rate(self) -> float:
-        """Return `bubble` over `span`; 0 if nothing takes time."""
+        """`bubble` over `span`; 0 if nothing takes time."""
         return self.bubble / self.span if self.span else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the main figures for JSON. Lists are per device."""
+        """The main figures for JSON. Lists are per device."""
         return {
             "devices": self.devices,
             "span": self.span,

@@ -106,7 +106,7 @@ class Allocations:
         return self.device_allocations + self.device_frees
 
     def since(self, before: Allocations) -> Allocations:
-        """Return the difference between two counts of one allocator."""
+        """The difference between two counts of one allocator."""
         return Allocations(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
@@ -165,12 +165,12 @@ class Trace:
 
     @property
     def by_rank(self) -> tuple[Trace, ...]:
-        """Return a trace for each tensor rank."""
+        """A trace for each tensor rank."""
         return tuple(replace(self, devices=devices, other_ranks=()) for devices in (self.devices, *self.other_ranks))
 
     @cached_property
     def seconds(self) -> float:
-        """Return the seconds from the start of the first device to the end of the last one."""
+        """The seconds from the start of the first device to the end of the last one."""
         return max(device.end for device in self.devices) - min(device.start for device in self.devices)
 
     @cached_property
@@ -194,7 +194,7 @@ class Trace:
         return tuple(rows)
 
     def gaps(self, device: int) -> Iterator[Gap]:
-        """Return the gap before each pass of a device. Waits inside a pass, of several run as one, are in none."""
+        """The gap before each pass of a device. Waits inside a pass, of several run as one, are in none."""
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)
@@ -209,7 +209,7 @@ class Trace:
             before = item
 
     def timeline(self) -> Timeline:
-        """Return passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
+        """Passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
         last member issued it until this device, or either end of a hop, found it complete."""
         devices = range(len(self.devices))
         transfers = self._transfers()
@@ -232,7 +232,7 @@ class Trace:
             yield Event(device, gap.after.item, gap.after.start, gap.after.end, cause)
 
     def _transfers(self) -> list[list[Event]]:
-        """Return the transfers of each device."""
+        """The transfers of each device."""
         rules = Rules.of(self.program)
         issued: dict[tuple[int, int], tuple[float, int]] = {}  # when its last member issued it, and that member
         arrived: dict[tuple[int, int], float] = {}  # when either end of a hop found it complete: the sender asks late
@@ -264,5 +264,5 @@ class Trace:
 
 
 def _behind(passes: Sequence[PassTime], place: int, device: int) -> Cause:
-    """Return the cause of what a device does at a place of its row."""
+    """The cause of what a device does at a place of its row."""
     return Cause("device", passes[place - 1].item, device) if place else Cause("start")

@@ -53,7 +53,7 @@ _DIGITS = 9
 
 
 def trace_to_dict(trace: Trace) -> dict[str, Any]:
-    """Return a trace as a dict for JSON."""
+    """A trace as a dict for JSON."""
     program = trace.program
     return {
         "format": FORMAT,
@@ -75,7 +75,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 
 
 def _device_to_dict(device: DeviceTrace) -> dict[str, Any]:
-    """Return everything but the row."""
+    """Everything but the row."""
     return {
         "start": round(device.start, _DIGITS),
         "end": round(device.end, _DIGITS),
@@ -103,7 +103,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Return the trace in a file. Raises InputError with one sentence that names the file and the error."""
+    """The trace in a file. Raises InputError with one sentence that names the file and the error."""
     values = read_json(path)
     try:
         return trace_from_dict(values)
@@ -112,7 +112,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def trace_from_dict(values: Any) -> Trace:
-    """Return the trace of a dict from `trace_to_dict`. Raises InputError naming the missing or wrong field."""
+    """The trace of a dict from `trace_to_dict`. Raises InputError naming the missing or wrong field."""
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise InputError('not a trace of evenpipe; those begin with "format": "evenpipe trace"')
     if values.get("version") != VERSION:
@@ -168,7 +168,7 @@ def _device(values: Mapping[str, Any], program: Program, number: int, where: str
     transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
 
     def entries(name: str, shape: int) -> Iterator[tuple[str, list[Any]]]:
-        """Return each entry of a list, and what messages call it."""
+        """Each entry of a list, and what messages call it."""
         for index, entry in enumerate(_field(values, name, list, where)):
             at = f"{where}{name}[{index}]"
             if not isinstance(entry, list) or len(entry) != shape or not isinstance(entry[0], str):

@@ -60,7 +60,7 @@ class Bound:
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the bound as a dict for JSON."""
+        """The bound as a dict for JSON."""
         return {"value": self.value, "name": self.name, "why": self.why}
 
 
@@ -77,7 +77,7 @@ def best_bound(
     again: Sequence[float] = (),
     proved: bool = False,
 ) -> Bound:
-    """Return the largest known lower bound on the span or makespan (`of`) of all such orders.
+    """The largest known lower bound on the span or makespan (`of`) of all such orders.
 
     costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
     whether backwards are I and W, or B. vocabulary, forward_only: as in `Order`. memory_limit: the most stage
@@ -102,7 +102,7 @@ def best_bound(
 
 
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
-    """Return the best bounds on "span" and "makespan" of all orders with the kinds of pass of `program`, whose devices
+    """The best bounds on "span" and "makespan" of all orders with the kinds of pass of `program`, whose devices
     hold no more stage activations than `peak_in_flight`."""
     passes = [part for row in program.rows for part in parts_in(row)]
     kinds = {part.kind for part in passes}
@@ -128,7 +128,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
 
 
 def either_backward(costs: Costs, placement: Placement) -> Costs:
-    """Return times of I and W that a whole backward also takes at least, for an order with both."""
+    """Times of I and W that a whole backward also takes at least, for an order with both."""
     kinds = (Kind.B, Kind.I, Kind.W)
     whole, inputs, weights = costs.needed_times(placement, kinds, "give a number or a list")
     least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
@@ -137,7 +137,7 @@ def either_backward(costs: Costs, placement: Placement) -> Costs:
 
 
 def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float]) -> Iterator[Bound]:
-    """Return bounds without a memory limit."""
+    """Bounds without a memory limit."""
     placement = graph.placement
     work = [in_passes + more for in_passes, more in zip(graph.work, again, strict=True)]
     busiest = _busiest(work)
@@ -163,13 +163,13 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
 
 
 def _ways(graph: Microbatch, reference: int | None) -> _Ways:
-    """Return the longest path to each node from passes of a device, and from it to their ends; None for all devices."""
+    """The longest path to each node from passes of a device, and from it to their ends; None for all devices."""
     nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
     return graph.before(nodes), graph.behind(nodes)
 
 
 def _references(placement: Placement, work: list[float], of: str) -> list[int | None]:
-    """Return the devices e for "one device"; None for all."""
+    """The devices e for "one device"; None for all."""
     if of == "makespan":
         return [None]
     return sorted({placement.first_device, placement.last_device, _busiest(work), *_some(placement)})
@@ -180,14 +180,14 @@ def _busiest(work: Sequence[float]) -> int:
 
 
 def _some(placement: Placement) -> range:
-    """Return evenly spaced devices, or all if there are few."""
+    """Evenly spaced devices, or all if there are few."""
     return range(0, placement.devices, max(1, placement.devices // MOST_DEVICES))
 
 
 def _one_device(
     graph: Microbatch, device: int, work: list[float], ways: _Ways, again: float = 0.0
 ) -> tuple[float, float, float, float]:
-    """Return the largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
+    """The largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
     passes of a node; ways: as of `_ways`; again: the time of all recomputation, which can be of any stage."""
     before, behind = ways
     nodes = [
@@ -211,7 +211,7 @@ def _one_device(
 
 
 def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
-    """Return the bounds "rounds". whole: `_ways` of all devices."""
+    """The bounds "rounds". whole: `_ways` of all devices."""
     placement = graph.placement
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
     for device in _some(placement):
@@ -234,7 +234,7 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
 
 
 def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
-    """Return the bounds "ramps". whole: `_ways` of all devices."""
+    """The bounds "ramps". whole: `_ways` of all devices."""
     placement, takes = graph.placement, graph.takes
     if placement.stages > placement.devices or takes != graph.mean:
         return

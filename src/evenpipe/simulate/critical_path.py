@@ -27,17 +27,17 @@ class CriticalPath:
 
     @cached_property
     def by_kind(self) -> dict[str, float]:
-        """Return the time on the path per kind of pass or transfer."""
+        """The time on the path per kind of pass or transfer."""
         return self._sums([step.item.kind.value for step in self.steps])
 
     @cached_property
     def by_device(self) -> dict[int, float]:
-        """Return the time on the path per device."""
+        """The time on the path per device."""
         return self._sums([step.device for step in self.steps])
 
     @cached_property
     def by_resource(self) -> dict[str, float]:
-        """Return the time on the path per resource that the next step waited for: "device" while a pass ran before
+        """The time on the path per resource that the next step waited for: "device" while a pass ran before
         another of the same device, "transfer" while inputs were on their way, and so on; "end" for the last pass."""
         waits = [step.cause.resource for step in self.steps[1:] if step.cause is not None]
         return self._sums([*waits, "end"])
@@ -49,7 +49,7 @@ class CriticalPath:
         return sums
 
     def to_dict(self, devices: int) -> dict[str, Any]:
-        """Return the sums, and the number of steps."""
+        """The sums, and the number of steps."""
         return {
             "steps": len(self.steps),
             "by_kind": self.by_kind,
@@ -59,7 +59,7 @@ class CriticalPath:
 
 
 def critical_path(work: Work, loop: Loop) -> CriticalPath:
-    """Return the path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device."""
+    """The path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device."""
     numbered = work.numbered
     ends = [
         (loop.end[n], -device, -place, n)

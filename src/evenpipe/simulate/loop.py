@@ -140,7 +140,7 @@ class Loop:
         return self.numbered.device(copy), self.work.beside[copy] is Kind.L
 
     def _since(self, device: int) -> tuple[str, int]:
-        """Return why the device is not further."""
+        """Why the device is not further."""
         last = self.last[device]
         return (START, 0) if last is None else (DEVICE, last)
 
@@ -170,7 +170,7 @@ class Loop:
             heappush(self.heap, (now + self.work.takes[transfer], transfer))
 
     def _is_on_network(self, transfer: int) -> bool:
-        """Return whether it is a hop that shares a link with collectives over replicas."""
+        """Whether it is a hop that shares a link with collectives over replicas."""
         route = (transfer - self.first_transfer) // self.units
         return self.network.shared and self.work.queue[route] >= 0 and self.routes[route].is_hop
 
@@ -198,7 +198,7 @@ class Loop:
                 self._change_speed(member, now)
 
     def _rate(self, device: int) -> float:
-        """Return the current slowdown of compute on a device."""
+        """The current slowdown of compute on a device."""
         rate = self.slowdown if self.active[device] else 1.0
         if self.contention > 1 and len(self.running) > 1:
             others = self.computing - (self.running[device] is not None)

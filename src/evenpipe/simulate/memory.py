@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 
 
 def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tuple[Curve, ...] | None:
-    """Return the curve of each device, or None if `costs` have no bytes.
+    """The curve of each device, or None if `costs` have no bytes.
 
     A pass adds bytes at its start and releases bytes at its end. A copy back to the device adds its bytes when it is
     issued, and so does gathering. An order that only evaluates stores nothing.

@@ -52,7 +52,7 @@ class Microbatch:
         vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
         forward_only: bool = False,
     ) -> Microbatch:
-        """Return the graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
+        """The graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
         has no time."""
         rules = Rules(placement, vocabulary, forward_only=forward_only)
         times = [one.stage_times(placement) | one.device_times(placement) for one in costs]
@@ -114,7 +114,7 @@ class Microbatch:
 
     @property
     def work(self) -> list[float]:
-        """Return the time in passes, per device, on average over slices."""
+        """The time in passes, per device, on average over slices."""
         return [sum(self.mean[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:

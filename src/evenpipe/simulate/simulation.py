@@ -52,13 +52,13 @@ class Simulation:
 
     @cached_property
     def bounds(self) -> dict[str, Bound]:
-        """Return the best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices
+        """The best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices
         no more stage activations are in flight, is shorter. If activations are copied to the host, memory sets no
         bound."""
         return program_bounds(self.program, self.costs, self.timeline.peak_in_flight)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures for JSON. Lists are per device."""
+        """All figures for JSON. Lists are per device."""
         timeline = self.timeline
         return {
             **timeline.to_dict(),
@@ -90,7 +90,7 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
 
 @collecting_rarely()
 def makespan(program: Program, costs: Costs) -> float:
-    """Return `simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
+    """`simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
     work, loop = _run(program, costs)
     of_passes = (n for row in work.rows for n in row if not work.numbered.is_transfer(n))
     steps = [n for n in of_passes if work.beside.get(n) not in COPIES]
@@ -108,7 +108,7 @@ def _run(program: Program, costs: Costs) -> tuple[Work, Loop]:
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
-    """Return `waiting` and `slowed` of a simulation."""
+    """`waiting` and `slowed` of a simulation."""
     waiting, slowed = [], []
     for device, row in enumerate(work.rows):
         waits: dict[str, float] = {}

@@ -17,7 +17,7 @@ EMPTY: Mapping[int, Transfer] = {}
 
 
 def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
-    """Return passes of each device as they ran, and beside them its transfers and copies by their start."""
+    """Passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
     behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
@@ -55,7 +55,7 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
 
 
 def cause_of(work: Work, loop: Loop, n: int, device: int, issued: Mapping[int, Transfer] = EMPTY) -> Cause:
-    """Return why a pass, or a transfer of a device, did not start earlier.
+    """Why a pass, or a transfer of a device, did not start earlier.
 
     issued: transfers of the device by number, as far as they are known.
     """

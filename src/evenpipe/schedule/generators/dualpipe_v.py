@@ -71,7 +71,7 @@ class _Row:
 
 
 def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pass]:
-    """Return the passes of one device in a step of at least `2 * devices` microbatches.
+    """The passes of one device in a step of at least `2 * devices` microbatches.
 
     0 and 1 are the stages on the way out and back.
     """
@@ -125,7 +125,7 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
 
 
 def _without_first(row: list[Pass], count: int) -> tuple[Pass, ...]:
-    """Return `row` without the first microbatches, the others renumbered from 0."""
+    """`row` without the first microbatches, the others renumbered from 0."""
     left: list[Pass] = []
     for item in row:
         parts = tuple(

@@ -78,7 +78,7 @@ def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs:
 
 
 def smallest_group(placement: Placement, costs: Costs | None) -> int:
-    """Return the smallest group, from ceil(devices / 2) to devices, whose bubble does not grow with the microbatches.
+    """The smallest group, from ceil(devices / 2) to devices, whose bubble does not grow with the microbatches.
 
     The work of a group on the busiest device must last as long as one microbatch takes through a chunk, forwards or
     backwards; otherwise the device waits for every group. Without `costs`, or if they lack F, I or W, stages are equal.
@@ -105,7 +105,7 @@ def smallest_group(placement: Placement, costs: Costs | None) -> int:
 
 
 def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Turns, Turns, int]:
-    """Return the forwards of device 0 by turn, its backwards by turn without their lag, and the turn of the first
+    """The forwards of device 0 by turn, its backwards by turn without their lag, and the turn of the first
     forward of the last chunk."""
     # Groups return after `group * chunks` turns; chunks that would share turns of that ring are shifted.
     ring = chunks // gcd(chunks, spread)
@@ -122,7 +122,7 @@ def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Tur
 
 
 def _row(stages: tuple[int, ...], forwards: Turns, backwards: Turns, lag: int) -> tuple[Pass, ...]:
-    """Return the passes of one device; `stages` by chunk."""
+    """The passes of one device; `stages` by chunk."""
     row = []
     for turn in sorted(forwards.keys() | {turn + lag for turn in backwards}):
         if turn in forwards:

@@ -58,20 +58,20 @@ class Step:
 
     @property
     def score(self) -> tuple[int, int]:
-        """Return the values to minimise: the span beyond the most work of a device, then the makespan, rounded so that
+        """The values to minimise: the span beyond the most work of a device, then the makespan, rounded so that
         rounding errors do not matter."""
         return round(self.latest / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
 
     def next_forward_input(self, device: int) -> float:
-        """Return when the input of the next F is there; infinity if that is not known, or if no F is left."""
+        """When the input of the next F is there; infinity if that is not known, or if no F is left."""
         return _next(self.forward_input[device], self.forwards[device])
 
     def next_backward_input(self, device: int) -> float:
-        """Return the same for the next I."""
+        """The same for the next I."""
         return _next(self.backward_input[device], self.inputs[device])
 
     def fits(self, device: int) -> bool:
-        """Return whether there is memory for one more F."""
+        """Whether there is memory for one more F."""
         return self.stored[device] + 1 <= self.problem.limits[device] + WHOLE
 
     def forward(self, device: int) -> None:

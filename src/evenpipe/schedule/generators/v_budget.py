@@ -71,7 +71,7 @@ def v_budget(
 
 
 def blocks_within(devices: int, limits: Sequence[int]) -> list[Base]:
-    """Return the squeezed blocks that fit into the limits and nearly fill them."""
+    """The squeezed blocks that fit into the limits and nearly fill them."""
     return [
         partial(squeezed, block, limits=limits, late=late)
         for block in _fitting(devices, limits)

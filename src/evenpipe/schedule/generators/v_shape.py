@@ -31,29 +31,29 @@ KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 def device_of_step(devices: int, step: int) -> int:
-    """Return the device that takes a step."""
+    """The device that takes a step."""
     there = step % (2 * devices)
     return min(there, 2 * devices - 1 - there)
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
-    """Return the steps of one device that others wait for, F, F, I, I, in the order of a microbatch."""
+    """The steps of one device that others wait for, F, F, I, I, in the order of a microbatch."""
     return device, 2 * devices - 1 - device, 2 * devices + device, 4 * devices - 1 - device
 
 
 def stores(devices: int, step: int) -> int:
-    """Return the stage activations that a step adds to its device: 1 for F, -1 for W."""
+    """The stage activations that a step adds to its device: 1 for F, -1 for W."""
     return 1 - step // (2 * devices)
 
 
 def passes_of_steps(devices: int) -> list[tuple[Kind, int]]:
-    """Return kind and stage of the pass of each step."""
+    """Kind and stage of the pass of each step."""
     there = range(2 * devices)
     return [*((Kind.F, stage) for stage in there), *product((Kind.I, Kind.W), reversed(there))]
 
 
 def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> Order:
-    """Return the order in which each device makes the moves of its row."""
+    """The order in which each device makes the moves of its row."""
     what, placement = passes_of_steps(devices), Placement.v_shape(devices)
     return Order(placement, microbatches, tuple(tuple(Pass(*what[step], i) for step, i in row) for row in rows))
 
@@ -75,7 +75,7 @@ class StepTimes:
 
 
 def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float]:
-    """Return the span of each device and the makespan, when every move is made as early as possible."""
+    """The span of each device and the makespan, when every move is made as early as possible."""
     devices = len(rows)
     chain, steps, hop = 4 * devices, times.steps, times.hop
     there = [device_of_step(devices, step) for step in range(6 * devices)]

@@ -29,7 +29,7 @@ Slots = list[dict[int, Move]]
 
 
 def block_of_gaps(gaps: Sequence[int]) -> Block:
-    """Return the block whose steps follow each other by `gaps`, 4 * devices - 1 of them, each at least 1."""
+    """The block whose steps follow each other by `gaps`, 4 * devices - 1 of them, each at least 1."""
     slots = [0]
     for gap in gaps:
         slots.append(slots[-1] + gap)
@@ -37,20 +37,20 @@ def block_of_gaps(gaps: Sequence[int]) -> Block:
 
 
 def collides(block: Block) -> bool:
-    """Return whether a device takes two steps in one slot when the block is repeated."""
+    """Whether a device takes two steps in one slot when the block is repeated."""
     devices = len(block) // 4
     own = ({block[step] % PERIOD for step in chain_steps(devices, device)} for device in range(devices))
     return any(len(slots) < 4 for slots in own)
 
 
 def peaks(block: Block) -> tuple[int, ...]:
-    """Return the most stage activations on each device while `block` is repeated forever."""
+    """The most stage activations on each device while `block` is repeated forever."""
     devices = len(block) // 4
     return tuple(_peak(*(block[step] for step in chain_steps(devices, device))) for device in range(devices))
 
 
 def _peak(down: int, up: int, up_i: int, down_i: int) -> int:
-    """Return the most overlapping lives of F to W; `down` is the F of the first stage, `up` that of the second."""
+    """The most overlapping lives of F to W; `down` is the F of the first stage, `up` that of the second."""
     taken = {slot % PERIOD for slot in (down, up, up_i, down_i)}
 
     def following(slot: int, *used: int) -> int:
@@ -91,7 +91,7 @@ def repeat(block: Block, microbatches: int) -> Slots:
 
 
 def squeezed(block: Block, microbatches: int, limits: Sequence[int], late: bool = False) -> Rows:
-    """Return the rows of repeated `block`, with the passes at both ends moved, within `limits` stage activations per
+    """The rows of repeated `block`, with the passes at both ends moved, within `limits` stage activations per
     device.
 
     With `late` a device cools down after its own last forward, otherwise all do after the last forward of stage 0.
@@ -108,7 +108,7 @@ def squeezed(block: Block, microbatches: int, limits: Sequence[int], late: bool 
 
 
 def in_order(slots: Slots) -> Rows:
-    """Return the moves of each device by slot."""
+    """The moves of each device by slot."""
     return [[row[slot] for slot in sorted(row)] for row in slots]
 
 
@@ -138,7 +138,7 @@ def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
 
 
 def _first_with_room(row: dict[int, Move], ready: int, slot: int, room: int, devices: int) -> int:
-    """Return the earliest free slot for the forward in `slot` from which on the device stores no more than it may; it
+    """The earliest free slot for the forward in `slot` from which on the device stores no more than it may; it
     has `room` for so many before that slot."""
     best = slot
     for earlier in range(slot - 1, ready - 1, -1):

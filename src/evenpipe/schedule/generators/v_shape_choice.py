@@ -41,7 +41,7 @@ class Rescheduling:
     rounds: int = 1
 
     def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
-        """Return the moves of `base` in an order for `times`. limits: stage activations per device, at least what
+        """The moves of `base` in an order for `times`. limits: stage activations per device, at least what
         `base` needs."""
         rows = base
         for _ in range(self.rounds):
@@ -60,7 +60,7 @@ LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """Return the rows with the shortest span, then the shortest makespan, of all bases and of the shortest rescheduled,
+    """The rows with the shortest span, then the shortest makespan, of all bases and of the shortest rescheduled,
     within `limits`.
 
     With `enough`, no base is rescheduled, and the first one with no more bubble than that ends the search. A first
@@ -92,7 +92,7 @@ def _length(rows: Rows, times: StepTimes) -> tuple[float, float]:
 
 
 def _work(times: StepTimes, devices: int) -> float:
-    """Return the work of the busiest device per microbatch."""
+    """The work of the busiest device per microbatch."""
     per_device = [0.0] * devices
     for step, time in enumerate(times.steps):
         per_device[device_of_step(devices, step)] += time
@@ -120,7 +120,7 @@ class _Plan:
         self.events = [(0.0, device) for device in range(devices)]
 
     def run(self) -> Rows:
-        """Return rows with the moves of `base`, in an order for `times`."""
+        """Rows with the moves of `base`, in an order for `times`."""
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
@@ -131,7 +131,7 @@ class _Plan:
         return self.rows
 
     def choose(self, device: int, now: float) -> Move | None:
-        """Return the next move of the device, if any; a W leaves `weights`, other moves stay in place."""
+        """The next move of the device, if any; a W leaves `weights`, other moves stay in place."""
         weights, queue, head = self.weights[device], self.queue[device], self.head[device]
         following = queue[head] if head < len(queue) else None
         if following is None:

@@ -36,7 +36,7 @@ def v_min(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
 
 
 def min_peak(devices: int) -> int:
-    """Return the stage activations that V-Min stores on the fullest device."""
+    """The stage activations that V-Min stores on the fullest device."""
     return 2 * ((devices + 4) // 3)
 
 

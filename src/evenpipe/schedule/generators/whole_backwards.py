@@ -89,7 +89,7 @@ class _Groups(NamedTuple):
 
 
 def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
-    """Return as few groups as `group_size` allows, or as many as leave no gaps."""
+    """As few groups as `group_size` allows, or as many as leave no gaps."""
     if group_size is not None and group_size < devices:
         raise InputError(
             f"group_size must be at least the number of devices, {devices}, not {group_size}: smaller groups do not "
@@ -105,7 +105,7 @@ def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
 
 
 def _order(placement: Placement, microbatches: int, groups: _Groups, ahead_of: Callable[[int], int]) -> Order:
-    """Return the order whose devices run so many forwards ahead, then one forward and one backward in turn."""
+    """The order whose devices run so many forwards ahead, then one forward and one backward in turn."""
     rows = []
     for device in range(placement.devices):
         stages = placement.stages_of(device)
@@ -120,7 +120,7 @@ def _order(placement: Placement, microbatches: int, groups: _Groups, ahead_of: C
 
 
 def _one_way(kind: Kind, stages: Sequence[int], groups: _Groups) -> list[Pass | None]:
-    """Return all forwards of a device, or all backwards, in turn; `stages` in the order in which each group visits
+    """All forwards of a device, or all backwards, in turn; `stages` in the order in which each group visits
     them.
 
     None marks the missing microbatches of a short group: the row equals one with full groups without these

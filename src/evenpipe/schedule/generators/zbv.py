@@ -28,12 +28,12 @@ def zbv(devices: int, microbatches: int, *, costs: Costs | None = None) -> Order
 
 
 def by_hand(devices: int, microbatches: int) -> Rows:
-    """Return the authors' rows."""
+    """The authors' rows."""
     return [_by_hand(devices, device, microbatches) for device in range(devices)]
 
 
 def _by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
-    """Return one device's row: that of at least 2 * devices - 1 microbatches, without the extra ones.
+    """One device's row: that of at least 2 * devices - 1 microbatches, without the extra ones.
 
     `down` is the stage away from device 0, `up` the one back to it.
     """

@@ -54,7 +54,7 @@ def play_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
 
 
 def _turns(devices: int, microbatches: int, hop: int) -> Iterator[tuple[int, Kind, int]]:
-    """Return device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier one, by `hop`
+    """Device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier one, by `hop`
     per later device, and W of one earlier still."""
     last = hop * (devices - 1)
     lags = [((Kind.F, 0), (Kind.I, last - hop * device), (Kind.W, last)) for device in range(devices)]

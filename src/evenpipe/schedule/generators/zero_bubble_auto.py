@@ -58,7 +58,7 @@ def zb_auto(
 
 
 def _best(problem: SplitProblem) -> Step:
-    """Return the step with the shortest span. Candidates that cannot win are pruned."""
+    """The step with the shortest span. Candidates that cannot win are pruned."""
     plays: list[Callable[[float], Step | None]] = [
         *(partial(play_turns, problem, *choices) for choices in product(WarmUp, (False, True), (False, True))),
         *(partial(play_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),

@@ -49,7 +49,7 @@ def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
 
 
 def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
-    """Return how many forwards each device runs between the first one and the first backward."""
+    """How many forwards each device runs between the first one and the first backward."""
     problem = step.problem
     counts = [0] * problem.devices
     back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the next device
@@ -89,7 +89,7 @@ def _next_microbatch(step: Step, skip: bool, fill: bool) -> None:
 
 
 def _takers(step: Step, skip: bool) -> list[int]:
-    """Return the devices that run a forward now, ascending: they have one left, and their successor takes one too."""
+    """The devices that run a forward now, ascending: they have one left, and their successor takes one too."""
     problem = step.problem
     takers: list[int] = []
     back = 0.0  # when the backward of this turn ends on the next device, as far as known

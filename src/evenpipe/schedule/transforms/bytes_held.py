@@ -46,11 +46,11 @@ class BytesHeld:
 
     @property
     def most(self) -> float:
-        """Return the largest number; minus infinity if there are none."""
+        """The largest number; minus infinity if there are none."""
         return self._most[1]
 
     def where(self) -> int:
-        """Return the first position of the largest number."""
+        """The first position of the largest number."""
         node = 1
         while node < self._size:
             node *= 2

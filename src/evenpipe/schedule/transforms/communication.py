@@ -31,7 +31,7 @@ from .vocabulary import interval_of
 
 
 def add_communication(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
-    """Return the program of `order`: its passes in their order, and the transfers that they need.
+    """The program of `order`: its passes in their order, and the transfers that they need.
 
     `costs` (equal ones by default) predict when passes end; `sharing` as in `Program`. Raises DeadlockError if the
     order cannot complete, and InputError if a cost is missing.
@@ -65,7 +65,7 @@ class Lowering:
         """By number of a route: all its members share the same objects."""
 
     def row(self, device: int) -> tuple[Item, ...]:
-        """Return the passes and transfers of `device`, in order."""
+        """The passes and transfers of `device`, in order."""
         numbered, place = self._numbered, self._place
         items: dict[int, Item] = dict(zip(numbered.rows[device], self._order.passes(device), strict=True))
         for route in numbered.rules.routes:
@@ -75,7 +75,7 @@ class Lowering:
         return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
 
     def _transfers(self, route: Route, device: int) -> list[Transfer]:
-        """Return the transfers of a route as `device` issues them, by unit."""
+        """The transfers of a route as `device` issues them, by unit."""
         transfers = self._collectives.get(route.number)
         if transfers is None:
             kind, stage, peer = route.end(device)

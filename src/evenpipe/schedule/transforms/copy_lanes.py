@@ -27,7 +27,7 @@ class Lane:
         self._ends: list[float] = []
 
     def earliest(self, time: float, takes: float) -> float:
-        """Return the first start at or after `time` of a free period of this length."""
+        """The first start at or after `time` of a free period of this length."""
         for place in range(bisect_right(self._ends, time), len(self._starts)):
             if time + takes <= self._starts[place]:
                 break
@@ -35,7 +35,7 @@ class Lane:
         return time
 
     def latest(self, end: float, takes: float) -> float:
-        """Return the last start of a free period of this length that ends in time."""
+        """The last start of a free period of this length that ends in time."""
         start = end - takes
         for place in range(bisect_left(self._starts, end) - 1, -1, -1):
             if self._ends[place] <= start:
@@ -113,7 +113,7 @@ class Copy:
 
 
 def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
-    """Return when copies end that each device issues in the given order."""
+    """When copies end that each device issues in the given order."""
     ends = [inf] * len(copies)
     following = {copy.behind: number for number, copy in enumerate(copies) if copy.behind is not None}
     events = [(copy.issued, number, False) for number, copy in enumerate(copies)]

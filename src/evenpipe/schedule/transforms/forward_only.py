@@ -14,7 +14,7 @@ from .vocabulary import add_vocabulary
 
 
 def forward_only(order: Order, costs: Costs | None = None) -> Order:
-    """Return the forwards of `order` and, if it has vocabulary passes, E, S and C where they delay no forward.
+    """The forwards of `order` and, if it has vocabulary passes, E, S and C where they delay no forward.
 
     Devices with several stages run the earliest ready forward instead of taking turns as in training, if that is
     shorter. Vocabulary passes are added anew, with `costs` as for `add_vocabulary`: at their places in training,

@@ -38,7 +38,7 @@ from .vocabulary import INTERVAL, split_joint_passes_at_loss, validate_base, vir
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
-    """Return `order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
+    """`order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
 
     The backward of the last stage waits for T. The alternating layout, for whole
     sequences, uses only the placement and the microbatches of `order`, not its rows. Times of F, B, I and W in `costs`
@@ -62,7 +62,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 
 
 def at_instants(order: Order, costs: Costs) -> Order:
-    """Return the base order with S and T inserted on every device when the last stage's forward ends."""
+    """The base order with S and T inserted on every device when the last stage's forward ends."""
     walked, unit = virtual_times(order, costs)
     sequence = walked.sequence()
     first, last = order.placement.first_stage, order.placement.last_stage
@@ -94,7 +94,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
 
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
-    """Return the alternating layout for a chain of stages, one per device."""
+    """The alternating layout for a chain of stages, one per device."""
     forward, backward = costs.needed_times(placement, (Kind.F, Kind.B), "give a number or a list")
     period = max(f + b for f, b in zip(forward, backward, strict=True)) * (1 + 1e-9)
     # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
@@ -125,7 +125,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
 
 
 def backward_first(stage: int, stages: int) -> bool:
-    """Return whether a stage runs B then F in each period of the alternating layout: the last one does."""
+    """Whether a stage runs B then F in each period of the alternating layout: the last one does."""
     return (stages - 1 - stage) % 2 == 0
 
 

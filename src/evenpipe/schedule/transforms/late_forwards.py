@@ -19,7 +19,7 @@ Times = list[list[float]]
 
 
 def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
-    """Return starts and ends of all passes in the event model, with the passes before the first backward of a device as
+    """Starts and ends of all passes in the event model, with the passes before the first backward of a device as
     late as possible without delaying others; and the earliest ends."""
     walked = timed(order, costs)
     numbered, rule = walked.numbered, walked.numbered.rule
@@ -56,7 +56,7 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
 
 
 def _first_backward(order: Order, device: int) -> int:
-    """Return the place of the first backward in a row, 0 if there is none."""
+    """The place of the first backward in a row, 0 if there is none."""
     return next((place for place, item in enumerate(order.passes(device)) if _goes_back(item)), 0)
 
 

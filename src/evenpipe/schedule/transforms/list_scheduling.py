@@ -44,18 +44,18 @@ class Length:
 
     @classmethod
     def of(cls, order: Order, costs: Costs) -> Length:
-        """Return the length of `order` in the event model."""
+        """The length of `order` in the event model."""
         return cls.of_rows(timed(order, costs))
 
     @classmethod
     def of_rows(cls, walked: Walked) -> Length:
-        """Return the length of an order that has been walked."""
+        """The length of an order that has been walked."""
         ends = [(walked.start[row[0]], walked.end[row[-1]]) for row in walked.rows if row]
         first, last = min((start for start, _ in ends), default=0.0), max((end for _, end in ends), default=0.0)
         return cls(max((end - start for start, end in ends), default=0.0), last - first)
 
     def better_than(self, other: Length) -> bool:
-        """Return whether the span is shorter, or equal with a shorter makespan."""
+        """Whether the span is shorter, or equal with a shorter makespan."""
         nothing = 1e-9 * self.makespan
         if abs(self.span - other.span) > nothing:
             return self.span < other.span
@@ -63,7 +63,7 @@ class Length:
 
 
 def list_schedule(priorities: Order, base: Order, limits: Sequence[int] | None, costs: Costs) -> Order | None:
-    """Return the passes of `priorities`, run by the rules above within `limits` per device.
+    """The passes of `priorities`, run by the rules above within `limits` per device.
 
     `priorities` need not be sound; `base` must be sound, have the same passes except those of the vocabulary, and the
     forwards of a device in the same order, and never hold more than `limits`. Orders that only evaluate have no limits:
@@ -102,7 +102,7 @@ class Arranger:
         return self.numbered.rows
 
     def order_of(self, rows: Rows) -> Order:
-        """Return the order with these rows."""
+        """The order with these rows."""
         passes = []
         for device, row in enumerate(rows):
             item_of = dict(zip(self.numbered.rows[device], self.order.passes(device), strict=True))
@@ -110,11 +110,11 @@ class Arranger:
         return replace(self.order, rows=tuple(passes))
 
     def length(self, rows: Rows, takes: Sequence[float]) -> Length:
-        """Return the length of the order with these rows, which must be sound."""
+        """The length of the order with these rows, which must be sound."""
         return Length.of_rows(completed(walk(self.numbered, Completion.DATA, takes, rows)))
 
     def listed(self, priorities: Rows, takes: Sequence[float], reserve: float = 0.0) -> Rows | None:
-        """Return the rows of `list_schedule`, with every row of `priorities` from the highest down.
+        """The rows of `list_schedule`, with every row of `priorities` from the highest down.
 
         takes: durations by number. reserve: more time for every collective: an order without any slack is short only on
         paper.
@@ -135,14 +135,14 @@ class Arranger:
 
 
 def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list[int]]:
-    """Return the plan of one device: its row of `base`."""
+    """The plan of one device: its row of `base`."""
     parts = [part for part in parts_in(base.rows[device]) if part.kind in IN_FLIGHT]
     numbers = [numbered.number(device, part) for part in parts]
     return [number for number in numbers if number is not None], [IN_FLIGHT[part.kind] for part in parts]
 
 
 def _is_complete(numbered: Numbered) -> bool:
-    """Return whether every device has each of its passes once, and no others than F, B, I, W and vocabulary passes."""
+    """Whether every device has each of its passes once, and no others than F, B, I, W and vocabulary passes."""
     if numbered.apart or numbered.misplaced or numbered.repeated:
         return False
     position, units, rules = numbered.position, numbered.units, numbered.rules
@@ -167,7 +167,7 @@ def _is_complete(numbered: Numbered) -> bool:
 
 
 def _held_back(numbered: Numbered, priorities: Rows, entrance: dict[int, list[int]]) -> list[list[int]]:
-    """Return the E passes that wait until a forward of the first stage has run: the first ones for its first forward,
+    """The E passes that wait until a forward of the first stage has run: the first ones for its first forward,
     and so on. The priorities of its device show how far E may be ahead.
 
     entrance: by number of a forward of the first stage, the E passes of its unit on all devices.
@@ -186,7 +186,7 @@ def _held_back(numbered: Numbered, priorities: Rows, entrance: dict[int, list[in
 
 
 def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> Rows:
-    """Return the passes of each device as they ran."""
+    """The passes of each device as they ran."""
     groups, units, rule, feeds = numbered.groups, numbered.units, numbered.rule, numbered.feeds
     devices = range(len(plans))
     # --- who waits for whom
@@ -253,7 +253,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
             met(first + unit)
 
     def choose(device: int) -> list[int]:
-        """Return the heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
+        """The heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
         has to, so have the others, which come later in the plan, too."""
         first_other, first_forward = others[device], forwards[device]
         if (

@@ -30,7 +30,7 @@ class MemoryPlan:
         self._early = 0  # forwards that ran before their turn
 
     def allows(self, forward: int) -> bool:
-        """Return whether the invariant is still true if `forward` runs now."""
+        """Whether the invariant is still true if `forward` runs now."""
         # At any turn of the rest the device holds at most the activations of the plan plus the early forwards.
         if self._early < self._room or self._turn[forward] == self._next:
             return True

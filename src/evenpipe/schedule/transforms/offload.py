@@ -68,7 +68,7 @@ def plan_offload(
     host_limit: float | None = None,
     whatever_it_takes: bool = False,
 ) -> Offloaded:
-    """Return `order` with copies of activations to the host and back, which replace its own copies.
+    """`order` with copies of activations to the host and back, which replace its own copies.
 
     Args:
         costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and stored bytes; equal passes by
@@ -91,7 +91,7 @@ def plan_offload(
 
 
 def without_offload(order: Order) -> Order:
-    """Return `order` with all activations on the device."""
+    """`order` with all activations on the device."""
     if not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row):
         return order
     rows = tuple(tuple(item for item in row if item is None or item.kind not in OFFLOAD_KINDS) for row in order.rows)
@@ -99,7 +99,7 @@ def without_offload(order: Order) -> Order:
 
 
 def offloaded(order: Order) -> frozenset[Forward]:
-    """Return the forwards whose activations `order` moves."""
+    """The forwards whose activations `order` moves."""
     found = {item for row in order.rows for item in row if item and item.kind is Kind.O}
     return frozenset((item.stage, unit_of(item, order.slices)) for item in found)
 
@@ -166,7 +166,7 @@ class _Plan:
     # --- activations that can move -----------------------------------------------------------------------------
 
     def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_Stay]:
-        """Return the movable activations of a device, in the order of their forwards."""
+        """The movable activations of a device, in the order of their forwards."""
         if Kind.D not in self.deltas[0]:
             return
         found = []
@@ -190,7 +190,7 @@ class _Plan:
         yield from sorted(found, key=lambda stay: stay.made)
 
     def _held(self, device: int) -> Iterator[float]:
-        """Return the most bytes during each pass of a row, with everything kept."""
+        """The most bytes during each pass of a row, with everything kept."""
 
         def added(part: Pass) -> float:
             sizes = self.deltas[part.slice].get(part.kind)
@@ -199,13 +199,13 @@ class _Plan:
         return (most for _, most, _ in held_along(self.rows[device], added))
 
     def _stays_at(self, device: int, place: int) -> Iterator[_Stay]:
-        """Return the activations that are made before a position and used after it."""
+        """The activations that are made before a position and used after it."""
         stays = self.stays[device]
         first = bisect_left(stays, place - self.longest[device], key=_made)
         return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
 
     def _copy(self, stay: _Stay, kind: Kind) -> float:
-        """Return the time of a copy, O or L."""
+        """The time of a copy, O or L."""
         return self.takes[stay.unit % self.order.slices][kind][stay.stage]
 
     # --- choosing activations to move --------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class _Plan:
         self.held[stay.device].add(trip.given, trip.taken, -stay.size)
 
     def _in_time(self, stay: _Stay) -> _Trip | None:
-        """Return a trip if there is time for both copies and a pass in between."""
+        """A trip if there is time for both copies and a pass in between."""
         device, out, back = stay.device, self._copy(stay, Kind.O), self._copy(stay, Kind.L)
         start = self.lanes.earliest(device, OUT, stay.ready, out)
         if start + out + back > stay.needed + self.tolerance:
@@ -266,7 +266,7 @@ class _Plan:
         return _Trip(start, start + out, latest, sent, given, taken) if given < taken else None
 
     def _host_has_room(self, stay: _Stay, trip: _Trip) -> bool:
-        """Return whether the host stays within the device's limit from O to the end of L."""
+        """Whether the host stays within the device's limit from O to the end of L."""
         if self.host_limit is None:
             return True
         first, last = self._on_host(stay, trip)
@@ -302,7 +302,7 @@ class _Plan:
         return bool(late)
 
     def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_Stay, None]:
-        """Return the late copies if these devices run forwards as early as they can, and others as late as planned."""
+        """The late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_Stay, Kind], int] = {}
         for device, moved in enumerate(self.moved):
@@ -359,7 +359,7 @@ class _Plan:
     # --- the result ------------------------------------------------------------------------------------------
 
     def result(self) -> Offloaded:
-        """Return the order with its copies."""
+        """The order with its copies."""
         slices = self.order.slices
         rows = tuple(_row(row, moved, slices) for row, moved in zip(self.rows, self.moved, strict=True))
         peaks = tuple(held.most for held in self.held) if self.known else None
@@ -375,7 +375,7 @@ _Turn = tuple[int, Kind, _Stay]
 
 
 def _turns(moved: Mapping[_Stay, _Trip]) -> list[_Turn]:
-    """Return O, D and L of a device in the order of its row, each with its position. At one position memory is freed
+    """O, D and L of a device in the order of its row, each with its position. At one position memory is freed
     first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
     turns = []
     for stay, trip in moved.items():

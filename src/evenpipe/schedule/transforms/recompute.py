@@ -19,7 +19,7 @@ from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
 
 
 def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
-    """Return `order` with an R before each backward of `stages` (all by default) that has none.
+    """`order` with an R before each backward of `stages` (all by default) that has none.
 
     An order that only evaluates is returned unchanged. Raises InputError for a stage that does not exist.
     """

@@ -26,7 +26,7 @@ Scheduled = TypeVar("Scheduled", Order, Program)
 def add_sharding(
     schedule: Scheduled, *, gathers: bool, tied: bool, reshard: bool = False, prefetch: int | None = None
 ) -> Scheduled:
-    """Return an order or program with the passes that replicas need, for parts that have none yet.
+    """An order or program with the passes that replicas need, for parts that have none yet.
 
     gathers: whether parameters are sharded over replicas, so that they are gathered and freed; else gradients are only
         summed.
@@ -44,7 +44,7 @@ def add_sharding(
 
 
 def without_sharding(schedule: Scheduled) -> Scheduled:
-    """Return an order or program without passes of `SHARDING_KINDS`."""
+    """An order or program without passes of `SHARDING_KINDS`."""
     rows = tuple(
         tuple(item for item in row if item is None or item.kind not in SHARDING_KINDS) for row in schedule.rows
     )
@@ -54,7 +54,7 @@ def without_sharding(schedule: Scheduled) -> Scheduled:
 def _sharded(
     schedule: Order | Program, device: int, parts: Collection[Part], *, gathers: bool, reshard: bool, ahead: int | None
 ) -> list[Item]:
-    """Return the row of a device that has these parts. `ahead`: parts, None for all."""
+    """The row of a device that has these parts. `ahead`: parts, None for all."""
     row = [item for item in schedule.rows[device] if item is not None]
     users = Users(schedule.placement, schedule.vocabulary, parts)
     uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]

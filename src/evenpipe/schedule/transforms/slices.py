@@ -43,7 +43,7 @@ _RANK = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
 
 
 def add_slices(order: Order, slices: int) -> Order:
-    """Return `order` with its microbatches as units: every `slices` of them are the slices of one microbatch.
+    """`order` with its microbatches as units: every `slices` of them are the slices of one microbatch.
 
     Before vocabulary passes, recomputation and copies to the host. Raises InputError if the order has other passes than
     F, B, I and W of single stages, if a stage does not run them in the order of microbatches, if its sequences are cut
@@ -69,12 +69,12 @@ def add_slices(order: Order, slices: int) -> Order:
 
 
 def _turned(k: int, slices: int) -> int:
-    """Return b(k), the unit of the k-th backward."""
+    """B(k), the unit of the k-th backward."""
     return k - k % slices + slices - 1 - k % slices
 
 
 def _delay(order: Order, walked: Walked, slices: int) -> float:
-    """Return by how much backwards move later: at least 0, in whole intervals."""
+    """By how much backwards move later: at least 0, in whole intervals."""
     placement, groups = order.placement, walked.numbered.groups
     forward, backward = (
         groups[PassGroup(placement.last_device, kind, placement.last_stage)] for kind in (Kind.F, Kind.B)
@@ -102,7 +102,7 @@ def _refuse_unfit(order: Order, slices: int) -> None:
 
 
 def _out_of_turn(order: Order) -> Iterator[tuple[int | None, Kind]]:
-    """Return the stages, with a kind of pass, that run its microbatches in another order."""
+    """The stages, with a kind of pass, that run its microbatches in another order."""
     for device in range(order.devices):
         runs: dict[tuple[int | None, Kind], list[int]] = {}
         for item in order.passes(device):

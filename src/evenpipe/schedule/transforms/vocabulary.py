@@ -112,7 +112,7 @@ plus the vocabulary passes."""
 
 @collecting_rarely()
 def add_vocabulary(order: Order, mode: str = "vocab-2", costs: Costs | None = None) -> Order:
-    """Return `order` with E, S, T and G on every device, and C in mode vocab-2, or without it in mode vocab-1.
+    """`order` with E, S, T and G on every device, and C in mode vocab-2, or without it in mode vocab-1.
 
     An order that only evaluates gets E, S and C. `costs` (equal stages by default) decide the positions; vocabulary
     passes without a time take 0. No device holds more stage activations than `peak_limits`, unless `order` offloads or
@@ -129,14 +129,14 @@ def add_vocabulary(order: Order, mode: str = "vocab-2", costs: Costs | None = No
 
 
 def with_vocabulary_times(costs: Costs | None) -> Costs:
-    """Return costs with all times of vocabulary passes, 0 by default; equal stages by default."""
+    """Costs with all times of vocabulary passes, 0 by default; equal stages by default."""
     costs = EQUAL_COSTS if costs is None else costs
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     return replace(costs, **missing)
 
 
 def split_joint_passes_at_loss(order: Order) -> Order:
-    """Return `order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
+    """`order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
     vocabulary passes come between them."""
     last = order.placement.last_stage
 
@@ -154,7 +154,7 @@ def split_joint_passes_at_loss(order: Order) -> Order:
 
 
 def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
-    """Return the stage activations each device may hold: those of `order`, and one per barrier for each stage."""
+    """The stage activations each device may hold: those of `order`, and one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
     more = mode.barriers
     return [int(peak_activations(order.passes(device))) + more * len(held) for device, held in enumerate(stages)]
@@ -174,7 +174,7 @@ class Passes:
 
     @classmethod
     def of(cls, order: Order, mode: VocabularyMode) -> Passes:
-        """Return the passes of an order, in a mode."""
+        """The passes of an order, in a mode."""
         units = [divmod(unit, order.slices) for unit in range(order.units)]
         added = [Pass(kind, None, *unit) for kind in mode.kinds(forward_only=order.forward_only) for unit in units]
         rows = tuple((*parts_in(row), *added) for row in order.rows)
@@ -183,7 +183,7 @@ class Passes:
         return cls(order, mode, Arranger.of(together, order, limits))
 
     def best(self, costs: Costs) -> Rows:
-        """Return the rows of the shortest step with `costs`, of all that are tried."""
+        """The rows of the shortest step with `costs`, of all that are tried."""
         takes = self.arranger.numbered.durations(costs)
         best: Rows = []
         shortest = Length(inf, inf)
@@ -201,7 +201,7 @@ class Passes:
         return best
 
     def _virtual_costs(self, costs: Costs) -> list[tuple[Costs, Costs]]:
-        """Return costs for virtual times, each with those by which lists are made.
+        """Costs for virtual times, each with those by which lists are made.
 
         With virtual times by the given costs alone, the worst step of `benchmarks/arrangement.py` is 12 % longer, and
         steps in sharded modes are 0.9 % longer on average.
@@ -216,7 +216,7 @@ class Passes:
         return pairs
 
     def _arrangements(self, times: VirtualTimes, costs: Costs) -> Iterator[Rows]:
-        """Return the rows sorted by virtual times, then lists."""
+        """The rows sorted by virtual times, then lists."""
         yield times.sort(FIXED)
         takes = self.arranger.numbered.durations(costs)
         for priorities in LISTS[0 if self.order.forward_only else self.mode.barriers]:
@@ -232,7 +232,7 @@ class Passes:
         return any(peak_activations(order.passes(device)) > most for device, most in enumerate(limits))
 
     def _vocabulary_work(self, costs: Costs) -> float:
-        """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
+        """The time of the vocabulary passes in one step, on the device that has the most of it."""
         times = costs.device_times(self.order.placement)
         kinds = self.mode.kinds(forward_only=self.order.forward_only)
         return self.order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
@@ -254,7 +254,7 @@ class VirtualTimes:
 
     @classmethod
     def of(cls, passes: Passes, costs: Costs) -> VirtualTimes:
-        """Return the virtual times by the rules above, with the base order timed by `costs`."""
+        """The virtual times by the rules above, with the base order timed by `costs`."""
         order, mode, numbered = passes.order, passes.mode, passes.arranger.numbered
         walked, scale = virtual_times(order, costs)
         base, units = walked.numbered, numbered.units
@@ -284,7 +284,7 @@ class VirtualTimes:
         return cls(passes, starts, rows, makespan, work / (order.units * order.placement.stages))
 
     def sort(self, priorities: Priorities) -> Rows:
-        """Return each device's passes by virtual time, then by rank."""
+        """Each device's passes by virtual time, then by rank."""
         numbered = self.passes.arranger.numbered
         ranks = priorities.ranks[0 if self.passes.order.forward_only else self.passes.mode.barriers]
         shares = dict.fromkeys(MOVED, priorities.backwards) | {Kind.W: priorities.weights, Kind.T: priorities.outputs}
@@ -297,7 +297,7 @@ class VirtualTimes:
 
 
 def _companions(order: Order, mode: VocabularyMode) -> Iterator[tuple[Kind, PassGroup, bool, int]]:
-    """Return each kind of vocabulary pass, the passes that its virtual times follow from, whether from their ends, and
+    """Each kind of vocabulary pass, the passes that its virtual times follow from, whether from their ends, and
     how much later they are."""
     placement = order.placement
     first, last = (
@@ -325,7 +325,7 @@ def validate_base(order: Order) -> None:
 
 
 def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
-    """Return when everything in the base order runs, and the virtual time per unit of time."""
+    """When everything in the base order runs, and the virtual time per unit of time."""
     walked = timed(order, costs)
     interval = interval_of(walked)
     if interval <= 0:
@@ -334,7 +334,7 @@ def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
 
 
 def interval_of(walked: Walked) -> float:
-    """Return the work of the busiest device per unit, without vocabulary passes, of a timed order."""
+    """The work of the busiest device per unit, without vocabulary passes, of a timed order."""
     schedule = walked.numbered.schedule
     work = [
         sum(
