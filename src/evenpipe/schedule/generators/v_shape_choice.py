@@ -23,7 +23,7 @@ Base = Callable[[int], Rows]
 """A V-schedule of any number of microbatches."""
 
 FINALISTS = 4
-"""Bases that are compared with all microbatches, if there are many."""
+"""Bases that are rescheduled, and candidates that are compared with all microbatches, if there are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class Rescheduling:
         return rows
 
 
+_Found = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
+"""A candidate, with its span and its makespan."""
+
 LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
 """With ten of them, of 16 bases each, no step would be shorter by more than 0.5 %."""
 
@@ -60,7 +63,7 @@ LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """The rows with the shortest span, then the shortest makespan, of all bases and of the shortest rescheduled,
+    """The rows with the shortest span, then the shortest makespan, of all bases and of the shortest ones rescheduled,
     within `limits`.
 
     With `enough`, no base is rescheduled, and the first one with no more bubble than that ends the search. A first
@@ -68,21 +71,28 @@ def shortest(
     """
     few = min(microbatches, 3 * len(limits))
     seen: set[tuple[tuple[Move, ...], ...]] = set()
-    found: list[tuple[tuple[float, float], int, Base]] = []
+    found: list[_Found] = []
     for base in bases:
         rows = base(few)
         key = tuple(map(tuple, rows))
         if key in seen:
             continue
         seen.add(key)
-        found.append((_length(rows, times), len(found), base))
+        found.append((_length(rows, times), base, None, rows))
         if enough is not None and found[-1][0][0] <= few * _work(times, len(limits)) + enough:
             return base(microbatches)
-    winners = [base for *_, base in sorted(found, key=lambda entry: entry[:2])]
-    finals = [base(microbatches) for base in (*winners[: 1 if few == microbatches else FINALISTS], bases[0])]
-    if enough is None:
-        best = min(finals, key=lambda rows: _length(rows, times))
-        finals = [best, *(how.rows(best, limits, times) for how in LAYOUTS)]
+    found.sort(key=lambda entry: entry[0])
+    for _, base, _, rows in found[:FINALISTS] if enough is None else []:
+        for layout in LAYOUTS:
+            anew = layout.rows(rows, limits, times)
+            found.append((_length(anew, times), base, layout, anew))
+    found.sort(key=lambda entry: entry[0])
+    if few == microbatches:
+        return found[0][3]
+    finals = []
+    for base, how in [*((base, how) for _, base, how, _ in found[:FINALISTS]), (bases[0], None)]:
+        rows = base(microbatches)
+        finals.append(rows if how is None else how.rows(rows, limits, times))
     return min(finals, key=lambda rows: _length(rows, times))
 
 
