@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
-from .passes import Item, Pass, parts_of
+from .passes import Item, Pass
 from .rules import IN_FLIGHT
 
 Curve = tuple[tuple[float, float], ...]
@@ -23,9 +23,10 @@ def held_along(row: Iterable[Item | None], change: Callable[[Pass], float]) -> I
     for position, item in enumerate(row):
         if isinstance(item, Pass):
             most = held
-            for part in parts_of(item):
+            for part in item.parts or (item,):
                 held += change(part)
-                most = max(most, held)
+                if held > most:  # noqa: PLR1730  # quicker than max
+                    most = held
             yield position, most, held
 
 
@@ -48,7 +49,10 @@ def peak_activations(
             return by * weights[part.stage] * factor_of(part, factors)
         return by
 
-    peak = max((most for _, most, _ in held_along(row, change)), default=0.0)
+    peak = 0.0
+    for _, most, _ in held_along(row, change):
+        if most > peak:  # noqa: PLR1730
+            peak = most
     return peak if trains else 0.0
 
 

@@ -40,7 +40,7 @@ from evenpipe.schedule.check import check_order
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.held import peak_activations
-from evenpipe.schedule.numbered import Numbered
+from evenpipe.schedule.numbered import ABSENT, Numbered
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_in
 from evenpipe.schedule.rules import PassGroup
@@ -192,7 +192,7 @@ class Passes:
             enough = ENOUGH * (times.makespan + self._vocabulary_work(costs))
             for tried, rows in enumerate(self._arrangements(times, listed_by)):
                 length = self.arranger.length(rows, takes)
-                if self._holds_too_much(rows):
+                if not tried and self._holds_too_much(rows):  # lists keep to the limits
                     length = replace(length, span=inf)
                 if not best or length.better_than(shortest):
                     best, shortest = rows, length
@@ -258,14 +258,17 @@ class VirtualTimes:
         order, mode, numbered = passes.order, passes.mode, passes.arranger.numbered
         walked, scale = virtual_times(order, costs)
         base, units = walked.numbered, numbered.units
+        companions = list(_companions(order, mode))
+        if ABSENT in base.position or any(source not in base.groups for _, source, *_ in companions):
+            check_order(order).raise_if_faulty()
         starts = [0] * numbered.passes
         for group, first in base.groups.items():
             moved = mode.barriers * INTERVAL if group.kind in MOVED else 0
             there = numbered.groups[group]
             starts[there : there + units] = [round(at * scale) + moved for at in walked.start[first : first + units]]
         turns: list[tuple[int, int, Kind, int]] = []  # of vocabulary passes: where their source is, turn, kind and unit
-        sequence = walked.sequence()
-        for kind, source, at_end, later in _companions(order, mode):
+        sequence, kinds = walked.sequence(), mode.kinds(forward_only=order.forward_only)
+        for kind, source, at_end, later in companions:
             here, there = base.groups[source], numbered.groups[source]
             times = starts[there : there + units]
             if at_end:
@@ -277,7 +280,7 @@ class VirtualTimes:
         turns.sort()
         rows = []
         for device, row in enumerate(numbered.rows):
-            firsts = {kind: numbered.groups[PassGroup(device, kind)] for _, _, kind, _ in turns}
+            firsts = {kind: numbered.groups[PassGroup(device, kind)] for kind in kinds}
             rows.append([*row[: len(row) - len(turns)], *(firsts[kind] + unit for _, _, kind, unit in turns)])
         work = sum(walked.end[n] - walked.start[n] for row in walked.rows for n in row)
         makespan = Length.of_rows(walked).makespan
@@ -316,12 +319,11 @@ def _companions(order: Order, mode: VocabularyMode) -> Iterator[tuple[Kind, Pass
 
 
 def validate_base(order: Order) -> None:
-    """Raise InputError for an order to which no vocabulary passes can be added, or that is not sound."""
+    """Raise InputError for an order to which no vocabulary passes can be added."""
     if order.vocabulary.sharded:
         raise InputError(f"the order has the vocabulary passes of {order.vocabulary} already")
     if any(item and item.kind in SHARDING_KINDS for row in order.rows for item in row):
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-    check_order(order).raise_if_faulty()
 
 
 def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
