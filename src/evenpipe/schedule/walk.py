@@ -113,7 +113,7 @@ def walk(
     """
     rows = numbered.rows if rows is None else rows
     takes = [0.0] * numbered.size if takes is None else takes
-    by_data = completion is Completion.DATA
+    by_data, meeting = completion is Completion.DATA, completion is Completion.MEETING
     rule, needs, transfers, units = numbered.rule, numbered.needs, numbered.transfers, numbered.units
     feeds = numbered.feeds if by_data else [()] * len(numbered.feeds)
     missing = _missing(numbered, rows, by_data=by_data, tolerant=tolerant)
@@ -130,13 +130,10 @@ def walk(
 
     def issue(device: int, transfer: int, clock: float) -> None:
         """Let a device issue a transfer; the last member completes it, and then perhaps those queued after it."""
-        at_head = [(transfer, clock)]
-        if completion is not Completion.MEETING:
-            line = queues[device].setdefault(names[(transfer + transfers) // units], deque())
-            line.append(transfer)
-            start[transfer] = max(start[transfer], clock)
-            if line[0] != transfer:
-                return
+        line = queues[device].setdefault(names[(transfer + transfers) // units], deque())
+        line.append(transfer)
+        start[transfer] = max(start[transfer], clock)
+        at_head = [(transfer, clock)] if line[0] == transfer else []
         while at_head:
             transfer, clock = at_head.pop()
             start[transfer] = max(start[transfer], clock)
@@ -160,11 +157,15 @@ def walk(
         for place in range(heads[device], len(row)):
             n = row[place]
             if -transfers <= n < 0:
-                issue(device, n, clock)
-                if completion is Completion.MEETING and missing[n]:
+                if not meeting:
+                    issue(device, n, clock)
+                    continue
+                missing[n] -= 1
+                if missing[n]:
                     waiting.setdefault(n, []).append(device)
                     heads[device] = place + 1
                     break
+                runnable += waiting.pop(n, ())
                 continue
             begin, here, awaited = clock, rule[n], None
             for step in needs[here]:
