@@ -11,7 +11,8 @@ mutations that it has are not run again, so an interrupted run can be continued.
 
 With `--reach REACH`, only those test files run which execute the damaged block of statements. REACH says which blocks
 each test file executes; where it does not exist, it is recorded first: every test file runs alone on a copy of the
-source that notes each block once. It holds for one state of the source.
+source that notes each block once. It holds for one state of the source, on which test files that could not be recorded
+must pass.
 
 A mutation that no test finds is not always a gap: some change nothing that can be seen (a limit of a cache, a tie that
 is broken otherwise). A person looks at each and says so in FILE, in "remark".
@@ -349,7 +350,7 @@ def record(tests: Path, options: list[str]) -> Reach:
 
 def _copied(copy: Path, tests: Path) -> list[str]:
     """Copy the source and these tests; return the test files below `copy`."""
-    for part in ("src", "examples", "docs", "benchmarks", "tools"):
+    for part in ("src", "examples", "docs", "benchmarks", "tools", ".ci"):
         shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
     shutil.copytree(tests, copy / "tests")
     for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
@@ -454,11 +455,17 @@ def _read(path: Path | None, seed: int) -> dict[int, Mutation]:
 
 
 def _read_reach(path: Path, tests: Path, options: list[str]) -> Reach:
-    if not path.exists():
+    is_new = not path.exists()
+    if is_new:
         path.write_text(json.dumps(asdict(record(tests, options))))
     reach = Reach(**json.loads(path.read_text()))
     if reach.source != source_digest():
         raise SystemExit(f"{path} was recorded with another state of src/; remove it to record it again")
+    if is_new:  # a test that fails in any case would find every damage
+        with tempfile.TemporaryDirectory(prefix="evenpipe-sound-") as name:
+            _copied(Path(name), tests)
+            if failure := _first_failure(Path(name), reach.always, options, LIMIT_SECONDS):
+                raise SystemExit(f"{failure} fails without any damage")
     return reach
 
 
