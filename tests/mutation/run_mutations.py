@@ -232,6 +232,9 @@ def reached(block):
         _seen.add(block)
         os.write(_file, block.encode() + b"\\n")
 """
+FOLDERS = ("src", "examples", "docs", "benchmarks", "tools", ".ci")
+FILES = ("pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
+"""What tests read, besides themselves."""
 UNTOUCHED = ("vocabulary/kernels/rows.py",)
 """Triton reads the source of these; whoever executes another block of the folder is taken to execute them."""
 
@@ -350,10 +353,10 @@ def record(tests: Path, options: list[str]) -> Reach:
 
 def _copied(copy: Path, tests: Path) -> list[str]:
     """Copy the source and these tests; return the test files below `copy`."""
-    for part in ("src", "examples", "docs", "benchmarks", "tools", ".ci"):
+    for part in FOLDERS:
         shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
     shutil.copytree(tests, copy / "tests")
-    for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"):
+    for part in FILES:
         shutil.copy(tests.parent / part, copy / part)
     return [path.relative_to(copy).as_posix() for path in sorted((copy / "tests").rglob("test_*.py"))]
 
