@@ -345,6 +345,15 @@ def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_pat
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
 
 
+def test_options_without_an_effect_are_named_and_impossible_ones_refused_before_a_step(tmp_path: Path) -> None:
+    path = prepared(tmp_path, {"pipeline.context_exchange": "keys", "experts.router_bias_rate": 0.1})
+    outcome = start(path)
+    assert "context_exchange = 'keys' has no effect: there is one context rank" in outcome.printed
+    assert isinstance(outcome.exception, InputError)
+    assert str(outcome.exception).startswith("experts.router_bias_rate is 0.1, but no router of LlamaForCausalLM has a")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_damaged_checkpoint_is_skipped_and_without_a_sound_one_nothing_begins(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from refusals import wrong_refusals
 
 from evenpipe.errors import InputError
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model import RowWork
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.layout import Layout, ModelCosts
@@ -19,6 +20,7 @@ from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.slice_choice import with_slices
 from evenpipe.recipe.sliced_costs import sliced_costs, whole_costs
+from evenpipe.recipe.unused_options import unused_options
 from evenpipe.schedule import Costs, Order, check_program, generate, time_order
 
 ORDER = generate("1f1b", 2, 3)
@@ -262,3 +264,48 @@ def test_a_length_that_does_not_divide_is_arranged_all_the_same() -> None:
     """The default length is nobody's: steps have others."""
     recipe = Recipe.of(pp=2, cp=3, microbatches=2, slices=3, costs=Costs(F=1, B=2, S=0, T=0, E=0, G=0))
     assert len(Layout.of(recipe, model(2048), rows=100, tied=False).costs.slices["F"]) == 3
+
+
+# --- options without an effect ---------------------------------------------------------------------------------------
+
+UNUSED: list[tuple[dict[str, Any], bool, list[str]]] = [
+    # options, whether activations move, the sentences
+    ({"pp": 4, "offload": OffloadOptions(activations="all")}, False, []),
+    ({"dp": 2, "data_parallel": "shard", "reshard": True, "prefetch": 1}, False, []),
+    ({"cp": 2, "data_parallel": "shard", "context_exchange": "keys"}, False, []),
+    ({"tp": 2, "tensor_overlap": "ring"}, False, []),
+    ({"dp": 2, "ep": 2, "experts": ExpertOptions(columns=2)}, False, []),
+    ({"offload": OffloadOptions(host_memory=1 << 20, layers=("keep", "offload"), streams=2)}, True, []),
+    (
+        {"data_parallel": "shard", "reshard": True, "prefetch": 0},
+        False,
+        [
+            "data_parallel = 'shard' has no effect: there is one replica",
+            "reshard = True has no effect: there is one replica",
+            "prefetch = 0 has no effect: there is one replica",
+        ],
+    ),
+    (
+        {"dp": 2, "context_exchange": "heads", "tensor_overlap": "none", "experts": ExpertOptions(arrivals=1)},
+        False,
+        [
+            "context_exchange = 'heads' has no effect: there is one context rank",
+            "tensor_overlap = 'none' has no effect: there is one tensor rank",
+            "experts has no effect: no replicas share experts",
+        ],
+    ),
+    (
+        {"offload": OffloadOptions(host_memory=4096, layers=("keep", "offload"), when_full="keep")},
+        False,
+        [
+            "offload.layers has no effect: no activations go to the host",
+            "offload.host_memory = 4096 has no effect: no activations go to the host",
+            "offload.when_full = 'keep' has no effect: no activations go to the host",
+        ],
+    ),
+]
+
+
+def test_options_without_an_effect_are_named() -> None:
+    for options, moves, sentences in UNUSED:
+        assert list(unused_options(Recipe.of(microbatches=4, **options), moves=moves)) == sentences

@@ -39,6 +39,7 @@ from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
+from evenpipe.recipe.unused_options import unused_options
 from evenpipe.runtime.arguments import (
     PipelineOptions,
     check_kinds,
@@ -253,6 +254,11 @@ class Pipeline(SpreadModel):
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
         )
         refuse_unfit(self.layout.program)
+        if self._is_very_first:
+            rows = self.layout.program.rows
+            moves = any(item is not None and item.kind is Kind.O for row in rows for item in row)
+            for sentence in unused_options(self.recipe, moves=moves):
+                logger.warning(sentence)
         self._evaluations: dict[int, Program] = {}
         self._kept_layers = offload.kept_layers(layers)
         self._activations = None

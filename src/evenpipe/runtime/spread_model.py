@@ -248,12 +248,17 @@ class SpreadModel(ScheduledModel):
             InputError: no router of the model has such a bias.
         """
         check_positive("rate", rate)
-        if not any(map(is_router_bias, self.description.shapes)):
+        if not self.has_router_biases:
             raise InputError(
                 f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
             )
         self._groups.agree("move_router_biases")
         move_biases(self.parameter_shards(), load, self.expert_layers, rate)
+
+    @property
+    def has_router_biases(self) -> bool:
+        """Whether a router of the model has a bias by which it only chooses experts."""
+        return any(map(is_router_bias, self.description.shapes))
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

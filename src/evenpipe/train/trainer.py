@@ -112,6 +112,12 @@ class _Run:
         self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
+        rate = config.experts.router_bias_rate
+        if rate and not self.pipeline.has_router_biases:
+            raise InputError(
+                f"experts.router_bias_rate is {rate:g}, but no router of {self.pipeline.description.architecture} has a"
+                " bias to choose by; leave it out"
+            )
         self.feeds = self.pipeline.feeds
         """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
