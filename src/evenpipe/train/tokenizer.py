@@ -291,7 +291,8 @@ def _interruptible(work: Callable[[], object]) -> None:
 
     try:
         threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True).start()
-        done.wait()
+        while not done.wait(0.2):  # a signal may reach the other thread, which does not wake this one
+            pass
     except BaseException as error:
         atexit.register(_end_beside, done, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT)
         raise
