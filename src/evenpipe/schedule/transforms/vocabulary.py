@@ -259,7 +259,8 @@ class VirtualTimes:
         walked, scale = virtual_times(order, costs)
         base, units = walked.numbered, numbered.units
         companions = list(_companions(order, mode))
-        if ABSENT in base.position or any(source not in base.groups for _, source, *_ in companions):
+        lacks = base.units < order.units or any(source not in base.groups for _, source, *_ in companions)
+        if lacks or ABSENT in base.position:
             check_order(order).raise_if_faulty()
         starts = [0] * numbered.passes
         for group, first in base.groups.items():
