@@ -13,7 +13,6 @@ from models import Model, costs_name
 
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES
 from evenpipe.costs.hardware import Wire, find_hardware
-from evenpipe.costs.step import WHOLE
 from evenpipe.costs.timed_model import pass_costs
 from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.plan.configuration import Configuration, costs_of
@@ -28,6 +27,7 @@ from evenpipe.schedule import Costs, Link, Placement
 from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.registry import options_of
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.simulate import makespan
 
 STAGES_PER_DEVICE = 2
@@ -113,7 +113,7 @@ class Measured(DataSheet):
 
     def costs(self, case: Case, configuration: Configuration, placement: Placement) -> Costs:
         mode = configuration.recipe.vocabulary
-        whole = mode in WHOLE
+        whole = not VocabularyMode(mode).sharded
         file = self._file(case, 1 if whole else case.devices, mode)
         layer = _layer_seconds(file, case.model.layers, 1 if whole else case.devices)
         beside = BESIDE_COLLECTIVES.get(mode, 1.0)
@@ -136,7 +136,7 @@ class Measured(DataSheet):
 
     def _file(self, case: Case, devices: int, mode: str) -> Costs:
         """Without shards as one device with one barrier; interlaced devices wait twice, as those of vocab-1."""
-        mode = {"interlaced": "vocab-1"}.get(mode, "vocab-2" if mode in WHOLE else mode)
+        mode = {"interlaced": "vocab-1"}.get(mode, "vocab-2" if not VocabularyMode(mode).sharded else mode)
         return _read(self.folder / costs_name(case.model.name, case.tokens, case.vocabulary, devices, mode))
 
 

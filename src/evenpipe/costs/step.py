@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import of_slices
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
 from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
 from .cards import slowdowns
@@ -29,9 +30,10 @@ class Cut:
     vocabulary: str
     """The mode, one of `evenpipe.schedule.MODES`."""
 
-
-WHOLE = ("first-last", "redistribute")
-"""Modes with the whole output layer on the last stage."""
+    @property
+    def sharded(self) -> bool:
+        """Whether every device has a shard of both vocabulary layers."""
+        return VocabularyMode(self.vocabulary).sharded
 
 
 def costs_of_cut(
@@ -59,7 +61,7 @@ def costs_of_cut(
     embedded = setting.tokens * hidden_size * setting.hidden_share
     wide = setting.hop_bytes(hidden_size)
     collectives: dict[str, float] = {}
-    if cut.vocabulary not in WHOLE:
+    if cut.sharded:
         to_all = pipeline.broadcast_seconds(hardware, wide)
         statistics = pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0)
         collectives = {"broadcast": to_all, "reduce": to_all, "statistics": statistics, "embedding": to_all}
@@ -74,7 +76,7 @@ def costs_of_cut(
         return Costs(**others, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
 
     shard_waits: dict[str, float] = {}
-    if cut.vocabulary in WHOLE:
+    if not cut.sharded:
         stages["F"][0] += correction["E"] * hardware.streaming_seconds(embedded * rows_in)
         for name, seconds in whole_head_time(hidden_size, rows, setting).items():
             stages[name][-1] += seconds
@@ -155,7 +157,7 @@ def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: 
 def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:
     """Return the times in which tensor ranks of the first stage sum rows of the embedding and their gradients, and
     those of the last one gather and sum for a whole output layer, by the names in `PASSES`."""
-    once, whole = setting.exchange_seconds(hidden_size), cut.vocabulary in WHOLE
+    once, whole = setting.exchange_seconds(hidden_size), not cut.sharded
     correction = setting.correction.beside_whole if whole else setting.correction
     last = _gathered_for_loss(setting, hidden_size) if whole else 0.0, once if whole else 0.0
     at_last = {"F": last[0], "B": last[1], "I": last[1]}

@@ -34,7 +34,7 @@ from .measured_passes import (
     passes_of,
     whole_passes,
 )
-from .step import WHOLE, Cut, costs_of_cut, costs_of_slices
+from .step import Cut, costs_of_cut, costs_of_slices
 from .work import LayerWork, layers_of
 
 Found = TypeVar("Found")
@@ -243,7 +243,7 @@ def _side_by_side(parallelism: Parallelism) -> int:
 def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
     """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
     mode; equal layers are computed once."""
-    whole = recipe.vocabulary in WHOLE and bool(model.hardware.passes)  # else both have the same times
+    whole = not recipe.mode.sharded and bool(model.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
         setting = model.setting(recipe, span)

@@ -129,7 +129,7 @@ class Layout:
         evaluation = evaluation_program(order, costs, recipe.communicators)
         program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement, ranks = program.placement, recipe.parallelism.tp
-        if _is_sharded(mode):
+        if VocabularyMode(mode).sharded:
             embedding = head = tuple(shards_of(rows, devices * ranks))
         else:
             embedding, head = (
@@ -159,7 +159,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary, and E, G, S and T are separate passes."""
-        return _is_sharded(self.mode)
+        return VocabularyMode(self.mode).sharded
 
 
 def runnable_order(recipe: Recipe) -> Order:
@@ -229,10 +229,6 @@ def without_vocabulary(order: Order) -> Order:
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
     return replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST)
-
-
-def _is_sharded(mode: str) -> bool:
-    return mode not in ("first-last", "redistribute")
 
 
 def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, ...]:
