@@ -134,7 +134,10 @@ def _why_misplaced(numbered: Numbered, device: int, position: int, item: Item) -
     if earlier.kind is item.kind:
         return f"{item} is already at position {there}"
     assert isinstance(earlier, Pass)
-    whole = Pass(Kind.B, item.stage, item.microbatch, item.slice)
+    return _split_again(Pass(Kind.B, item.stage, item.microbatch, item.slice))
+
+
+def _split_again(whole: Pass) -> str:
     return f"{whole} has run whole, and a part of it appears here again"
 
 
@@ -229,8 +232,7 @@ def _missing_passes(numbered: Numbered, device: int) -> Iterator[Fault]:
             if has[Kind.B] and has[Kind.W] and not has[Kind.I]:
                 position = found[Kind.W][units[0]]
                 whole = Pass(Kind.B, stage, *divmod(units[0], schedule.slices))
-                what = f"{whole} has run whole, and a part of it appears here again"
-                yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+                yield Fault(device, position, _split_again(whole), neighbours(schedule.rows, device, position))
             elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
                 yield absent(Kind.B, stage, units, ", so its activations are never released")
             elif not (has[Kind.B] or has[Kind.I]):

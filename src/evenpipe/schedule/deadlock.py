@@ -56,7 +56,7 @@ def _reasons(walked: Walked, n: int, device: int) -> list[str]:
         return [_pass(walked, n)]
     route = numbered.route(n)
     if walked.completion is Completion.DATA:
-        unit = (n + numbered.transfers) % numbered.units
+        unit = numbered.unit_of(n)
         reasons = []
         for group in route.producers:
             first = numbered.groups.get(group)

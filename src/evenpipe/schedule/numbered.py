@@ -106,7 +106,7 @@ class Numbered:
             if route is None:
                 return None
             positions = self.issued[device][route.number] = [ABSENT] * self.units
-            return route.number * self.units - self.transfers, positions, 0
+            return self.transfers_of(route).start, positions, 0
         group = self.rules.group(device, item.kind, item.stage)
         if group is None:
             return None
@@ -150,7 +150,7 @@ class Numbered:
         for group, first in list(self.groups.items()):
             rule = self.rules.rule(group)
             uses, waits, feeds = (
-                tuple(route.number * units - self.transfers - first for route in routes)
+                tuple(self.transfers_of(route).start - first for route in routes)
                 for routes in (rule.uses, rule.waits, rule.feeds)
             )
             self.rule += list(range(len(self.needs), len(self.needs) + slices)) * (units // slices)
@@ -187,7 +187,7 @@ class Numbered:
         unit, first = self._unit(item), None
         if isinstance(item, Transfer):
             if route := self.rules.route(device, item):
-                first = route.number * self.units - self.transfers
+                first = self.transfers_of(route).start
         elif group := self.rules.group(device, item.kind, item.stage):
             first = self.groups.get(group)
         return None if first is None or unit is None else first + unit
@@ -204,6 +204,10 @@ class Numbered:
         """The numbers of the transfers of a route, by unit."""
         first = route.number * self.units - self.transfers
         return range(first, first + self.units)
+
+    def unit_of(self, transfer: int) -> int:
+        """The unit of a transfer."""
+        return (transfer + self.transfers) % self.units
 
     def place_of(self, route: Route) -> slice:
         """Where a list over all numbers has the transfers of a route."""

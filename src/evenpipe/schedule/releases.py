@@ -40,7 +40,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
             others = uses[numbered.route(n).number]
             if others:
                 for other, first in others.items():
-                    heappush(under_way[other], (numbered.position[first + _unit(numbered, n)], len(sent)))
+                    heappush(under_way[other], (numbered.position[first + numbered.unit_of(n)], len(sent)))
                 unused[len(sent)] = len(others)
                 sent.append(n)
             continue
@@ -49,7 +49,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
         for transfer in awaited:
             route = numbered.route(transfer).number
             for other in sources[route]:
-                reached[other] = max(reached[other], numbered.issued[other][route][_unit(numbered, transfer)])
+                reached[other] = max(reached[other], numbered.issued[other][route][numbered.unit_of(transfer)])
                 while under_way[other] and under_way[other][0][0] < reached[other]:
                     _, place = heappop(under_way[other])
                     unused[place] -= 1
@@ -71,10 +71,6 @@ def _uses(numbered: Numbered, route: Route, device: int) -> dict[int, int]:
     if not _sends(route, device):
         return {}
     return {group.device: numbered.groups[group] for group in route.consumers if group.device != device}
-
-
-def _unit(numbered: Numbered, transfer: int) -> int:
-    return (transfer + numbered.transfers) % numbered.units
 
 
 _last: tuple[Program, Numbered] | None = None

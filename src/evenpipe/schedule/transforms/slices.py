@@ -69,7 +69,7 @@ def add_slices(order: Order, slices: int) -> Order:
 
 
 def _turned(k: int, slices: int) -> int:
-    """B(k), the unit of the k-th backward."""
+    """Which unit the k-th backward is of: the slices of a microbatch run backward in reverse."""
     return k - k % slices + slices - 1 - k % slices
 
 
