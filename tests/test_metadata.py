@@ -10,7 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVELOPMENT = re.compile(r"pytest|hypothesis|ruff|mypy|pre-commit|nbclient|ipykernel|mkdocs", re.IGNORECASE)
+DEVELOPMENT = re.compile(r"pytest|jsonschema|hypothesis|ruff|mypy|pre-commit|nbclient|ipykernel|mkdocs", re.IGNORECASE)
 
 
 def test_what_an_index_shows_and_pip_installs(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ python tools/configuration_page.py
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
+from evenpipe.declaration import describe_fields, summary
 from evenpipe.train.config_file import sections
-from evenpipe.train.config_help import describe_section
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration reference
@@ -21,9 +20,9 @@ Generated from the docstrings; `evenpipe train --help` prints the same.
 def draw() -> str:
     """Return the text of the page."""
     lines = [HEAD]
-    for section in sections().values():
-        lines += [f"## {section.section}", "", inspect.getdoc(section) or "", ""]
-        for field in describe_section(section):
+    for name, section in sections().items():
+        lines += [f"## {name}", "", summary(section), ""]
+        for field in describe_fields(section):
             kind = field.type.replace("|", "or")
             lines += [f"`{field.name} = {field.default}` ({kind})", f":   {_escape(field.text)}", ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -10,10 +10,7 @@ import difflib
 import errno
 import json
 import re
-import socket
 import tomllib
-import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +34,10 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 def hub_options() -> dict[str, bool]:
     """Return options for `from_pretrained` of a possible hub name. Without a network to the hub, only earlier downloads
     are used; otherwise the hub's library would retry for a minute and a half."""
+    import socket
+    import urllib.parse
+    import urllib.request
+
     from huggingface_hub import constants
 
     host = urllib.parse.urlsplit(constants.ENDPOINT).hostname

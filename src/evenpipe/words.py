@@ -1,11 +1,13 @@
-"""Numbers, lists, quotations and tables for messages."""
+"""Numbers, lists, quotations and tables for messages, and the sentence about a value that is not accepted."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from evenpipe.given import plain
+from evenpipe.errors import InputError
+from evenpipe.given import plain, shortened, shown
 
 QUOTED = 60
 """Longest quotation, in characters."""
@@ -41,11 +43,37 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
     ]
 
 
+def show(value: Any) -> str:
+    """A value as TOML writes it, without control characters; a long one is shortened."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{shortened(plain(value))}"'
+    if isinstance(value, (list, tuple)):
+        return shortened("[" + ", ".join(show(item) for item in value) + "]")
+    if value is None:
+        return "none"
+    if isinstance(value, (int, dict)):
+        return shown(value)
+    return shortened(plain(value))
+
+
+def refused(where: str, value: Any, accepted: str) -> InputError:
+    """The error about a value that is not accepted."""
+    return InputError(f"{where} is {show(value)}; it must be {accepted}")
+
+
+def unknown(where: str, value: Any, known: Iterable[Any]) -> InputError:
+    """The error about a value that is not among the known ones. It proposes the nearest."""
+    names = [str(name) for name in known]
+    return refused(where, value, f"one of {', '.join(names)}{nearest(str(value), names)}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, and all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0)
-    return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
+    """The end of a sentence about an unknown name, `; did you mean "..."?`, or "" if no known name is similar."""
+    names = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(shortened(name).lower(), list(names), n=1, cutoff=0.5)
+    return f'; did you mean "{names[close[0]]}"?' if close else ""
 
 
 def quoted(text: str) -> str:

@@ -239,7 +239,7 @@ def test_inside_torchrun_the_first_process_prepares_and_exports(stand_in, monkey
     stand_in("train.trainer", train=lambda config, callbacks: trained.append(config))
     monkeypatch.setenv("RANK", "0")
     assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
-    assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
+    assert "pipeline.processes is 4; it must be 2" in capsys.readouterr().err
     assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
     # reported, so that the others end with the same words
     assert calls[0].startswith("reported pipeline.processes") and "nowhere.txt" in calls[1] and not trained

@@ -243,7 +243,7 @@ def test_a_length_that_nobody_wrote_is_called_the_default():
     write({"a.txt": TEXT})
     CONFIG_MAPPING["gpt2"](**SMALL, n_positions=256).save_pretrained("model")
     Path("own.toml").write_text('[model]\nsource = "model"\nfresh_weights = true\n[data]\nfiles = ["data/*"]\n')
-    with pytest.raises(InputError, match=r"data\.sequence_length is 1024, its default, but must be at most 256"):
+    with pytest.raises(InputError, match=r"data\.sequence_length is 1024, its default; it must be at most 256"):
         check_pipeline(load_config("own.toml", ["pipeline.processes=2"]))
 
 
@@ -258,7 +258,7 @@ def test_the_length_of_sequences_follows_from_the_tokens_of_the_data(capsys):
         write({"a.txt": " ".join(map(str, range(numbers)))})
         assert new_tables(None, find_data("data"), 2, "run")["data"]["sequence_length"] == length
     write({"a.txt": "one two three"})
-    words = "tokens, but must have at least 48: a sequence of 16 for each of 2 processes"
+    words = "tokens; it must have at least 48: a sequence of 16 for each of 2 processes"
     assert words in refused(capsys, "init", "--data", "data", "--processes", "2")
     Path("data/a.txt").unlink()
     write({"a.jsonl": "".join(json.dumps({"text": "a b c", "vector": [0.5] * 500}) + "\n" for _ in range(60))})

@@ -219,15 +219,17 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_options() -> None:
-    channels = "expected a whole number from 1 to 64, or None"
     for options, sentence in (
-        ({"high_priority": 1}, "nccl.high_priority: 1, expected True or False"),
-        ({"high_priority": None}, "nccl.high_priority: None, expected True or False"),
-        *(({"channels": value}, f"nccl.channels: {value}, {channels}") for value in (0, 65, 4.0, True)),
+        ({"high_priority": 1}, "nccl.high_priority is 1; it must be true or false"),
+        ({"high_priority": None}, "nccl.high_priority is none; it must be true or false"),
+        ({"channels": 0}, "nccl.channels is 0; it must be an integer from 1 to 64 or none"),
+        ({"channels": 65}, "nccl.channels is 65; it must be an integer from 1 to 64 or none"),
+        ({"channels": 4.0}, "nccl.channels is 4.0; it must be an integer from 1 to 64 or none"),
+        ({"channels": True}, "nccl.channels is true; it must be an integer from 1 to 64 or none"),
     ):
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
             NcclOptions(**options)
-    with pytest.raises(InputError, match=r"nccl: \{'channels': 2\}, expected NcclOptions, or None"):
+    with pytest.raises(InputError, match=r"nccl is \{'channels': 2\}; it must be a NcclOptions"):
         Pipeline(MODEL, nccl={"channels": 2})  # type: ignore[arg-type]
 
 

@@ -301,22 +301,22 @@ def test_files_hold_them(tmp_path: Path) -> None:
 
 def test_wrong_entries_are_one_sentence() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"sequence": 0}, "passes.sequence is 0, expected a whole number of at least 1"),
-        ({"context_parallel": 0}, "passes.context_parallel is 0, expected a whole number of at least 1"),
-        ({"context_exchange": "auto"}, "passes.context_exchange is 'auto', expected keys or heads"),
-        ({"contention": 0.9}, "passes.contention is 0.9, expected a number of at least 1"),
-        ({"seconds": {"F": -1}}, r"passes.seconds.F is -1, expected seconds of F, B, I, W"),
-        ({"seconds": {"Q": 1}}, r"passes.seconds.Q is 1, expected seconds of F, B, I, W"),
-        ({"seconds": 3}, "passes.seconds is 3, expected a table"),
-        ({"speed": 3}, "unknown key 'passes.speed', accepted: model, dtype"),
-        ({"model": None}, "passes.model is None, expected a text"),
+        ({"sequence": 0}, r"hardware.passes\[0\].sequence is 0; it must be an integer of at least 1"),
+        ({"context_parallel": 0}, "context_parallel is 0; it must be an integer of at least 1"),
+        ({"context_exchange": "auto"}, 'context_exchange is "auto"; it must be one of keys, heads'),
+        ({"contention": 0.9}, "contention is 0.9; it must be a number of at least 1"),
+        ({"seconds": {"F": -1}}, "seconds.F is -1; it must be a number of at least 0"),
+        ({"seconds": {"Q": 1}}, 'seconds has no field "Q"; known: F, B, I, W'),
+        ({"seconds": 3}, "seconds is 3; it must be a table of F, B"),
+        ({"speed": 3}, r'hardware.passes\[0\] has no field "speed"; known: model, dtype'),
+        ({"model": None}, "model is none; it must be text"),
     ]
     right = replace(HARDWARE, passes=(measured(1),)).to_dict()
     (entry,) = right["passes"]
     wrong = [(right | {"passes": [entry | changes]}, words) for changes, words in cases]
     without_dtype = {name: value for name, value in entry.items() if name != "dtype"}
-    wrong.append((right | {"passes": [without_dtype]}, "passes.dtype is missing"))
-    wrong.append((right | {"passes": 3}, "passes is 3, expected tables"))
+    wrong.append((right | {"passes": [without_dtype]}, "dtype is missing; it must be text"))
+    wrong.append((right | {"passes": 3}, "passes is 3; it must be a list of"))
     for values, words in wrong:
         with pytest.raises(InputError, match=words):
             hardware_from_dict(values)

@@ -107,7 +107,7 @@ WRONG = [
     (["draw", "costs.toml"], "costs.toml is not JSON"),
     (["draw", "out.json"], "not a trace of evenpipe"),
     (["draw", "hand.json", "--schedule", "1f1b"], "--schedule is given, but the trace hand.json has a schedule"),
-    (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
+    (["draw", "step.json", "--costs", "costs.toml"], "costs.E is missing, but the order has E0"),
     (["profile"], "profile needs either CONFIG.toml or --from TRACE.json, but neither is given"),
     (["profile", "config.toml", "--from", "hand.json"], "but both are given"),
     (["profile", "--from", "nowhere.json"], "nowhere.json cannot be read"),

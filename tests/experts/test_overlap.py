@@ -84,13 +84,13 @@ def test_reasons_give_the_costs() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    whole = 'expected "auto" or a whole number of at least 1'
+    whole = 'it must be an integer of at least 1 or "auto"'
     refused = [
-        ({"columns": 0}, f"experts.columns: 0, {whole}"),
-        ({"columns": True}, f"experts.columns: True, {whole}"),
-        ({"columns": 2.0}, f"experts.columns: 2.0, {whole}"),
-        ({"arrivals": "all"}, f"experts.arrivals: 'all', {whole}"),
-        ({"arrivals": -1}, f"experts.arrivals: -1, {whole}"),
+        ({"columns": 0}, f"experts.columns is 0; {whole}"),
+        ({"columns": True}, f"experts.columns is true; {whole}"),
+        ({"columns": 2.0}, f"experts.columns is 2.0; {whole}"),
+        ({"arrivals": "all"}, f'experts.arrivals is "all"; {whole}'),
+        ({"arrivals": -1}, f"experts.arrivals is -1; {whole}"),
         ({"arrivals": 3}, "experts.arrivals: 3, expected 1, 2 or 4, the members of an expert group"),
     ]
     for options, sentence in refused:

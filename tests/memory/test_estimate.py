@@ -19,12 +19,12 @@ from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
-from evenpipe.memory.sizes import parse_size
 from evenpipe.memory.states import SINGLE
 from evenpipe.model import describe
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.schedule import plan_program
+from evenpipe.sizes import parse_size
 
 GIB = 2**30
 
@@ -196,9 +196,9 @@ def test_communicators(model) -> None:
 # --- wrong input -----------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ({"sequence": 0}, "sequence_length: 0, expected a whole number of at least 1"),
-    ({"microbatch_size": 0}, "microbatch_size: 0"),
-    ({"microbatches": 0}, "microbatches: 0"),
+    ({"sequence": 0}, "sequence_length is 0; it must be an integer of at least 1 or none"),
+    ({"microbatch_size": 0}, "microbatch_size is 0"),
+    ({"microbatches": 0}, "microbatches is 0"),
     ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
     ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
@@ -213,11 +213,11 @@ WRONG = [
         {"pp": 2, "traced": True, "kernels": "megatron", "schedule": "zb-h1", "microbatches": 4},
         "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W",
     ),
-    ({"schedule": "2f2b"}, "schedule '2f2b' is unknown, did you mean"),
-    ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
+    ({"schedule": "2f2b"}, 'schedule is "2f2b"; it must be one of gpipe'),
+    ({"vocabulary": "all"}, 'vocabulary is "all"; it must be one of'),
     ({"kernels": "triton"}, "kernels is 'triton', expected one of transformers, fused, megatron, transformer-engine"),
     ({"checkpointing": "some"}, "checkpointing: 'some', expected one of"),
-    ({"checkpointing": ["full", "none"]}, "checkpointing: 2 choices, expected one for each of the model's 4 layers"),
+    ({"checkpointing": ["full", "none"]}, 'checkpointing is ["full", "none"]; it must be one choice, or one for each'),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
     ({"optimizer": "lion"}, "optimizer is 'lion', expected one of adamw, muon, adafactor, sgd"),
     ({"dp": 2, "ep": 2}, "expert_parallel: 2, expected 1, since Qwen3ForCausalLM has no experts"),

@@ -87,7 +87,7 @@ def test_configs_that_describe_no_model(folder, capsys) -> None:
 
 def test_a_config_with_a_family_s_own_names_and_one_made_in_python() -> None:
     tables = {"model": {"architecture": "gpt2", "config": {"n_layer": 0}}}
-    with pytest.raises(InputError, match=r"n_layer is 0 in the model's config, but must be from 1"):
+    with pytest.raises(InputError, match=r"n_layer is 0 in the model's config; it must be from 1"):
         model_config(config_from_dict(tables | {"data": {"corpus": "python-standard-library"}}).model)
     with pytest.raises(InputError, match="vocab_size is 1000000000000"):
         describe(LlamaConfig(vocab_size=10**12))

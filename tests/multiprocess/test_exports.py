@@ -208,7 +208,7 @@ def check_copy(folder: Path) -> None:
     again = export_checkpoint(folder / "moved", folder / "again")
     assert files_in(again) == files_in(exported), "the run holds what it needs"
     assert_rounded(again, exported, None)
-    with pytest.raises(InputError, match=r"dtype is 'int8', but must be one of source, float64, float32"):
+    with pytest.raises(InputError, match=r"dtype is 'int8'; it must be one of source, float64, float32"):
         export_checkpoint(folder / "moved", folder / "never", dtype="int8")
 
 
@@ -323,7 +323,7 @@ def own_loop(folder: Path) -> None:
         pipeline.save_pretrained(folder / f"{kind} saved")
         pipeline.save_pretrained(folder / f"{kind} exact", dtype=torch.float32)
         checkpoint = pipeline.save_checkpoint(folder / f"{kind} checkpoints", 1, optimizer)
-        with pytest.raises(InputError, match=r"dtype = torch\.int8, but must be one of torch\.float64"):
+        with pytest.raises(InputError, match=r"dtype = torch\.int8; it must be one of torch\.float64"):
             pipeline.save_pretrained(folder / "never", dtype=torch.int8)
         if kind == "folder":
             check_loss(pipeline.evaluate(IDS).loss, folder / "folder exact", checkpoint, options)

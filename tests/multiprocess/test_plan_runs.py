@@ -85,7 +85,7 @@ NOT_MEASURED = [
     (["train.toml", "--hardware", "--microbatch-sizes", "0"], "microbatch sizes are [0]"),
     (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
     (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),
-    (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9, but must be at most 8"),
+    (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9; it must be at most 8"),
     (["train.toml", "--processes", "2"], "--processes needs --hardware"),
 ]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.costs.hardware import KNOWN, Hardware
-from evenpipe.memory.sizes import GIB
 from evenpipe.model import describe
 from evenpipe.model.description import Description
 from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
@@ -19,6 +18,7 @@ from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.space import Space, configurations, layouts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split, splits_by_cost
+from evenpipe.sizes import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

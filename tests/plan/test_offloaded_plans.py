@@ -12,7 +12,6 @@ import planned_problems
 import pytest
 from planned_problems import host, most, needed
 
-from evenpipe.memory.sizes import GIB
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate
@@ -20,6 +19,7 @@ from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space
 from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.sizes import GIB
 from evenpipe.train.planned_config import planned_tables
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")

@@ -11,13 +11,13 @@ import pytest
 from planned_problems import description_of
 
 from evenpipe.costs.hardware import KNOWN
-from evenpipe.memory.sizes import GIB
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import head_layers
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.splits import Split, split_that_fits, splits
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.sizes import GIB
 
 DEVICES, LAYERS = 4, 10
 FULL, ENOUGH = 11, 80

@@ -227,7 +227,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: Placement.looped(2, 0), "stages per device must be at least 1, not 0"),
     (lambda: Order(Placement.linear(2), 2, ()), "the order has 0 rows for 2 devices"),
     (lambda: Program(Placement.linear(2), 0, ROWS), "microbatches must be at least 1, not 0"),
-    (lambda: Order(Placement.linear(2), 2, ROWS, "vocab-3"), "vocabulary mode 'vocab-3' is unknown"),
+    (lambda: Order(Placement.linear(2), 2, ROWS, "vocab-3"), 'vocabulary is "vocab-3"; it must be one of balanced'),
 ]
 
 

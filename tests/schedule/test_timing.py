@@ -187,10 +187,10 @@ def test_all_fields_survive_and_other_tensor_ranks_have_no_row_of_their_own() ->
     assert [one.devices for one in ranks.by_rank] == [trace.devices, ranks.other_ranks[0]]
     assert "row" not in values["other_ranks"][0][0] and "other_ranks" not in trace_to_dict(trace)
     for wrong, message in (
-        ([[]], r"^other_ranks\[0\] is \[\], expected a list of 2 devices$"),
-        ([[{}, {}]], r"^other_ranks\[0\]\[0\]\.passes is missing$"),
+        ([[]], r"^other_ranks\[0\] is \[\]; it must be a list of 2 devices$"),
+        ([[{}, {}]], r"^other_ranks\[0\]\[0\]\.start is missing; it must be a number"),
         ([values["other_ranks"][0][::-1]], r"^other_ranks\[0\]\[0\]\."),
-        ({}, "^other_ranks is {}, expected a list$"),
+        ({}, "^other_ranks is {}; it must be a list of lists"),
     ):
         with pytest.raises(InputError, match=message):
             trace_from_dict({**values, "other_ranks": wrong})
@@ -226,34 +226,49 @@ def _counts(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (lambda v: v.update(format="chrome"), 'not a trace of evenpipe; those begin with "format"'),
     "a later version": (lambda v: v.update(version=3), "version 3 of the format, but this evenpipe reads version 2"),
-    "no devices": (_without("devices"), "devices is missing"),
-    "no order": (_device(_without("row")), "row is missing"),
+    "no devices": (_without("devices"), "devices is missing; it must be a list of tables"),
+    "no order": (_device(_without("row")), r"devices\[1\].row is missing; it must be text"),
     "a word that is no pass": (_device(lambda d: d.update(row="1F0,9Z9")), "row 2, column 2 .*: '9Z9' is not a pass"),
-    "another placement": (lambda v: v.update(placement=[0, 7]), r"placement is \[0, 7\], expected"),
-    "text for a number": (lambda v: v.update(microbatches="1"), "microbatches is '1', expected a whole number"),
+    "another placement": (
+        lambda v: v.update(placement=[0, 7]),
+        r"placement is \[0, 7\]; it must be the device of each stage",
+    ),
+    "text for a number": (lambda v: v.update(microbatches="1"), 'microbatches is "1"; it must be an integer'),
     "a pass of no row": (
         _device(lambda d: d["passes"][0].__setitem__(0, "0F0")),
-        "'0F0', which is not a pass of the row",
+        r'passes\[0\] is "0F0"; it must be a pass of the row',
     ),
-    "an unknown transfer": (_device(lambda d: d["waits"][0].__setitem__(0, "X9")), "not a transfer of the row"),
+    "an unknown transfer": (
+        _device(lambda d: d["waits"][0].__setitem__(0, "X9")),
+        r'waits\[0\] is "X9"; it must be a transfer of the row',
+    ),
     "passes out of order": (
         _device(lambda d: d["passes"].reverse()),
         r"devices\[1\].passes are not the passes of devices\[1\].row in the same order",
     ),
     "a pass left out": (_device(lambda d: d["passes"].pop()), "passes are not the passes of"),
-    "a time that is text": (_device(lambda d: d["passes"][0].__setitem__(1, "soon")), "the time 'soon'"),
-    "a time that is not finite": (_device(lambda d: d["passes"][0].__setitem__(1, float("nan"))), "the time nan"),
+    "a time that is text": (
+        _device(lambda d: d["passes"][0].__setitem__(1, "soon")),
+        r'devices\[1\].passes\[0\]\[1\] is "soon"; it must be a number of seconds',
+    ),
+    "a time that is not finite": (
+        _device(lambda d: d["passes"][0].__setitem__(1, float("nan"))),
+        "is nan; it must be a number of seconds",
+    ),
     "an end before its start": (_device(lambda d: d["passes"][0].__setitem__(2, 1.0)), "before its start at 3.0 s"),
-    "three of four": (_device(lambda d: d["waits"][0].pop()), "expected a list of a text and 3 more"),
-    "no clock": (_device(_without("clock")), r"devices\[1\].clock is None, expected a table"),
+    "three of four": (
+        _device(lambda d: d["waits"][0].pop()),
+        "it must be a list of text, text, number of seconds, number of seconds",
+    ),
+    "no clock": (_device(_without("clock")), r"devices\[1\].clock is missing; it must be a table"),
     "allocations without a table": (
         _device(lambda d: d.update(allocations=[9])),
-        r"allocations is \[9\], expected a table",
+        r"allocations is \[9\]; it must be a table",
     ),
     "a count left out": (_counts(retries=None), r"devices\[1\].allocations.retries is missing"),
-    "half a call": (_counts(device_frees=0.5), "allocations.device_frees is 0.5, expected a whole number"),
-    "fewer calls than none": (_counts(requests=-1), "allocations.requests is -1, expected at least 0"),
-    "costs that are none": (lambda v: v.update(costs={"F": -1}), "costs: F must be a finite number"),
+    "half a call": (_counts(device_frees=0.5), "allocations.device_frees is 0.5; it must be an integer of at least 0"),
+    "fewer calls than none": (_counts(requests=-1), "allocations.requests is -1; it must be an integer of at least 0"),
+    "costs that are none": (lambda v: v.update(costs={"F": -1}), "costs.F is -1; it must be a number of at least 0"),
 }
 
 

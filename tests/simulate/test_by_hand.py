@@ -306,10 +306,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: simulated(HOPS, {**ONES, "engine": {"shared": [[0], [2]]}}),
         "engine.shared has device 2; devices are 0 to 1",
     ),
-    (lambda: Costs(F=1, B=2, contention=0.5), r"contention must be at least 1, not 0\.5"),
+    (lambda: Costs(F=1, B=2, contention=0.5), r"contention is 0\.5; it must be a number of at least 1"),
     (lambda: sharding(sharding={"UNSHARD": 1.0}), "links.replicas is missing"),
-    (lambda: sharding(sharding={"GATHER": 1.0}, **REPLICAS), "unknown key 'GATHER'"),
-    (lambda: sharding(sharding={"UNSHARD": -1.0}, **REPLICAS), "sharding.UNSHARD must be"),
+    (lambda: sharding(sharding={"GATHER": 1.0}, **REPLICAS), 'costs.sharding has no field "GATHER"'),
+    (lambda: sharding(sharding={"UNSHARD": -1.0}, **REPLICAS), "sharding.UNSHARD is -1.0; it must be"),
     *[
         (lambda link=link: sharding(links={"replicas": link}), "links.replicas must have a bandwidth and no bytes")
         for link in ({"latency": 1.0}, {"bandwidth": 1.0, "bytes": 5.0})

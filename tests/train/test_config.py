@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from refusals import missing_words, refusal, wrong_refusals
 from transformers import LlamaConfig, PreTrainedConfig
 
 from evenpipe.cli.model_argument import read_model
+from evenpipe.declaration import describe_fields
 from evenpipe.errors import InputError
 from evenpipe.model import Description, describe
 from evenpipe.schedule import generate
 from evenpipe.train.changed_values import changed_values
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import apply_overrides, config_from_dict, load_config, sections
-from evenpipe.train.config_help import configuration_help, describe_section
+from evenpipe.train.config_help import configuration_help, configuration_schema
 from evenpipe.train.model_source import check_pipeline, model_config, pipeline_model
 from evenpipe.train.planned_config import configured_model, model_tables
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MINIMAL = {"model": {"architecture": "llama"}, "data": {"corpus": "python-standard-library"}}
 
 
@@ -39,7 +43,7 @@ REFUSED = [
     ),
     (["an integer"], ['pipeline.layers_per_stage=["2"]']),
     (["a number"], ['optimizer.learning_rate="3e-4"']),
-    (["a list of number"], ["pipeline.memory_limit=true"]),
+    (["a number above 0, a list of them or none"], ["pipeline.memory_limit=true"]),
     (["a list of 2 numbers"], ["optimizer.betas=[0.9]"]),
     (["finite"], ["data.validation_fraction=nan"]),
     (["at least 0"], ["loss.z_loss=-0.1", "optimizer.weight_decay=-1", "optimizer.warmup_steps=-1"]),
@@ -50,15 +54,15 @@ REFUSED = [
     (["at least 1"], ["checkpoint.every_steps=0", "output.log_every_steps=0", "output.trace_steps=[0]"]),
     (["at least 1"], ["sample.new_tokens=0"]),
     (["at least 2"], ["data.sequence_length=1"]),
-    (["at least 257"], ["tokenizer.vocabulary_size=256"]),
+    (["from 257"], ["tokenizer.vocabulary_size=256"]),
     (["above 0"], ["pipeline.timeout_seconds=0", "optimizer.learning_rate=0.0", "optimizer.clip_norm=0"]),
     (["above 0"], ["optimizer.epsilon=0", "training.epochs=0", "training.minutes=-1"]),
     (["above 0 and at most 1"], ["optimizer.decay_share=0.0"]),
-    (["one number above 0, or 1"], ["pipeline.memory_limit=[4, 4]"]),
+    (["one number or 1, one per device"], ["pipeline.memory_limit=[4, 4]"]),
     (["below 1"], ["data.validation_fraction=1.0", "loss.label_smoothing=1", "optimizer.betas=[0.9, 1.0]"]),
-    (["between 0 and 1"], ["optimizer.minimum_learning_rate_ratio=1.5"]),
-    (["from 1 to 64, or none"], ["pipeline.nccl_channels=0", "pipeline.nccl_channels=65"]),
-    (["one per stage"], ["pipeline.layers_per_stage=[0]", "pipeline.layers_per_stage=[3, -1]"]),
+    (["from 0 to 1"], ["optimizer.minimum_learning_rate_ratio=1.5"]),
+    (["from 1 to 64 or none"], ["pipeline.nccl_channels=0", "pipeline.nccl_channels=65"]),
+    (["at least 0"], ["pipeline.layers_per_stage=[0]", "pipeline.layers_per_stage=[3, -1]"]),
     (["a divisor of the 1 process"], ["pipeline.replicas=2"]),
     (['left out with schedule "1f1b"'], ["pipeline.group_size=4", "pipeline.memory_limit=4"]),
     (['left out with schedule "cosine"'], ["optimizer.decay_steps=5"]),
@@ -71,8 +75,8 @@ REFUSED = [
     (["gpipe", 'did you mean "1f1b"'], ["pipeline.schedule=1f2b"]),
     (["redistribute", 'did you mean "vocab-2"'], ["pipeline.vocabulary=vocab2"]),
     (["per-pair, per-kind"], ["pipeline.communicators=two"]),
-    (["none, full, selective"], ["pipeline.checkpointing=half"]),
-    (["scheduled, none, free, all"], ["offload.activations=x"]),
+    (['"none", "full", "selective" or a list of them'], ["pipeline.checkpointing=half"]),
+    (['"scheduled", "none", "free", "all" or number above 0'], ["offload.activations=x"]),
     (["probabilities, nothing"], ["loss.keep=logits"]),
     (["adamw, muon, adafactor, sgd", 'did you mean "adamw"'], ["optimizer.name=adam"]),
     (["warmup-stable-decay", 'did you mean "cosine"'], ["optimizer.schedule=cosin"]),
@@ -80,7 +84,7 @@ REFUSED = [
     (["training.callbacks[1]"], ['training.callbacks=["a.b:C", "a b:C"]']),
     (["output.trackers[0]", 'did you mean "wandb"'], ["output.trackers=wand"]),
     (["differ"], ['output.trackers=["wandb", "wandb"]']),
-    (["but must be"], ["tokenizer.end_of_text=", "output.project=", "output.folder="]),
+    (["it must be"], ["tokenizer.end_of_text=", "output.project=", "output.folder="]),
 ]
 
 
@@ -166,7 +170,7 @@ def test_a_csv_file_is_a_schedule_with_its_own_number_of_microbatches(tmp_path: 
     pipeline = config(file).pipeline
     assert (pipeline.schedule, pipeline.microbatches_per_step) == (str(order), 2)
     assert config(file, "pipeline.microbatches=3").pipeline.microbatches_per_step == 3
-    with pytest.raises(InputError, match="stages_per_device is 2, but must be left out with a CSV file"):
+    with pytest.raises(InputError, match="stages_per_device is 2; it must be left out with a CSV file"):
         config(file, "pipeline.stages_per_device=2")
 
 
@@ -282,7 +286,7 @@ BAD_FILES = [
     (b"[model\n", ["is not TOML", "line 1"]),
     (b"\xff", ["not UTF-8 at byte 0"]),
     (b"steps = 3\n", ["[steps]"]),
-    (b"model = 3\n", ["[model] must be a table, not 3"]),
+    (b"model = 3\n", ["[model] is 3; it must be a table"]),
     (b"[optimiser]\n", ["[optimiser]", 'did you mean "optimizer"']),
     (b"[data]\nsequence_lenght = 5\n", ["data.sequence_lenght", 'did you mean "sequence_length"']),
     (b"[sample]\nunlike_anything_known = 5\n", ["sample.unlike_anything_known", "known: prompts, new_tokens"]),
@@ -304,19 +308,43 @@ def test_the_help_says_type_default_and_meaning_of_every_field() -> None:
     text = configuration_help()
     fields: dict[str, Any] = {}
     for name, section in sections().items():
-        described = describe_section(section)
+        described = describe_fields(section)
         assert [field.name for field in described] == [field.name for field in dataclasses.fields(section)]
         assert f"[{name}]" in text
         for field in described:
             assert field.text, f"{name}.{field.name} needs a docstring"
             assert f"  {field.name} = {field.default}   ({field.type})" in text
-            fields[f"{field.section}.{field.name}"] = (field.type, field.default)
+            fields[f"{name}.{field.name}"] = (field.type, field.default)
     for name, described in {
-        "training.minutes": ("number or none", "none"),
-        "optimizer.betas": ("list of 2 numbers or none", "none"),
-        "data.encoding_errors": ('"strict" | "replace"', '"strict"'),
+        "training.minutes": ("number above 0 or none", "none"),
+        "optimizer.betas": ("list of 2 numbers of at least 0 and below 1 or none", "none"),
+        "data.encoding_errors": ('"strict" or "replace"', '"strict"'),
     }.items():
         assert fields[name] == described
+
+
+def test_the_schema_accepts_what_is_accepted() -> None:
+    """Every example and every default; not an unknown name, and no number out of range."""
+    schema = configuration_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for file in {*EXAMPLES.glob("*.toml")} - {EXAMPLES / "costs.toml", EXAMPLES / "copies.toml"}:
+        validator.validate(tomllib.loads(file.read_text()))
+    whole = json.loads(json.dumps(dataclasses.asdict(config())))
+    validator.validate(whole)
+    for section, name, value, fits in (
+        ("pipeline", "processes", 0, False),
+        ("pipeline", "process", 1, False),
+        ("pipeline", "slices", "auto", True),
+        ("pipeline", "slices", "most", False),
+        ("pipeline", "checkpointing", "full", True),
+        ("pipeline", "checkpointing", ["full", "none"], True),
+        ("optimizer", "betas", [0.9, 1.0], False),
+        ("optimizer", "clip_norm", "none", True),
+        ("output", "trackers", "wandb", True),
+        ("offload", "host_memory", "24GiB", True),
+    ):
+        assert validator.is_valid({**whole, section: {**whole[section], name: value}}) is fits, (section, name, value)
 
 
 # ---- what is said of the configuration of a run that continues with another one
@@ -374,6 +402,8 @@ def test_fields_that_another_version_has_or_had() -> None:
     assert changed_values(before, made()) == {}
     assert changed_values(before, made(checkpoint={"resume_from": 3})) == {"checkpoint.resume_from": "none -> 3"}
     before = saved(made())
+    before["pipeline"]["checkpointing"], before["offload"]["copy_time"] = ["none"], [0.25]
+    assert changed_values(before, made()) == {}, "what is one value now was a list of one"
     before["training"]["turbo"] = True
     assert changed_values(before, made()) == {"training.turbo": "true -> none"}
 
@@ -438,7 +468,10 @@ UNFIT = [
     ({"pipeline": {"processes": 10, "replicas": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
-    ({"pipeline": {"checkpointing": ["full", "none"]}}, ["checkpointing has 2 choices", "4, one per layer"]),
+    (
+        {"pipeline": {"checkpointing": ["full", "none"]}},
+        ['checkpointing is ["full", "none"]; it must be one choice, or 4', "4, one per layer"],
+    ),
     ({"data": {"sequence_length": 65}}, ["data.sequence_length is 65", "at most 64"]),
     ({"values": {"vocab_size": 400}}, ["model.config.vocab_size is 400", "at least 500"]),
 ]
@@ -486,7 +519,7 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(tmp_path: Path, mo
 
 
 def test_a_saved_model_needs_a_model_and_room_for_the_tokenizer(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="300, but must be at least 301"):
+    with pytest.raises(InputError, match="300; it must be at least 301"):
         pipeline_model(small({"source": folder}), 301, 0)
     with pytest.raises(InputError, match=r"model\.source"):
         model_config(small({"source": str(tmp_path)}).model)

@@ -223,7 +223,7 @@ def test_too_little_data_and_a_folder_that_is_a_file_are_one_sentence(config, co
         assert not wrong_refusals(prepare, [(config(), words)])
     (tmp_path / "file").touch()
     run = config(output={"folder": str(tmp_path / "file")})
-    with pytest.raises(InputError, match=r"output\.folder is .*file\", but must be a folder that can be written"):
+    with pytest.raises(InputError, match=r"output\.folder is .*file\"; it must be a folder that can be written"):
         set_up(run, force=False)
 
 
@@ -259,7 +259,7 @@ def test_the_end_of_text_of_an_existing_tokenizer(config, tokenizer, tmp_path):
         (with_tokenizer(config, source), ["tokenizer.end_of_text is none", "without"]),
         (
             with_tokenizer(config, source, tokenizer={"end_of_text": "</s>"}),
-            'tokenizer.end_of_text is "</s>", but must be a token',
+            'tokenizer.end_of_text is "</s>"; it must be a token',
         ),
         (with_tokenizer(config, tmp_path / "nowhere"), ['nowhere" cannot be loaded']),
     ]
@@ -353,7 +353,7 @@ def test_wrong_data_to_evaluate_on_is_one_sentence(config, corpus, other):
         (evaluated_on(config, other), "data.validation_files names the folder"),
         (
             evaluated_on(config, other / "01.py", sequence_length=64),
-            ["the validation data has", "tokens, but must have at least one sequence"],
+            ["the validation data has", "tokens; it must have at least one sequence"],
         ),
         (
             evaluated_on(config, corpus / "*.py"),

@@ -119,7 +119,7 @@ def test_a_function_of_ones_own_gets_trained_parameters_and_may_give_rates_to_gr
 
 
 def test_what_a_function_of_ones_own_gives_is_looked_at(mine) -> None:
-    with pytest.raises(InputError, match=r'"mine:nothing", which returns NoneType, but must return a torch.optim'):
+    with pytest.raises(InputError, match=r'"mine:nothing", which returns NoneType; it must return a torch.optim'):
         make_optimizer(pipeline(), OptimizerConfig(name="mine:nothing"))
     assert make_optimizer(pipeline(), OptimizerConfig(name="mine:torch_adafactor")) is not None
     with pytest.raises(InputError, match=r'only rows of layers.0.weight.*optimizer.name = "adafactor" does'):

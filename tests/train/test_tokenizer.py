@@ -129,7 +129,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     train_tokenizer(["ab"], 262, "<|end|>").save_pretrained(other)
     entries = len(json.loads((other / "tokenizer.json").read_text())["model"]["vocab"])
     rows_and_words = {
-        entries - 1: f"the model's vocabulary is {entries - 1}, but must be at least {entries}, the size of the",
+        entries - 1: f"the model's vocabulary is {entries - 1}; it must be at least {entries}, the size of the",
         entries: None,
         500: None,
         600: "so it is not the tokenizer of these weights; give tokenizer.source",

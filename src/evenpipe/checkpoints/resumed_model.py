@@ -24,7 +24,7 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
         return []
     where = f"the checkpoint {str(checkpoint.path)!r}"
     if not isinstance(before, Mapping):
-        raise InputError(f"model_config in {RUN} of {where} is {type(before).__name__}, but must be a table")
+        raise InputError(f"model_config in {RUN} of {where} is {type(before).__name__}; it must be a table")
     try:
         changes = config_changes(before, description.config)
     except InputError as error:

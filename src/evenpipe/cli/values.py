@@ -42,7 +42,7 @@ def numbers(name: str, text: str | None) -> float | list[float] | None:
 
 def memory(arguments: argparse.Namespace) -> int | None:
     """The bytes of `--gpu-memory`. Raises InputError for anything else than a size."""
-    from evenpipe.memory.sizes import parse_size
+    from evenpipe.sizes import parse_size
 
     return None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
 

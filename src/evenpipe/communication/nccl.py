@@ -7,18 +7,19 @@ no effect with gloo: on CPUs, and if processes share a GPU.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
-from evenpipe.errors import InputError
+from annotated_types import Ge, Le
+
+from evenpipe.declaration import declare
 from evenpipe.processes.environment import default_variable
 
 MOST_CHANNELS = 64
 """NCCL has no more (MAXCHANNELS in its src/include/device.h), and silently reduces a higher number to this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@declare("nccl")
 class NcclOptions:
     """For every communicator of a pipeline and of its replicas. Neither default has been measured.
 
@@ -29,19 +30,11 @@ class NcclOptions:
     """Whether ready communication runs before queued compute, on the multiprocessors that become free next. True,
     unlike in torch: another device nearly always waits for a transfer of a pipeline, and it costs compute the same
     whenever it runs. TORCH_NCCL_HIGH_PRIORITY=1 in the environment also means True."""
-    channels: int | None = None
+    channels: Annotated[int, Ge(1), Le(MOST_CHANNELS)] | None = None
     """Most channels of a communicator, 1 to 64. Each is a thread block that occupies a multiprocessor until its part of
     the data is transferred, including the wait for the peer: fewer channels leave more to compute, but take longer for
     large tensors. None: NCCL chooses, by the links between the GPUs. NCCL_MAX_CTAS in the environment takes precedence.
     `maxCTAs` of NCCL's `ncclConfig_t`."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.high_priority, bool):
-            raise InputError(f"nccl.high_priority: {self.high_priority!r}, expected True or False")
-        if self.channels is not None and (type(self.channels) is not int or not 1 <= self.channels <= MOST_CHANNELS):
-            raise InputError(
-                f"nccl.channels: {self.channels!r}, expected a whole number from 1 to {MOST_CHANNELS}, or None"
-            )
 
     def of_group(self, timeout: timedelta) -> Any:
         """Return `pg_options` for one NCCL process group; not shared, since torch writes into them which group it is.

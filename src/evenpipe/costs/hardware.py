@@ -10,16 +10,20 @@ fraction of the peak grows with the size (Hockney's law). It loses
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from annotated_types import Gt, Le
+
+from evenpipe.declaration import Many, Names, Table, Whole0, Whole1, declare, from_table
 from evenpipe.errors import InputError
-from evenpipe.given import plain, read_toml, shown, write_text
+from evenpipe.given import plain, read_toml, write_text
+from evenpipe.schedule.cost_values import Factor, Rate, Time
+from evenpipe.words import nearest, refused
 
-from .measured_passes import MeasuredPasses, is_number
+from .measured_passes import MeasuredPasses
 from .toml import toml_lines
 
 GIB = 2**30
@@ -30,17 +34,18 @@ SPLIT = 4096
 profile on A100 best (tests/costs/test_analytic.py)."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
+Fraction = Annotated[float, Gt(0), Le(1)]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one number, by dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@declare("wire")
 class Wire:
     """A connection between two devices."""
 
-    latency_seconds: float
+    latency_seconds: Time
     """Time before the first byte arrives, for one message, as a program sees it."""
-    bandwidth: float
+    bandwidth: Rate
     """Bytes per second and device, in one direction, for large messages."""
 
     def seconds(self, size: float) -> float:
@@ -48,84 +53,55 @@ class Wire:
         return self.latency_seconds + size / self.bandwidth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@declare("hardware", one_for_all=False)
 class Hardware:
     """One device, its node, and the network of nodes."""
 
     name: str
     source: str
     """Source of the figures."""
-    torch_device: str = "cuda"
+    torch_device: Literal["cuda", "cpu"] = "cuda"
     """"cuda", or "cpu" for processes of a host."""
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[Annotated[str, Names(tuple(ELEMENT_BYTES))], Rate]
     """Peak FLOPs per second of matrix products, by dtype ("bf16", "fp32"), without sparsity."""
-    product_fraction: float
+    product_fraction: Fraction
     """Fraction of the peak that large matrix products reach."""
-    attention_fraction: float
+    attention_fraction: Fraction
     """Fraction of the peak that the forward of fused attention reaches; masked products are not counted."""
-    memory_bytes: int
+    memory_bytes: Whole1
     """Memory that a program can allocate, including the context."""
-    memory_bandwidth: float
+    memory_bandwidth: Rate
     """Bytes per second, read and written, of operations on large tensors."""
-    operation_seconds: float
+    operation_seconds: Rate
     """Time of the smallest operation."""
-    devices_per_node: int
+    devices_per_node: Whole1
     """Devices that `inside` connects."""
-    inside: Wire
+    inside: Table[Wire]
     """Between devices of a node."""
-    across: Wire
+    across: Table[Wire]
     """Between nodes, per device: each has its share of the network cards."""
-    host_bandwidth: float
+    host_bandwidth: Rate
     """Bytes per second between a device and its host, in one direction."""
-    units: int = 1
+    units: Whole1 = 1
     """Multiprocessors, which a wave of tiles fills; 1: products have no waves."""
-    attention_backward_fraction: float | None = None
+    attention_backward_fraction: Fraction | None = None
     """Likewise of its backward; None: as the forward."""
-    attention_start_seconds: float = 0.0
+    attention_start_seconds: Time = 0.0
     """Time of the forward of fused attention besides that, as its longest tiles begin and end; the backward takes as
     much longer as it has more products."""
-    flash_share: float = 1.0
+    flash_share: Fraction = 1.0
     """Speed of FlashAttention-2 relative to the fastest fused attention, which takes no masks of pieces of sequences:
     those have this speed, too."""
-    inner_overhead: float = 0.0
+    inner_overhead: Time = 0.0
     """Length of an inner dimension that a product takes as long for as to fill and drain its tiles."""
-    contention: float = 1.0
+    contention: Factor = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
-    cores: int = 0
+    cores: Whole0 = 0
     """Processor cores that the processes of a host share; 0: no more devices compute at once than it has."""
-    context_bytes: int = 0
+    context_bytes: Whole0 = 0
     """Bytes that a process takes besides its tensors: the driver's context with the loaded kernels. 0: not measured."""
-    passes: tuple[MeasuredPasses, ...] = ()
+    passes: Many[Table[MeasuredPasses]] = ()
     """Measured models, whose times are corrected by these."""
-
-    def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if not (is_number(value) and value > 0):
-                raise InputError(f"hardware: {name} is {shown(value)}, expected a number above 0")
-        for name in ("name", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise InputError(f"hardware: {name} is {shown(getattr(self, name))}, expected a text")
-        if self.torch_device not in ("cuda", "cpu"):
-            raise InputError(f"hardware: torch_device is {shown(self.torch_device)}, expected 'cuda' or 'cpu'")
-        for dtype, peak in self.peak_flops.items():
-            if dtype not in ELEMENT_BYTES or not (is_number(peak) and peak > 0):
-                what, accepted = plain(f"peak_flops.{dtype}"), ", ".join(ELEMENT_BYTES)
-                raise InputError(f"hardware: {what} is {shown(peak)}, expected FLOPs per second of {accepted}")
-        for name in ("product_fraction", "attention_fraction", "attention_backward_fraction", "flash_share"):
-            fraction = getattr(self, name)
-            if fraction is not None and not (is_number(fraction) and 0 < fraction <= 1):
-                raise InputError(f"hardware: {name} is {shown(fraction)}, expected a number above 0, at most 1")
-        for name in ("inner_overhead", "attention_start_seconds"):
-            value = getattr(self, name)
-            if not (is_number(value) and value >= 0):
-                raise InputError(f"hardware: {name} is {shown(value)}, expected a number of at least 0")
-        for name in ("context_bytes", "cores"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise InputError(f"hardware: {name} is {shown(value)}, expected a whole number of at least 0")
-        if self.contention < 1:
-            raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
 
     def peak(self, dtype: str) -> float:
         """Return peak FLOPs per second of matrix products. Raises InputError for a dtype without a figure."""
@@ -187,17 +163,6 @@ class Hardware:
         """Return the dict that `hardware_from_dict` takes, for JSON and TOML."""
         values = {**asdict(self), "peak_flops": dict(self.peak_flops)}
         return values | {"passes": [measured.to_dict() for measured in self.passes]}
-
-
-_NUMBERS = (
-    "memory_bytes",
-    "memory_bandwidth",
-    "operation_seconds",
-    "devices_per_node",
-    "units",
-    "host_bandwidth",
-    "contention",
-)
 
 
 # --- known devices -------------------------------------------------------------------------------------------
@@ -318,11 +283,9 @@ def find_hardware(name: str | Path) -> Hardware:
     if text.endswith(".toml"):
         return read_hardware(text)
     begun = [known for known in KNOWN if known.startswith(text.upper())]
-    near = (begun or difflib.get_close_matches(text.upper(), KNOWN, n=1, cutoff=0.0))[0]
-    raise InputError(
-        f"hardware '{text}' is unknown, did you mean '{near}'? Accepted: {', '.join(KNOWN)}, or a file .toml that"
-        " `evenpipe profile --hardware` wrote"
-    )
+    near = f'; did you mean "{begun[0]}"?' if begun else nearest(text, KNOWN)
+    accepted = f"one of {', '.join(KNOWN)}, or a file .toml that `evenpipe profile --hardware` wrote{near}"
+    raise refused("hardware", text, accepted)
 
 
 def read_hardware(path: str | Path) -> Hardware:
@@ -340,52 +303,9 @@ def with_own_cores(cores: int, processes: int) -> int:
     return cores if 0 < cores < processes else 1
 
 
-def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
+def hardware_from_dict(values: Any) -> Hardware:
     """The inverse of `Hardware.to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
-    given = dict(_known_keys("hardware", values, Hardware))
-    for name in ("inside", "across"):
-        given[name] = _wire_from_dict(name, given[name])
-    if not isinstance(given["peak_flops"], Mapping):
-        raise InputError(f"hardware: peak_flops is {shown(given['peak_flops'])}, expected a table of FLOPs by dtype")
-    passes = given.pop("passes", [])
-    if not isinstance(passes, (list, tuple)):
-        raise InputError(f"hardware: passes is {shown(passes)}, expected tables")
-    return Hardware(**given, passes=tuple(map(_passes_from_dict, passes)))
-
-
-def _passes_from_dict(values: Any) -> MeasuredPasses:
-    if not isinstance(values, Mapping):
-        raise InputError(f"hardware: passes contains {shown(values)}, expected tables")
-    _known_keys("hardware", values, MeasuredPasses, "passes.")
-    if not isinstance(values["seconds"], Mapping):
-        raise InputError(f"hardware: passes.seconds is {shown(values['seconds'])}, expected a table")
-    return MeasuredPasses(**values)
-
-
-def _wire_from_dict(name: str, values: Any) -> Wire:
-    if not isinstance(values, Mapping):
-        raise InputError(f"hardware: {name} is {shown(values)}, expected a table of latency_seconds and bandwidth")
-    given = _known_keys(f"hardware: {name}", values, Wire)
-    for key, value in given.items():
-        least = 0 if key == "latency_seconds" else 1e-9
-        if not is_number(value) or value < least:
-            accepted = "above 0" if least else "of at least 0"
-            raise InputError(f"hardware: {name}.{key} is {shown(value)}, expected a number {accepted}")
-    return Wire(**given)
-
-
-def _known_keys(where: str, values: Mapping[str, Any], kind: type, table: str = "") -> Mapping[str, Any]:
-    """Return `values`. Raises InputError if their keys are not the fields of `kind`. table: begins keys in messages."""
-    names = [entry.name for entry in fields(kind)]
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(shown(key), names, n=1, cutoff=0.0)[0]
-            hint = f"accepted: {', '.join(names)}" if table else f"did you mean {near}?"
-            raise InputError(f"{where}: unknown key {shown(f'{table}{key}')}, {hint}")
-    for entry in fields(kind):
-        if entry.name not in values and entry.default is MISSING:
-            raise InputError(f"{where}: {table}{entry.name} is missing")
-    return values
+    return from_table(Hardware, values)
 
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:

@@ -19,11 +19,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from evenpipe.errors import InputError
-from evenpipe.given import shown
-from evenpipe.schedule.cost_values import LARGEST, SMALLEST
+from evenpipe.declaration import Names, Whole1, declare, field_types
+from evenpipe.schedule.cost_values import Factor, Time
 
 if TYPE_CHECKING:
     from evenpipe.schedule.costs import Cost, Costs
@@ -64,7 +63,7 @@ class Ranks(NamedTuple):
 ALONE = Ranks()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@declare("passes")
 class MeasuredPasses:
     """A pipeline of a model, one stage per device, with sharded vocabulary layers (vocab-2) and with whole ones."""
 
@@ -72,20 +71,20 @@ class MeasuredPasses:
     """Its `fingerprint`."""
     dtype: str
     """Type of products, as `Setting.dtype`."""
-    sequence: int
+    sequence: Whole1
     """Tokens per sequence."""
-    microbatch_size: int
+    microbatch_size: Whole1
     """Sequences per microbatch."""
-    devices: int
-    contention: float
+    devices: Whole1
+    contention: Factor
     """Factor on all passes while all devices compute, as `Costs.contention`."""
-    seconds: Mapping[str, float]
+    seconds: Mapping[Annotated[str, Names(MEASURED)], Time]
     """By the names in `MEASURED`, without those that could not be measured."""
-    tensor_parallel: int = 1
+    tensor_parallel: Whole1 = 1
     """Tensor ranks of each device."""
-    context_parallel: int = 1
+    context_parallel: Whole1 = 1
     """Context ranks of each device."""
-    context_exchange: str = "keys"
+    context_exchange: Literal["keys", "heads"] = "keys"
     """Of context ranks: "keys" or "heads"."""
 
     @property
@@ -98,37 +97,9 @@ class MeasuredPasses:
         """Tokens per microbatch, on all context ranks."""
         return self.microbatch_size * self.sequence
 
-    def __post_init__(self) -> None:
-        for name in ("sequence", "microbatch_size", "devices", "tensor_parallel", "context_parallel"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"hardware: passes.{name} is {shown(value)}, expected a whole number of at least 1")
-        for name in ("model", "dtype"):
-            if not isinstance(getattr(self, name), str):
-                raise InputError(f"hardware: passes.{name} is {shown(getattr(self, name))}, expected a text")
-        if self.context_exchange not in ("keys", "heads"):
-            raise InputError(
-                f"hardware: passes.context_exchange is {shown(self.context_exchange)}, expected keys or heads"
-            )
-        if not is_number(self.contention) or self.contention < 1:
-            raise InputError(
-                f"hardware: passes.contention is {shown(self.contention)}, expected a number of at least 1"
-            )
-        for name, value in self.seconds.items():
-            if name not in MEASURED or not is_number(value) or value < 0:
-                accepted = ", ".join(MEASURED)
-                raise InputError(f"hardware: passes.seconds.{name} is {shown(value)}, expected seconds of {accepted}")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the measurements for JSON and TOML, as `hardware_from_dict` takes them."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"seconds": dict(self.seconds)}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a number of a file is usable: 0 or not too far from 1 (`cost_values`)."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return value == 0 or SMALLEST <= abs(value) <= LARGEST
+        return {name: getattr(self, name) for name in field_types(MeasuredPasses)} | {"seconds": dict(self.seconds)}
 
 
 def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Literal
 
+from evenpipe.declaration import Whole1, declare
 from evenpipe.errors import InputError
-from evenpipe.given import is_whole, shown
 
 if TYPE_CHECKING:
     from evenpipe.model.expert_rows import ExpertRows
@@ -52,20 +52,19 @@ class Overlap:
     arrive; more, of each member's rows by themselves."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@declare("experts")
 class ExpertOptions:
-    """What shall run beside the exchange of experts."""
+    """Mixtures of experts: what runs beside the exchange of rows between replicas.
 
-    columns: int | Literal["auto"] = "auto"
-    """As in `Overlap`; "auto": by costs, 4 if they are unknown."""
-    arrivals: int | Literal["auto"] = "auto"
-    """As in `Overlap`; "auto": by costs, 2 if they are unknown."""
+    Raises InputError for a value that is not accepted; the sentence names it.
+    """
 
-    def __post_init__(self) -> None:
-        """Raises InputError for a value that is neither "auto" nor a whole number from 1 on."""
-        for name, value in (("columns", self.columns), ("arrivals", self.arrivals)):
-            if value != "auto" and not (is_whole(value) and value >= 1):
-                raise InputError(f'experts.{name}: {shown(value)}, expected "auto" or a whole number of at least 1')
+    columns: Whole1 | Literal["auto"] = "auto"
+    """With expert parallelism: blocks of columns in which results leave, each while the next one is computed. "auto":
+    by costs, 4 if they are unknown."""
+    arrivals: Whole1 | Literal["auto"] = "auto"
+    """With expert parallelism: products of rows that arrive, 1: of all at once; 2: of own rows while others arrive; or
+    as many as the replicas of a group: of each one's rows by themselves. "auto": by costs, 2 if they are unknown."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import AXES
+from evenpipe.sizes import GIB
 from evenpipe.words import count, table
 
 from .bytes import TERMS
 from .estimate import Estimate
 from .paper import FEASIBLE, PaperEstimate
-from .sizes import GIB
 
 
 def text(description: Description, found: Estimate, paper: PaperEstimate | None = None) -> str:

@@ -73,11 +73,11 @@ def check_sizes(values: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if not 1 <= value <= LARGEST[name]:
             field = own.get(name, name)
-            raise InputError(f"{field} is {value} in the model's config, but must be from 1 to {LARGEST[name]}")
+            raise InputError(f"{field} is {value} in the model's config; it must be from 1 to {LARGEST[name]}")
     heads, shared = found.get("num_attention_heads"), found.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:
         raise InputError(
-            f"num_key_value_heads is {shared} in the model's config, but must divide {heads}, its num_attention_heads"
+            f"num_key_value_heads is {shared} in the model's config; it must divide {heads}, its num_attention_heads"
         )
     if isinstance(values.get("text_config"), Mapping):
         check_sizes(values["text_config"])

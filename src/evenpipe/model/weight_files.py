@@ -148,13 +148,13 @@ class WeightFiles:
             ) from error
         if not isinstance(file_of, dict):
             raise InputError(
-                f"{self._folder}: weight_map in {INDEX} is {type(file_of).__name__}, but must be a table from names to"
+                f"{self._folder}: weight_map in {INDEX} is {type(file_of).__name__}; it must be a table from names to"
                 " files."
             )
         for disk, file in file_of.items():
             if not _is_inside(file):
                 raise InputError(
-                    f"{self._folder}: {INDEX} says that {disk} is in {file!r}, but must name a .safetensors file inside"
+                    f"{self._folder}: {INDEX} says that {disk} is in {file!r}; it must name a .safetensors file inside"
                     " the folder, without '..'."
                 )
         return file_of

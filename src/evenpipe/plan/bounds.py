@@ -24,11 +24,11 @@ from evenpipe.costs.step import Parameters, step_end_seconds
 from evenpipe.costs.timed_model import extra_times, layer_times
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
-from evenpipe.memory.sizes import GIB
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Kind, Placement
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
+from evenpipe.sizes import GIB
 
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.simulate import simulate
+from evenpipe.sizes import gib_text
 from evenpipe.words import count, table
 
 from .bounds import order_bound, work_bound

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenpipe.memory.sizes import gib_text
+from evenpipe.sizes import gib_text
 from evenpipe.words import count
 
 from .configuration import LEAST

@@ -161,7 +161,7 @@ class _Model:
                 where = _where(device, item)
                 takes = self.takes[where] = int(times.of(item, device))
                 if item.stage is not None and takes == 0:
-                    raise InputError(f"costs: {item.kind.value} of stage {item.stage} takes no time; search needs some")
+                    raise InputError(f"costs.{item.kind.value} of stage {item.stage} takes no time; search needs some")
                 start = self.start[where] = self.model.new_int_var(0, self.horizon - takes, str(item))
                 intervals.append(self.model.new_fixed_size_interval_var(start, takes, str(item)))
             self.model.add_no_overlap(intervals)

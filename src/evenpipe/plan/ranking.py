@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
-from evenpipe.memory.sizes import gib_text
 from evenpipe.recipe.parallelism import AXES
+from evenpipe.sizes import gib_text
 from evenpipe.words import count, table
 
 from .bounds import order_bound

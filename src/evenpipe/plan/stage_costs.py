@@ -31,12 +31,12 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
             return value * stages / wanted
         if len(value) != stages:
             raise InputError(
-                f"costs: {name} has {count(len(value), 'number')} for {count(stages, 'stage')}; give one number, or"
+                f"costs.{name} has {count(len(value), 'number')} for {count(stages, 'stage')}; give one number, or"
                 f" {stages}"
             )
         if stages % wanted:
             raise InputError(
-                f"costs: {name} is a list for {count(stages, 'stage')}, but {who} has {wanted}; give one number, or"
+                f"costs.{name} is a list for {count(stages, 'stage')}, but {who} has {wanted}; give one number, or"
                 " compare with the schedule that has the most stages as the first"
             )
         share = stages // wanted

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, get_args
 
-from evenpipe.errors import InputError
+from evenpipe.declaration import Declared, Whole0, Whole1, declare
 from evenpipe.experts.overlap import ExpertOptions
-from evenpipe.given import is_whole
 from evenpipe.schedule import Program, add_sharding, check_program
 
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
@@ -20,76 +19,56 @@ ContextExchange = Literal["auto", "keys", "heads"]
 AXES = ("dp", "ep", "tp", "cp", "pp")
 """Fields of `Parallelism` that are sizes, as they are listed for people."""
 
-DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
+DATA_PARALLEL: tuple[DataParallel, ...] = get_args(DataParallel)
 """Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
+@declare()
+class Parallelism(Declared):
     """Sizes of the axes. GPUs = dp * tp * cp * pp; experts are spread within dp.
 
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
-    dp: int = 1
+    dp: Whole1 = 1
     """Replicas, each with its own part of the batch."""
-    pp: int = 1
+    pp: Whole1 = 1
     """Devices of a pipeline."""
-    cp: int = 1
+    cp: Whole1 = 1
     """Parts of every sequence."""
-    tp: int = 1
+    tp: Whole1 = 1
     """Parts of every matrix, by heads and columns."""
-    ep: int = 1
+    ep: Whole1 = 1
     """Replicas that share the experts of a layer: a divisor of dp."""
     data_parallel: DataParallel = "replicate"
     """What is sharded over dp * cp: nothing, the optimizer's state, also gradients, or also parameters (FSDP2)."""
     reshard: bool = False
-    """With "shard": free parameters between passes and gather them again, instead of once a step. Less memory, more
-    traffic."""
-    prefetch: int | None = None
-    """With "shard": how many stages (embedding and output layer count as such) ahead of their use parameters are
-    gathered. None: all at the start of the step, or one with `reshard`."""
+    """With data_parallel "shard": free parameters between passes and gather them again, instead of once a step. Takes
+    less memory and more communication."""
+    prefetch: Whole0 | None = None
+    """With data_parallel "shard": how many stages ahead of their use parameters are gathered (embedding and output
+    layer count as stages). Default: all at the start of the step, or one with `reshard`."""
     sequence_parallel: bool = True
     """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
     1."""
     context_exchange: ContextExchange = "auto"
-    """With context parallelism every layer gathers the keys and values of all tokens ("keys"), or exchanges heads for
-    tokens ("heads"), which moves less with many ranks. "auto": "heads" if that moves less and the ranks can share the
-    heads, else "keys"."""
+    """With context parallelism: every attention layer gathers the keys and values of all tokens ("keys"), or exchanges
+    heads for tokens ("heads"), which moves less with many ranks. "auto": "heads" if that moves less and the ranks can
+    share the heads, else "keys"."""
     tensor_overlap: TensorOverlap = "auto"
-    """How tensor ranks exchange rows beside products in F and I: "ring" piece by piece around the ranks, "fused" by
-    torch's operations on symmetric memory, "none" before and after. "auto": "fused" on GPUs that can, else "none"."""
+    """How tensor ranks exchange hidden states beside products, in forwards and for input gradients. "ring": piece by
+    piece, each multiplied while the next one is under way. "fused": torch's operations on symmetric memory, on GPUs
+    that can read each other's memory. "none": before and after products. "auto": "fused" where possible, else
+    "none"."""
 
     experts: ExpertOptions = field(default_factory=ExpertOptions)
     """What runs beside the exchange of rows between experts, with `ep`."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.experts, ExpertOptions):
-            raise InputError(f"experts: {self.experts!r}, expected ExpertOptions, or None")
-        for name in AXES:
-            size = getattr(self, name)
-            if not is_whole(size) or size < 1:
-                raise InputError(f"{name} is {size!r}, expected a whole number of at least 1")
-        if self.dp % self.ep:
-            raise InputError(f"ep is {self.ep}, expected a divisor of dp = {self.dp}")
-        if not isinstance(self.reshard, bool):
-            raise InputError(f"reshard is {self.reshard!r}, expected True or False")
-        if self.prefetch is not None and (not is_whole(self.prefetch) or self.prefetch < 0):
-            raise InputError(f"prefetch is {self.prefetch!r}, expected a whole number of at least 0, or None")
-        if (self.reshard or self.prefetch is not None) and self.data_parallel != "shard":
-            name = "reshard" if self.reshard else "prefetch"
-            raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
-        if self.context_exchange not in get_args(ContextExchange):
-            raise InputError(f"context_exchange is {self.context_exchange!r}, expected auto, keys or heads")
-        if self.tensor_overlap not in get_args(TensorOverlap):
-            raise InputError(
-                f"tensor_overlap: {self.tensor_overlap!r}, expected one of {', '.join(get_args(TensorOverlap))}"
-            )
-        if self.data_parallel not in DATA_PARALLEL:
-            raise InputError(
-                f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard', or, for estimates and plans,"
-                " 'shard-optimizer' or 'shard-gradients'"
-            )
+    def check(self) -> None:
+        self.require("ep", self.dp % self.ep == 0, f"a divisor of dp, {self.dp}")
+        shards, accepted = self.data_parallel == "shard", 'left out unless data_parallel is "shard"'
+        self.require("reshard", shards or not self.reshard, accepted)
+        self.require("prefetch", shards or self.prefetch is None, accepted)
 
     @property
     def gpus(self) -> int:
@@ -113,10 +92,9 @@ class Parallelism:
 
     def check_runnable(self) -> None:
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
-        if self.tp > 1 and not self.sequence_parallel:
-            raise InputError("sequence_parallel: False, expected True: tensor ranks share the rows of norms, too")
-        if self.data_parallel not in ("replicate", "shard"):
-            raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
+        accepted = "true, since tensor ranks share the rows of norms, too"
+        self.require("sequence_parallel", self.tp == 1 or self.sequence_parallel, accepted)
+        self.require("data_parallel", self.data_parallel in ("replicate", "shard"), "replicate or shard in a run")
 
 
 def divisor_of(context_ranks: int, tensor_ranks: int) -> int:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
+from evenpipe.declaration import Instance, Whole0, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
-from evenpipe.given import is_whole
 from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
-from evenpipe.recipe.parallelism import DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, VocabularyMode
-from evenpipe.words import count, nearest
+from evenpipe.recipe.parallelism import ContextExchange, DataParallel, Parallelism, TensorOverlap
+from evenpipe.schedule import Costs, Order, Program, Schedule, VocabularyMode
+from evenpipe.words import count, nearest, refused
 
 ARRANGE = ("auto", "flops")
 """Choices of `Recipe.arrange` that name no hardware."""
+
+Communicators = Literal["per-pair", "per-kind", "one"]
 
 SEPARATE = ("name", "devices", "microbatches", "costs")
 """Arguments of generators that are no options."""
@@ -36,7 +38,7 @@ class RecipeOptions(TypedDict, total=False):
     reshard: bool
     prefetch: int | None
     sequence_parallel: bool
-    context_exchange: str
+    context_exchange: ContextExchange
     tensor_overlap: TensorOverlap
     microbatches: int | None
     microbatch_size: int
@@ -51,13 +53,13 @@ class RecipeOptions(TypedDict, total=False):
     compile_layers: bool
     offload: OffloadOptions | None
     experts: ExpertOptions | None
-    communicators: str
+    communicators: Communicators
     nccl: NcclOptions | None
     costs: Costs | None
     arrange: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@declare()
 class Recipe:
     """How a run is spread and ordered. `Recipe.of` makes one from one table of options.
 
@@ -71,34 +73,40 @@ class Recipe:
     """Sizes of the axes."""
     batch: BatchShape = field(default_factory=BatchShape)
     """How the batch of a step is cut."""
-    schedule: Schedule = "1f1b"
+    schedule: Annotated[Schedule, Instance("schedule")] = "1f1b"
     """A name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if it has the passes
     of the vocabulary mode, and else only gives its own; a function of devices and microbatches that returns an `Order`;
     as given, also the path of a CSV file with an order or program, in the format of evenpipe or torch, or a schedule of
     `torch.distributed.pipelining`, an instance or a class, whose order is used."""
-    schedule_options: tuple[tuple[str, Any], ...] = ()
+    schedule_options: Annotated[
+        tuple[tuple[str, Any], ...], Instance("dictionary of options by name", (Mapping, tuple))
+    ] = ()
     """Options of a named schedule, if it has them: `stages_per_device`, `group_size`, `memory_limit`; for a class of
     torch, `stages_per_device`. As given, a mapping."""
     vocabulary: str = "balanced"
-    """"balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last"."""
-    layers_per_stage: tuple[int, ...] | None = None
-    """First stage to last. None: an even split, or by time with "redistribute" (in `evenpipe train` by memory too)."""
+    """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
+    vocab-2."""
+    layers_per_stage: tuple[Whole0, ...] | None = None
+    """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
+    evenly; with vocabulary "redistribute" by time, or in `evenpipe train` on a known GPU by memory too, if the split by
+    time does not fit by the estimate and another one does."""
     checkpointing: str | tuple[str, ...] = "none"
-    """The tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
-    forward; "selective" also keeps the results of products and of attention; or one choice per layer. If the order has
-    R for a microbatch, R repeats the forward before the backward."""
+    """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
+    forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
+    layer. If the order has R for a microbatch, R repeats the forward before the backward. Estimates also know those of
+    Megatron-LM (`evenpipe.memory.layers.REGIONS`)."""
     compile_layers: bool = False
-    """Run every layer through torch.compile, with any schedule. Embedding, output layer, loss and other code outside
-    the layers are not compiled; the first step takes longer."""
+    """Run every layer through torch.compile; the first steps take longer. Embedding, output layer, loss and other code
+    outside the layers are not compiled."""
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     """Which activations go to the host, and the memory that they use there."""
-    communicators: str = PER_PAIR
-    """"per-pair": one for each ordered pair of devices that send to each other and one for each kind of collective.
-    "per-kind": one for all forward hops, one for all backward hops, one for each kind of collective. "one": a single
-    one. Each takes memory (with NCCL about 0.5 GB), and transfers on the same communicator wait for each other."""
+    communicators: Communicators = "per-pair"
+    """Transfers that share a communicator. "per-pair": all from one device to another, and each kind of collective.
+    "per-kind": all forward hops, all backward hops, and each kind of collective. "one": all. Fewer communicators take
+    less memory (with NCCL about 0.5 GB each), but their transfers wait for each other."""
     nccl: NcclOptions = field(default_factory=NcclOptions)
     """Priority and channels of communication on GPUs. No effect on gloo."""
-    costs: Costs | None = None
+    costs: Annotated[Costs, Instance("Costs", (Costs,))] | None = None
     """Pass times that arrange the order, one F and B per stage *without* the vocabulary layers."""
     arrange: str = "auto"
     """What arranges the order without `costs`: the model's pass times on a known GPU (for example "H100-80G") or on the
@@ -120,20 +128,7 @@ class Recipe:
         return cls(parallelism=Parallelism(**parallelism), batch=BatchShape(**batch), **given)
 
     def __post_init__(self) -> None:
-        for name, (kind, accepted) in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise InputError(f"{name}: {value!r}, expected {accepted}")
-        split = self.layers_per_stage
-        if split is not None:
-            if isinstance(split, str) or not isinstance(split, Sequence) or not all(map(is_whole, split)):
-                raise InputError(f"layers_per_stage: {split!r}, expected whole numbers, one per stage, or None")
-            self._put("layers_per_stage", tuple(split))
-        if isinstance(self.checkpointing, list):
-            self._put("checkpointing", tuple(self.checkpointing))
         self._put("vocabulary", VocabularyMode.of(self.vocabulary).value)
-        if self.communicators not in SHARING:
-            raise InputError(f"communicators: {self.communicators!r}, expected one of {', '.join(SHARING)}")
         schedule, microbatches, options = read_schedule(
             self.schedule, self.devices, self.batch.microbatches, self.options
         )
@@ -173,7 +168,7 @@ class Recipe:
         """Slices of every sequence. Raises InputError while that is "auto", which `slice_choice` replaces."""
         slices = self.batch.slices
         if slices == "auto":
-            raise InputError("slices: 'auto', expected a number of at least 1: it is chosen only where a model runs")
+            raise refused("slices", slices, "a number of at least 1 where no model runs, by which it is chosen")
         return slices
 
     @property
@@ -186,10 +181,7 @@ class Recipe:
         given = self.checkpointing
         choices = given if isinstance(given, tuple) else (given,) * layers
         if len(choices) != layers:
-            raise InputError(
-                f"checkpointing: {count(len(choices), 'choice')}, expected one for each of the model's"
-                f" {count(layers, 'layer')}"
-            )
+            raise refused("checkpointing", given, f"one choice, or one for each of the {count(layers, 'layer')}")
         return choices
 
     def check_runnable(self) -> None:
@@ -198,10 +190,11 @@ class Recipe:
         self.parallelism.check_runnable()
         order = self.schedule.order if isinstance(self.schedule, Program) else self.schedule
         if isinstance(order, Order) and self.batch.slices not in (1, order.slices):
-            raise InputError(
-                f"slices: {self.batch.slices}, expected {order.slices}, as in the given order: only a schedule with a"
-                " name, or a function of devices and units, is cut into slices"
+            accepted = (
+                f"{order.slices}, as in the order: only a schedule with a name, or a function of devices and units, is"
+                " cut into slices"
             )
+            raise refused("slices", self.batch.slices, accepted)
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
@@ -209,18 +202,7 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
     names_known = list(known)
     for name in names:
         if name not in names_known:
-            raise TypeError(f"unknown argument '{name}'{nearest(name, names_known)}")
-
-
-_KINDS: Mapping[str, tuple[Any, str]] = {
-    "vocabulary": (str, "the name of a vocabulary mode"),
-    "schedule_options": ((Mapping, tuple), "a dictionary of options by name, or None"),
-    "costs": ((Costs, type(None)), "Costs, or None"),
-    "arrange": (str, "auto, flops, a known GPU, or a hardware file"),
-    "compile_layers": (bool, "True or False"),
-    "nccl": (NcclOptions, "NcclOptions, or None"),
-    "offload": (OffloadOptions, "OffloadOptions, or None"),
-}
+            raise TypeError(f"unknown argument '{name}'; known: {', '.join(names_known)}{nearest(name, names_known)}")
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

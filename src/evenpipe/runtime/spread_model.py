@@ -469,7 +469,7 @@ class SpreadModel(ScheduledModel):
         """
         if dtype is not None and dtype not in STORED_DTYPES.values():
             accepted = ", ".join(map(str, STORED_DTYPES.values()))
-            raise InputError(f"dtype = {dtype!r}, but must be one of {accepted}")
+            raise InputError(f"dtype = {dtype!r}; it must be one of {accepted}")
         self._groups.agree("save_pretrained")
         fault: str | None = None
         dtypes = (

@@ -1,62 +1,32 @@
-"""Read numbers, lists and tables of a cost file, or refuse them with one sentence."""
+"""Numbers of a cost file: one for all stages or devices, or one for each."""
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import AfterValidator
 
 from evenpipe import words
+from evenpipe.declaration import Accepts, Some
 from evenpipe.errors import InputError
-from evenpipe.given import shown
 
 SMALLEST, LARGEST = 1e-100, 1e100
 """Between these limits, sums, products and quotients of costs cannot overflow or underflow."""
 
-Cost = float | tuple[float, ...]
+
+def _flushed(value: float) -> float:
+    return value if abs(value) >= SMALLEST else 0.0
+
+
+Time = Annotated[float, Ge(0), Lt(LARGEST), AfterValidator(_flushed), Accepts("number of at least 0")]
+Rate = Annotated[float, Gt(0), Lt(LARGEST), AfterValidator(_flushed), Accepts("number above 0")]
+Factor = Annotated[float, Ge(1), Lt(LARGEST), Accepts("number of at least 1")]
+Signed = Annotated[float, Gt(-LARGEST), Lt(LARGEST), AfterValidator(_flushed), Accepts("finite number")]
+
+Cost = Time | Some[Time]
 """One number for all stages (or devices), or one for each."""
-
-
-def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise InputError for a key that is not among `known`; the message names the nearest key, if one is near."""
-    for key in values:
-        if key not in known:
-            same = {name.lower(): name for name in known}
-            near = difflib.get_close_matches(str(key).lower(), same, n=1)
-            meant = f", did you mean {same[near[0]]}?" if near else "."
-            raise InputError(f"costs: {where}unknown key {shown(key)}{meant} Accepted: {', '.join(known)}")
-
-
-def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
-    """`value` if it is a table whose keys are all in `known`."""
-    if not isinstance(value, Mapping):
-        raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {shown(value)}")
-    refuse_unknown(value, known, f"{name}: ")
-    return value
-
-
-def number(name: str, value: Any, *, signed: bool = False) -> float:
-    """`value` as a number, of at least 0 unless `signed`; values smaller than `SMALLEST` become 0."""
-    try:
-        result = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        result = math.nan
-    if not (math.isfinite(result) and (signed or result >= 0)):
-        least = "" if signed else " of at least 0"
-        raise InputError(f"costs: {name} must be a finite number{least}, not {shown(value)}")
-    if abs(result) > LARGEST:
-        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in any unit, not {shown(value)}")
-    return result if abs(result) >= SMALLEST else 0.0
-
-
-def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
-    """`value` as one number, or as a tuple of numbers."""
-    if not isinstance(value, (list, tuple)):
-        return number(name, value, signed=signed)
-    if not value:
-        raise InputError(f"costs: {name} is an empty list; give one number, or one per stage or device")
-    return tuple(number(f"{name}[{index}]", entry, signed=signed) for index, entry in enumerate(value))
+SignedCost = Signed | Some[Signed]
 
 
 def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
@@ -67,7 +37,7 @@ def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float,
         return (value,) * count
     if len(value) != count:
         has = f"{words.count(len(value), 'number')} for {words.count(count, what)}"
-        raise InputError(f"costs: {name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
+        raise InputError(f"costs.{name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
     return value
 
 
@@ -76,7 +46,7 @@ def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
     if isinstance(value, tuple) and isinstance(factor, tuple):
         if len(value) != len(factor):
             has = words.count(len(factor), "factor")
-            raise InputError(f"costs: slices.{name} has {has} for {words.count(len(value), 'stage')}")
+            raise InputError(f"costs.slices.{name} has {has} for {words.count(len(value), 'stage')}")
         return tuple(one * other for one, other in zip(value, factor, strict=True))
     if isinstance(factor, tuple):
         value, factor = factor, value
@@ -94,17 +64,3 @@ def added(*values: Cost | None) -> Cost | None:
         return sum(value for value in numbers if isinstance(value, float))
     rows = [value if isinstance(value, tuple) else (value,) * longest for value in numbers]
     return tuple(map(sum, zip(*rows, strict=True)))
-
-
-def factors(name: str, value: Any, known: Sequence[str], lists: Sequence[str]) -> dict[str, tuple[Cost, ...]]:
-    """A table of factors for slices, one per slice each; those in `lists` may be one per stage."""
-    found: dict[str, tuple[Cost, ...]] = {}
-    for key, given in table(name, value, known).items():
-        if not isinstance(given, (list, tuple)) or not given:
-            raise InputError(f"costs: {name}.{key} must be a list of one factor per slice, not {shown(given)}")
-        read = cost if key in lists else number
-        found[key] = tuple(read(f"{name}.{key}[{index}]", one) for index, one in enumerate(given))
-    if len({len(row) for row in found.values()}) > 1:
-        sizes = ", ".join(f"{len(row)} in {key}" for key, row in found.items())
-        raise InputError(f"costs: {name} must have as many factors in each list, one per slice, not {sizes}")
-    return found

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import MISSING, field, fields, replace
+from typing import Annotated, Any
 
 from evenpipe import words
+from evenpipe.declaration import Declared, Names, Some, Table, declare, from_table
 from evenpipe.errors import InputError
-from evenpipe.given import shown
+from evenpipe.words import refused
 
-from .cost_values import Cost, added, cost, factors, multiplied, number, refuse_unknown, spread, table
-from .links import LINKS, REPLICAS, CopyEngine, Link, links_from_dict
-from .passes import (
-    FREEING_KINDS,
-    SHAPES,
-    SHARDING_KINDS,
-    VOCABULARY_KINDS,
-    Kind,
-    Pass,
-    TransferKind,
-)
+from .cost_values import Cost, Factor, SignedCost, Time, added, multiplied, spread
+from .links import LINKS, REPLICAS, CopyEngine, Link, check_links
+from .passes import FREEING_KINDS, SHAPES, SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
 from .rules import ON_DEVICE
 
@@ -34,14 +27,10 @@ RECEIVE = "receive"
 
 LAYERS = ("F", "B", "I", "W", "R")
 """Kinds of pass of a stage that compute."""
-_PER_STAGE = (*LAYERS, "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
-_SLICES = ("layers", "tokens", *LAYERS)
 _SHARDING = tuple(kind.value for kind in sorted(SHARDING_KINDS - FREEING_KINDS))
 """Kinds that send data to replicas."""
-_FACTORS = ("overlap_slowdown", "contention")
-_ONE_NUMBER = ("p2p", *_FACTORS)
-_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, *sorted(SHARDING_KINDS), RECEIVE)
+_MEMORY = (*LAYERS, "O", "L", "D", *_PER_DEVICE, *sorted(SHARDING_KINDS), RECEIVE)
 _CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
@@ -51,8 +40,8 @@ _CLASS_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+@declare("costs", one_for_all=False)
+class Costs(Declared):
     """Times of passes and transfers, all in one unit of the caller's choice.
 
     A kind that is None has no time: timing an order that needs it raises InputError. The event model of `timing`
@@ -84,38 +73,38 @@ class Costs:
     `engine`. It runs beside compute in the full simulator."""
     L: Cost | None = None
     """The copy back, likewise."""
-    p2p: float = 0.0
+    p2p: Time = 0.0
     """One hop between two devices, from the end of its producer. Hops delay each other only with `links`."""
-    collectives: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[Annotated[str, Names(COLLECTIVES)], Time] = field(default_factory=dict)
     """Durations of `broadcast` (X), `statistics`, `reduce` (dX) and `embedding` (rows, either way), 0 by default."""
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, Table[Link]] = field(default_factory=dict)
     """Replaces `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single
     hops ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer
     at a time; `timing` uses only the classes, not the single hops."""
-    sharding: Mapping[str, Cost] = field(default_factory=dict)
+    sharding: Mapping[Annotated[str, Names(_SHARDING)], Cost] = field(default_factory=dict)
     """Bytes that a device sends to its replicas in UNSHARD and REDUCE_GRAD (one number, or one per stage), UNSHARD_E,
     UNSHARD_S, REDUCE_GRAD_E and REDUCE_GRAD_S (or one per device); `links` must have `replicas`. They run one at a time
     beside compute, and share the network of their device: while one and a hop with a link are under way there, each
     goes at half speed. For the full simulator."""
-    overlap_slowdown: float = 1.0
+    overlap_slowdown: Factor = 1.0
     """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
-    contention: float = 1.0
+    contention: Factor = 1.0
     """Factor on compute while all other devices compute too, at least 1, and proportionally less while only some do.
     For devices that share the memory bandwidth of a machine. For the full simulator."""
-    tensor_exchange: Mapping[str, Cost] = field(default_factory=dict)
+    tensor_exchange: Mapping[Annotated[str, Names((*LAYERS, *_PER_DEVICE))], Cost] = field(default_factory=dict)
     """Of the time of each kind of pass (F, B, I, W, R per stage; S, C, T, E, G per device), the part in which tensor
     ranks of the device only exchange rows. For pictures: times include it."""
-    engine: CopyEngine = field(default_factory=CopyEngine)
+    engine: Table[CopyEngine] = field(default_factory=CopyEngine)
     """The engine that carries O and L. For the full simulator."""
     bytes: Cost | None = None
     """Bytes that one forward of a stage stores until its backward: one number, or one per stage."""
-    memory: Mapping[str, Cost] | None = None
+    memory: Mapping[Annotated[str, Names(_MEMORY)], SignedCost] | None = None
     """Bytes that each kind of pass adds, in place of `bytes`: positive from its start, negative from its end. One
     number, or one per stage (F, B, I, W, R, O, D, L, UNSHARD, RESHARD, REDUCE_GRAD) or device (S, C, T, E, G,
     UNSHARD_E, ...); `receive` is the buffer of one hop,
     from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
     time. For the full simulator."""
-    slices: Mapping[str, tuple[Cost, ...]] = field(default_factory=dict)
+    slices: Mapping[Annotated[str, Names(("layers", "tokens", *LAYERS))], Some[Cost]] = field(default_factory=dict)
     """If sequences are cut, factors for each slice, in whose place times and bytes above are those of a slice on
     average. `layers`: for F, B, I, W and R (one number per slice, or a list of one per stage); F, B, I, W, R: for that
     kind alone; `tokens`: for everything else, but for what is sent to replicas."""
@@ -123,56 +112,35 @@ class Costs:
     def __hash__(self) -> int:
         return hash((self.F, self.B, self.I, self.W, self.S, self.T, self.p2p))
 
-    def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in (*_PER_STAGE, *_PER_DEVICE):
-            value = getattr(self, name)
-            if value is not None:
-                put(name, cost(name, value))
-        for name in _ONE_NUMBER:
-            put(name, number(name, getattr(self, name)))
-        for name in _FACTORS:
-            if getattr(self, name) < 1:
-                raise InputError(f"costs: {name} must be at least 1, not {getattr(self, name)}")
-        durations = table("collectives", self.collectives, COLLECTIVES)
-        put("collectives", {name: number(f"collectives.{name}", value) for name, value in durations.items()})
-        put("links", links_from_dict(self.links))
-        for name in LINKS:
+    def check(self) -> None:
+        check_links(self.links)
+        for name in ("p2p", *COLLECTIVES):
             if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
                 twice = name if name == "p2p" else f"collectives.{name}"
-                raise InputError(f"costs: {twice} and links.{name} both give its duration; give only one of them")
-        sent = table("sharding", self.sharding, _SHARDING)
-        put("sharding", {name: cost(f"sharding.{name}", value) for name, value in sent.items()})
+                raise InputError(f"costs.{twice} and links.{name} both give its duration; give only one of them")
         if self.sharding and REPLICAS not in self.links:
-            raise InputError(f"costs: sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
-        exchange = table("tensor_exchange", self.tensor_exchange, (*_PER_STAGE[:5], *_PER_DEVICE))
-        put("tensor_exchange", {name: cost(f"tensor_exchange.{name}", value) for name, value in exchange.items()})
-        put("engine", CopyEngine.from_dict(self.engine))
-        put("slices", factors("slices", self.slices, _SLICES, lists=("layers", *LAYERS)))
-        if self.memory is not None:
-            deltas = table("memory", self.memory, _MEMORY)
-            signed = {name: cost(f"memory.{name}", value, signed=True) for name, value in deltas.items()}
-            if RECEIVE in signed:
-                signed[RECEIVE] = number(f"memory.{RECEIVE}", deltas[RECEIVE])
-            put("memory", signed)
+            raise InputError(f"costs.sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
+        for index, factor in enumerate(self.slices.get("tokens", ())):
+            if isinstance(factor, tuple):
+                raise refused(f"costs.slices.tokens[{index}]", factor, "a number of at least 0")
+        if len({len(row) for row in self.slices.values()}) > 1:
+            sizes = ", ".join(f"{len(row)} in {key}" for key, row in self.slices.items())
+            raise InputError(f"costs.slices must have as many factors in each list, one per slice, not {sizes}")
+        if self.memory is not None and not (self.receive_bytes >= 0):
+            raise refused("costs.memory.receive", self.memory[RECEIVE], "a number of at least 0")
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
+    def from_dict(cls, values: Any) -> Costs:
         """Read costs from a parsed cost file; fields as above.
 
         Raises InputError naming the field for an unknown key, a time that is negative, infinite or not a number, an
         empty list, and a missing F, or B (or I and W).
         """
-        if not isinstance(values, Mapping):
-            raise InputError(f"costs must be a table of {', '.join(_FIELDS)}, not {shown(values)}")
-        refuse_unknown(values, _FIELDS, "")
-        costs = cls(**values)
+        costs = from_table(cls, values)
         if costs.F is None:
-            raise InputError("costs: F is missing; give a number, or a list of one number per stage")
+            raise InputError("costs.F is missing; give a number, or a list of one number per stage")
         if costs.B is None and (costs.I is None or costs.W is None):
-            raise InputError("costs: B is missing; give B, or I and W, as a number or a list of one number per stage")
+            raise InputError("costs.B is missing; give B, or I and W, as a number or a list of one number per stage")
         return costs
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +171,7 @@ class Costs:
         known = len(next(iter(self.slices.values())))
         if known != slices:
             has = f"factors for {words.count(known, 'slice')}, but sequences have {words.count(slices, 'slice')}"
-            raise InputError(f"costs: slices has {has}")
+            raise InputError(f"costs.slices has {has}")
         return tuple(map(self._of_slice, range(slices)))
 
     def _of_slice(self, index: int) -> Costs:
@@ -245,7 +213,7 @@ class Costs:
 
         O, D and L take no time here: copies run beside compute.
         """
-        times = {Kind(name): spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
+        times = {Kind(name): spread(name, getattr(self, name), placement.stages, "stage") for name in LAYERS}
         inputs, weights = times[Kind.I], times[Kind.W]
         if times[Kind.B] is None and inputs is not None and weights is not None:
             times[Kind.B] = tuple(a + b for a, b in zip(inputs, weights, strict=True))
@@ -258,7 +226,7 @@ class Costs:
         times = self.stage_times(placement)
         for kind in kinds:
             if times[kind] is None:
-                raise InputError(f"costs: {kind.value} is missing; {why}")
+                raise InputError(f"costs.{kind.value} is missing; {why}")
         return tuple(times[kind] or () for kind in kinds)
 
     def device_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
@@ -281,7 +249,7 @@ class Costs:
             if given is None and self.engine.bandwidth is not None:
                 sizes = (self.memory_deltas(placement) or {}).get(Kind.L) or self.stage_bytes(placement)
                 if sizes is None:
-                    raise InputError(f"costs: bytes is missing, but engine.bandwidth needs it; or give {kind.value}")
+                    raise InputError(f"costs.bytes is missing, but engine.bandwidth needs it; or give {kind.value}")
                 given = tuple(size / self.engine.bandwidth for size in sizes)
             times[kind] = copies if given is None else given
         return times
@@ -338,12 +306,12 @@ class Costs:
             _, colon, ends = name.partition(":")
             for device in map(int, ends.split(">") if colon else ()):
                 if device >= placement.devices:
-                    raise InputError(f"costs: links.{name} is not a hop; devices are 0 to {placement.devices - 1}")
+                    raise InputError(f"costs.links.{name} is not a hop; devices are 0 to {placement.devices - 1}")
         for group in self.engine.shared:
             for device in group:
                 if device >= placement.devices:
                     raise InputError(
-                        f"costs: engine.shared has device {device}; devices are 0 to {placement.devices - 1}"
+                        f"costs.engine.shared has device {device}; devices are 0 to {placement.devices - 1}"
                     )
 
     @property
@@ -397,14 +365,11 @@ class PassTimes:
         times, index = of_kind[kind], device if kind in VOCABULARY_KINDS else item.stage
         assert index is not None
         if times is None:
-            raise InputError(f"costs: {kind.value} is missing, but the order has {item}; give a number or a list")
+            raise InputError(f"costs.{kind.value} is missing, but the order has {item}; give a number or a list")
         try:
             return times[index]
         except IndexError:
             raise InputError(f"{item} names a stage that does not exist; stages are 0 to {len(times) - 1}") from None
-
-
-_FIELDS = tuple(entry.name for entry in fields(Costs))
 
 
 def _said(value: Link | CopyEngine) -> dict[str, Any]:

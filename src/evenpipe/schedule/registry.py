@@ -8,7 +8,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.words import count, nearest
+from evenpipe.words import count, unknown
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -65,7 +65,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
 def options_of(name: str) -> tuple[str, ...]:
     """The keyword options of a schedule, besides costs. Raises InputError for an unknown name."""
     if name not in SCHEDULES:
-        raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
+        raise unknown("schedule", name, SCHEDULES)
     return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
 
 

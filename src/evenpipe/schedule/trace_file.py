@@ -30,22 +30,90 @@ other versions; what a version adds, its number says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, fields
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from annotated_types import Gt, Lt
+from pydantic import Strict
+from typing_extensions import TypedDict
+
+from evenpipe.declaration import Accepts, Whole0, check_table, strict_table
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_json, shown
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .cost_values import LARGEST
 from .costs import Costs
 from .passes import Kind, Pass, Transfer
-from .placement import Edge, Placement
+from .placement import Placement
 from .program import Program
 from .text import rows_to_csv
 from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+
+Seconds = Annotated[float, Gt(-LARGEST), Lt(LARGEST), Accepts("number of seconds")]
+PassEntry = Annotated[tuple[str, Seconds, Seconds, Seconds], Strict(False)]
+WaitEntry = Annotated[tuple[str, str, Seconds, Seconds], Strict(False)]
+TransferEntry = Annotated[tuple[str, Seconds, Seconds, Seconds | None], Strict(False)]
+CopyEntry = Annotated[tuple[str, Seconds, Seconds], Strict(False)]
+
+
+@strict_table
+class ClockTable(TypedDict):
+    """`Clock`."""
+
+    offset: Seconds
+    drift: Seconds
+    uncertainty: Seconds
+
+
+@strict_table
+class AllocationsTable(TypedDict):
+    """`Allocations`."""
+
+    requests: Whole0
+    device_allocations: Whole0
+    device_frees: Whole0
+    retries: Whole0
+
+
+@strict_table
+class RankTable(TypedDict):
+    """What one rank of a device saw."""
+
+    start: Seconds
+    end: Seconds
+    clock: ClockTable
+    allocations: NotRequired[AllocationsTable]
+    passes: list[PassEntry]
+    waits: list[WaitEntry]
+    transfers: list[TransferEntry]
+    copies: NotRequired[list[CopyEntry]]
+
+
+@strict_table
+class DeviceTable(RankTable):
+    """A device, and its row of the program."""
+
+    row: str
+
+
+@strict_table
+class TraceTable(TypedDict):
+    """The file."""
+
+    about: dict[str, Any]
+    placement: list[int]
+    microbatches: int
+    slices: NotRequired[int]
+    edges: NotRequired[list[Annotated[tuple[int, int], Strict(False)]]]
+    vocabulary: str
+    forward_only: bool
+    costs: dict[str, Any] | None
+    devices: list[DeviceTable]
+    other_ranks: NotRequired[list[list[RankTable]]]
+
 
 FORMAT, VERSION = "evenpipe trace", 2
 _DIGITS = 9
@@ -79,7 +147,7 @@ def _device_to_dict(device: DeviceTrace) -> dict[str, Any]:
     return {
         "start": round(device.start, _DIGITS),
         "end": round(device.end, _DIGITS),
-        "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
+        "clock": asdict(device.clock),
         **_unless_empty(allocations=device.allocations and asdict(device.allocations)),
         "passes": [[str(p.item), *_rounded(p.start, p.end, p.processor)] for p in device.passes],
         "waits": [[str(w.transfer), str(w.needed_by or ""), *_rounded(w.start, w.end)] for w in device.waits],
@@ -119,11 +187,10 @@ def trace_from_dict(values: Any) -> Trace:
         raise InputError(
             f"version {shown(values.get('version'))} of the format, but this evenpipe reads version {VERSION}"
         )
-    rows = _field(values, "devices", list)
-    texts = [_field(_table(row, f"devices[{number}]"), "row", str) for number, row in enumerate(rows)]
-    stage_device = _field(values, "placement", list)
-    if not all(type(device) is int and 0 <= device < len(rows) for device in stage_device):
-        raise InputError(f"placement is {shown(stage_device)}, expected the device of each stage, 0 to {len(rows) - 1}")
+    table: TraceTable = check_table(TraceTable, values)
+    texts, stage_device = [device["row"] for device in table["devices"]], table["placement"]
+    if not all(0 <= device < len(texts) for device in stage_device):
+        raise refused("placement", stage_device, f"the device of each stage, 0 to {len(texts) - 1}")
     most = sum(text.count(",") + 1 for text in texts)
     if len(stage_device) > most:
         raise InputError(
@@ -131,134 +198,83 @@ def trace_from_dict(values: Any) -> Trace:
         )
     program = Program.from_csv(
         "".join(text + "\n" for text in texts),
-        placement=Placement(len(rows), tuple(stage_device), _edges(values)),
-        microbatches=_field(values, "microbatches", int),
-        vocabulary=_field(values, "vocabulary", str),
-        forward_only=_field(values, "forward_only", bool),
-        slices=_field(values, "slices", int) if "slices" in values else 1,
+        placement=Placement(len(texts), tuple(stage_device), tuple(table.get("edges", ()))),
+        microbatches=table["microbatches"],
+        vocabulary=table["vocabulary"],
+        forward_only=table["forward_only"],
+        slices=table.get("slices", 1),
     )
-    costs = values.get("costs")
-    devices = tuple(_device(row, program, number, f"devices[{number}].") for number, row in enumerate(rows))
-    about = _field(values, "about", Mapping)
-    others = tuple(_other_ranks(values, program)) if "other_ranks" in values else ()
-    return Trace(program, devices, None if costs is None else Costs.from_dict(costs), dict(about), others)
-
-
-def _other_ranks(values: Mapping[str, Any], program: Program) -> Iterator[tuple[DeviceTrace, ...]]:
-    for place, rows in enumerate(_field(values, "other_ranks", list)):
-        where = f"other_ranks[{place}]"
-        if not isinstance(rows, list) or len(rows) != program.devices:
-            raise InputError(f"{where} is {shown(rows)}, expected a list of {count(program.devices, 'device')}")
-        yield tuple(
-            _device(_table(row, f"{where}[{number}]"), program, number, f"{where}[{number}].")
-            for number, row in enumerate(rows)
+    devices = tuple(_device(row, program, number, f"devices[{number}]") for number, row in enumerate(table["devices"]))
+    others = []
+    for place, rows in enumerate(table.get("other_ranks", [])):
+        if len(rows) != program.devices:
+            raise refused(f"other_ranks[{place}]", rows, f"a list of {count(program.devices, 'device')}")
+        others.append(
+            tuple(_device(row, program, number, f"other_ranks[{place}][{number}]") for number, row in enumerate(rows))
         )
+    costs = None if table["costs"] is None else Costs.from_dict(table["costs"])
+    return Trace(program, devices, costs, dict(table["about"]), tuple(others))
 
 
-def _edges(values: Mapping[str, Any]) -> tuple[Edge, ...]:
-    edges = _field(values, "edges", list) if "edges" in values else []
-    for number, edge in enumerate(edges):
-        if not isinstance(edge, list) or len(edge) != 2 or not all(type(stage) is int for stage in edge):
-            raise InputError(f"edges[{number}] is {shown(edge)}, expected a list of two stages")
-    return tuple((source, target) for source, target in edges)
-
-
-def _device(values: Mapping[str, Any], program: Program, number: int, where: str) -> DeviceTrace:
+def _device(table: RankTable, program: Program, number: int, where: str) -> DeviceTrace:
+    """A rank of device `number`; messages call it `where`."""
     passes = {str(item): item for item in program.rows[number] if isinstance(item, Pass)}
     transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
 
-    def entries(name: str, shape: int) -> Iterator[tuple[str, list[Any]]]:
-        """Each entry of a list, and what messages call it."""
-        for index, entry in enumerate(_field(values, name, list, where)):
-            at = f"{where}{name}[{index}]"
-            if not isinstance(entry, list) or len(entry) != shape or not isinstance(entry[0], str):
-                raise InputError(f"{at} is {shown(entry)}, expected a list of a text and {shape - 1} more")
-            yield at, entry
-
-    def pass_of(text: Any, where: str) -> Pass:
+    def pass_of(text: str, where: str) -> Pass:
         if text not in passes:
-            raise InputError(f"{where} is {shown(text)}, which is not a pass of the row")
+            raise refused(where, text, "a pass of the row")
         return passes[text]
 
-    def transfer_of(text: Any, where: str) -> Transfer:
+    def transfer_of(text: str, where: str) -> Transfer:
         if text not in transfers:
-            raise InputError(f"{where} is {shown(text)}, which is not a transfer of the row")
+            raise refused(where, text, "a transfer of the row")
         if not transfers[text].members:
-            raise InputError(f"{where} is {shown(text)}, a transfer that no pass of this placement needs")
+            raise refused(where, text, "a transfer that a pass of this placement needs")
         return transfers[text]
 
-    def copy_of(text: Any, where: str) -> Pass:
+    def copy_of(text: str, where: str) -> Pass:
         copy = pass_of(text, where)
         if copy.kind not in (Kind.O, Kind.L):
-            raise InputError(f"{where} is {shown(text)}, which is not a copy to the host or back")
+            raise refused(where, text, "a copy to the host or back")
         return copy
 
     done, waits, sent, copies = [], [], [], []
-    for at, (text, start, end, processor) in entries("passes", 4):
-        done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), _seconds(at, processor)))
-    for at, (text, needed_by, start, end) in entries("waits", 4):
+    for index, (text, start, end, processor) in enumerate(table["passes"]):
+        at = f"{where}.passes[{index}]"
+        done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), processor))
+    for index, (text, needed_by, start, end) in enumerate(table["waits"]):
+        at = f"{where}.waits[{index}]"
         user = None if needed_by == "" else pass_of(needed_by, at)
-        what = copy_of(text, at) if text in passes else transfer_of(text, at)
-        waits.append(WaitTime(what, user, *_ordered(at, start, end)))
-    for at, (text, issued, returned, complete) in entries("transfers", 4):
-        found = None if complete is None else _seconds(at, complete)
-        sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), found))
-    for at, (text, start, end) in entries("copies", 3) if "copies" in values else ():
+        awaited = copy_of(text, at) if text in passes else transfer_of(text, at)
+        waits.append(WaitTime(awaited, user, *_ordered(at, start, end)))
+    for index, (text, issued, returned, complete) in enumerate(table["transfers"]):
+        at = f"{where}.transfers[{index}]"
+        sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), complete))
+    for index, (text, start, end) in enumerate(table.get("copies", [])):
+        at = f"{where}.copies[{index}]"
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
-    if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
-        raise InputError(f"{where}passes are not the passes of devices[{number}].row in the same order")
-    there = {entry.item for entry in sent}
+    if [entry.item for entry in done] != list(passes.values()):
+        raise InputError(f"{where}.passes are not the passes of devices[{number}].row in the same order")
+    known = {entry.item for entry in sent}
     for index, wait in enumerate(waits):
-        if isinstance(wait.transfer, Transfer) and wait.transfer not in there:
-            raise InputError(f"{where}waits[{index}] is for {wait.transfer}, which is not in {where}transfers")
-    clock = _table(values.get("clock"), f"{where}clock")
+        if isinstance(wait.transfer, Transfer) and wait.transfer not in known:
+            raise InputError(f"{where}.waits[{index}] is for {wait.transfer}, which is not in {where}.transfers")
     return DeviceTrace(
-        *_ordered(where.rstrip("."), values.get("start"), values.get("end")),
+        *_ordered(where, table["start"], table["end"]),
         tuple(done),
         tuple(waits),
         tuple(sent),
-        Clock(*(_seconds(f"{where}clock.{name}", clock.get(name)) for name in _CLOCK)),
+        Clock(**table["clock"]),
         tuple(copies),
-        _allocations(values["allocations"], f"{where}allocations") if "allocations" in values else None,
+        Allocations(**table["allocations"]) if "allocations" in table else None,
     )
 
 
-def _allocations(value: Any, where: str) -> Allocations:
-    table = _table(value, where)
-    counts = {entry.name: _field(table, entry.name, int, f"{where}.") for entry in fields(Allocations)}
-    for name, number in counts.items():
-        if number < 0:
-            raise InputError(f"{where}.{name} is {number}, expected at least 0")
-    return Allocations(**counts)
-
-
-def _field(values: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    value = values.get(name)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        words = {list: "a list", str: "a text", int: "a whole number", bool: "true or false"}.get(kind, "a table")
-        raise InputError(
-            f"{where}{name} is {shown(value)}, expected {words}" if name in values else f"{where}{name} is missing"
-        )
-    return value
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where} is {shown(value)}, expected a table")
-    return value
-
-
-def _seconds(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise InputError(f"{where} has the time {shown(value)}, expected seconds")
-    return float(value)
-
-
-def _ordered(where: str, start: Any, end: Any) -> tuple[float, float]:
-    first, last = _seconds(where, start), _seconds(where, end)
-    if last < first:
-        raise InputError(f"{where} ends at {last} s, before its start at {first} s")
-    return first, last
+def _ordered(where: str, start: float, end: float) -> tuple[float, float]:
+    if end < start:
+        raise InputError(f"{where} ends at {end} s, before its start at {start} s")
+    return start, end
 
 
 def _unless_empty(**values: Any) -> dict[str, Any]:
@@ -267,6 +283,3 @@ def _unless_empty(**values: Any) -> dict[str, Any]:
 
 def _rounded(*times: float | None) -> list[float | None]:
     return [None if seconds is None else round(seconds, _DIGITS) for seconds in times]
-
-
-_CLOCK = ("offset", "drift", "uncertainty")

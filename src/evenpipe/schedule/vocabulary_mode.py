@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from evenpipe.errors import InputError
-from evenpipe.words import nearest
+from evenpipe.words import unknown
 
 from .passes import Kind
 
@@ -33,7 +32,7 @@ class VocabularyMode(StrEnum):
         """The mode called `name`; "balanced" is vocab-2. Raises InputError for an unknown name."""
         name = _ALIASES.get(name, name)
         if name not in MODES:
-            raise InputError(f"vocabulary mode '{name}' is unknown{nearest(str(name), (*MODES, *_ALIASES))}")
+            raise unknown("vocabulary", name, (*_ALIASES, *MODES))
         return cls(name)
 
     def of_rows(self, *, forward_only: bool = False) -> VocabularyMode:

@@ -62,6 +62,6 @@ def _curve(device: int, changes: list[Change]) -> Curve:
     if abs(left) > peak * ROUNDING or -low > peak * ROUNDING:
         what = f"{left:g} bytes are left on" if abs(left) > peak * ROUNDING else f"{low:g} bytes are held by"
         raise InputError(
-            f"costs: memory: {what} device {device}; bytes that the passes of a microbatch add must sum to 0"
+            f"costs.memory: {what} device {device}; bytes that the passes of a microbatch add must sum to 0"
         )
     return (*curve[:-1], (time, 0.0))

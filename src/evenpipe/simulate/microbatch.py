@@ -63,7 +63,7 @@ class Microbatch:
         def add(device: int, kind: Kind, stage: int | None) -> int:
             found = [of_kind for of_slice in times if (of_kind := of_slice[kind]) is not None]
             if not found:
-                raise InputError(f"costs: {kind.value} is missing, but a lower bound needs it; give a number or a list")
+                raise InputError(f"costs.{kind.value} is missing, but a lower bound needs it; give a number or a list")
             names[device, ROLE[kind], stage] = len(takes)
             takes.append(tuple(of_kind[device if stage is None else stage] for of_kind in found))
             device_of.append(device)

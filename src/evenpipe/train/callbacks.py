@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.train.named import find_named, told_with_traceback
-from evenpipe.train.section import show
+from evenpipe.words import show
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def find_callbacks(names: Sequence[str]) -> list[type[Callback] | Callback]:
         one = find_named(field, name)
         if not (isinstance(one, Callback) or (isinstance(one, type) and issubclass(one, Callback))):
             raise InputError(
-                f"{field} is {show(name)}, but must name a class derived from evenpipe.Callback, or an instance"
+                f"{field} is {show(name)}; it must name a class derived from evenpipe.Callback, or an instance"
             )
         found.append(one)
     return found

@@ -7,24 +7,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from evenpipe.declaration import default_of
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import sections
-from evenpipe.train.config_help import default_of
-from evenpipe.train.section import show
+from evenpipe.words import show
 
 
 def changed_values(before: Mapping[str, Any], config: Config) -> dict[str, str]:
     """Return what has changed, by field: `{"training.seed": "0 -> 1"}`.
 
     before: the configuration in a checkpoint. A field that it does not have, because it is of an older version, had its
-    default value.
+    default value; and a list of one item is the item, as in a configuration.
     """
     earlier, now = _flat(_with_defaults(before)), _flat(json.loads(json.dumps(asdict(config))))
     names = [*now, *(name for name in earlier if name not in now)]
     return {
         name: f"{show(earlier.get(name))} -> {show(now.get(name))}"
         for name in names
-        if earlier.get(name) != now.get(name)
+        if now.get(name) not in (earlier.get(name), [earlier.get(name)]) and [now.get(name)] != earlier.get(name)
     }
 
 

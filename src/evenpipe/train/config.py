@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from evenpipe.errors import InputError
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.input_sections import DEFAULT_TOKENIZER_ENTRIES, DataConfig, ModelConfig, TokenizerConfig
-from evenpipe.train.pipeline_sections import ExpertsConfig, LossConfig, OffloadConfig, PipelineConfig
+from evenpipe.train.pipeline_sections import ExpertsConfig, LossConfig, PipelineConfig
 from evenpipe.train.run_sections import CheckpointConfig, OptimizerConfig, OutputConfig, SampleConfig, TrainingConfig
-from evenpipe.train.section import show
-
-if TYPE_CHECKING:
-    from evenpipe.recipe.recipe import Recipe
+from evenpipe.words import refused, show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +26,7 @@ class Config:
     data: DataConfig
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -39,17 +37,13 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.keeps_weights and self.tokenizer.vocabulary_size is not None:
-            raise InputError(
-                f"tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}, but must be left out when training "
-                f"continues from the weights of model.source ({show(self.model.source)})"
-            )
+            why = f"training continues from the weights of model.source, {show(self.model.source)}"
+            raise refused("tokenizer.vocabulary_size", self.tokenizer.vocabulary_size, f"left out when {why}")
         if self.training.evaluate_every_steps is not None and not self.data.validates:
-            raise InputError(
-                f"training.evaluate_every_steps is {self.training.evaluate_every_steps}, but must be none when "
-                "data.validation_fraction is 0 and no data.validation_files are given"
-            )
+            accepted = "none when data.validation_fraction is 0 and no data.validation_files are given"
+            raise refused("training.evaluate_every_steps", self.training.evaluate_every_steps, accepted)
         if self.sample.prompts and not self.output.export:
-            raise InputError("output.export is false, but must be true when sample.prompts are given")
+            raise refused("output.export", False, "true when sample.prompts are given")
 
     def recipe(self) -> Recipe:
         """Return the recipe of these sections. Raises InputError for a file that cannot be read."""

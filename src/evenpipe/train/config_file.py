@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from evenpipe import given
+from evenpipe.declaration import field_types, takes_text
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
-from evenpipe.train.section import Section, field_types, nearest, show, takes_text
+from evenpipe.words import nearest, refused, show
 
 
-def sections() -> dict[str, type[Section]]:
+def sections() -> dict[str, type]:
     """Return the dataclass of every section by name, in the order of the configuration."""
     return field_types(Config)
 
@@ -45,18 +46,18 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict
         if not equals or not keys or not all(keys) or not section:
             near = " or ".join(f"{field}=value" for field in fields_called(path))
             near = f"; did you mean {near}?" if near else ""
-            raise InputError(f"the override {show(override)} must be written section.key=value{near}")
+            raise refused("the override", override, f"written section.key=value{near}")
         annotation = _known_key(section, keys[0])
         inside_table = get_origin(annotation) is dict
         if len(keys) != (2 if inside_table else 1):
             form = f"{section}.{keys[0]}.NAME=value" if inside_table else f"{section}.{keys[0]}=value"
-            raise InputError(f"the override {show(override)} must be written {form}")
+            raise refused("the override", override, f"written {form}")
         value = _toml_value(text)
         if takes_text(annotation) and not isinstance(value, str):
             value = text
         table = result.setdefault(section, {})
         if not isinstance(table, dict):
-            raise InputError(f"[{section}] must be a table, not {show(table)}")
+            raise refused(f"[{section}]", table, "a table")
         if inside_table:
             table[keys[0]] = {**table.get(keys[0], {}), keys[1]: value}
         else:
@@ -70,7 +71,7 @@ def config_from_dict(tables: Mapping[str, Any]) -> Config:
     for name, table in tables.items():
         kind = _known_section(name)
         if not isinstance(table, Mapping):
-            raise InputError(f"[{name}] must be a table, not {show(table)}")
+            raise refused(f"[{name}]", table, "a table")
         for key in table:
             _known_key(name, key)
         built[name] = kind(**table)
@@ -95,7 +96,7 @@ def _known_key(section: str, key: str) -> Any:
     return keys[key]
 
 
-def _known_section(name: str) -> type[Section]:
+def _known_section(name: str) -> type:
     known = sections()
     if name not in known:
         title = given.shortened(given.plain(f"[{name}]"))

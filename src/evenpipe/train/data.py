@@ -286,7 +286,7 @@ def _tokens(
             documents, _encode(tokenizer), tokenizer.eos_token_id, building / "tokens.bin", building / "documents.bin"
         )
         if tokens == 0:
-            raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
+            raise InputError(f"the data ({documents.description}) has no text; it must have at least one token")
         data = PreparedData(
             folder=str(folder.absolute()),
             fingerprint=fingerprint,
@@ -370,6 +370,6 @@ def _check_amount(config: Config, data: PreparedData) -> None:
         )
     if data.validation is not None and data.validation.tokens < length:
         raise InputError(
-            f"the validation data has {count(data.validation.tokens, 'token', ',')}, but must have at least one"
+            f"the validation data has {count(data.validation.tokens, 'token', ',')}; it must have at least one"
             f" sequence of data.sequence_length = {length}"
         )

@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import evenpipe
-from evenpipe.errors import InputError
 from evenpipe.given import check_new
-from evenpipe.train.section import unknown
+from evenpipe.words import unknown
 
 ALL = "all"
 """Name for the whole folder of examples."""
@@ -31,7 +30,7 @@ def write_example(name: str, path: Path) -> None:
     """Copy the configuration `name`. Raises InputError if the name is unknown or the file exists."""
     known = example_configurations()
     if name not in known:
-        raise InputError(unknown("--example", name, (ALL, *known)))
+        raise unknown("--example", name, (ALL, *known))
     check_new(path)
     text = known[name].read_text("utf-8").replace(f"examples/{name}.toml", str(path))
     path.write_text(text, encoding="utf-8")

@@ -264,7 +264,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """Return a dtype by its name; None for that of the source."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in ("source", *DTYPES):
-        raise InputError(f"dtype is {name!r}, but must be one of source, {', '.join(DTYPES)}")
+        raise InputError(f"dtype is {name!r}; it must be one of source, {', '.join(DTYPES)}")
     return DTYPES.get(name)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import beside, plain
-from evenpipe.train.section import show
 from evenpipe.train.sources import (
     CHAT_FIELDS,
     DatasetDocuments,
@@ -29,7 +28,7 @@ from evenpipe.train.sources import (
     is_saved,
     kind_of,
 )
-from evenpipe.words import count
+from evenpipe.words import count, show
 
 DEFAULT_FIELD = "text"
 """Default of data.text_field."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le, Lt
+
+from evenpipe.declaration import Declared, declare
 from evenpipe.errors import InputError
-from evenpipe.train.section import Section, show
+from evenpipe.words import show
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
 DEFAULT_TOKENIZER_ENTRIES = 32768
@@ -19,11 +22,9 @@ JSON_LINES = (".jsonl", ".json", ".ndjson")
 """Ends of the names of files with one JSON object per line."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig(Section):
+@declare("model")
+class ModelConfig(Declared):
     """The model to train: an existing one (`source`), or a new one (`architecture` and `config`)."""
-
-    section: ClassVar[str] = "model"
 
     source: str | None = None
     """Hub name or local folder of a transformers causal language model; training continues from its weights."""
@@ -52,11 +53,9 @@ class ModelConfig(Section):
         self.require("fresh_weights", not self.fresh_weights or self.source is not None, "false without model.source")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig(Section):
+@declare("data")
+class DataConfig(Declared):
     """The training data: exactly one of `files`, `dataset` and `corpus`."""
-
-    section: ClassVar[str] = "data"
 
     files: tuple[str, ...] = ()
     """Files or patterns (`corpus/**/*.py`), read in the order of their names. `.jsonl`, `.json` and `.ndjson` contain
@@ -76,7 +75,7 @@ class DataConfig(Section):
     encoding_errors: Literal["strict", "replace"] = "strict"
     """For bytes that are not UTF-8: "strict" ends with an error that names file and byte, "replace" reads a replacement
     character."""
-    sequence_length: int = 1024
+    sequence_length: Annotated[int, Ge(2)] = 1024
     """Tokens per row. Each document is followed by the end-of-text token, and all of them, one after the other, are cut
     into rows of this length. So a row may contain several documents. The last incomplete row is dropped."""
     documents: Literal["separate", "joined"] | None = None
@@ -89,7 +88,7 @@ class DataConfig(Section):
     trained on."""
     validation_split: str | None = None
     """Split of `dataset` to evaluate on."""
-    validation_fraction: float | None = None
+    validation_fraction: Annotated[float, Ge(0), Lt(1)] | None = None
     """Share of the rows that becomes validation rows, evenly spread over the data; the run does not train on them.
     Default: 0.01, or 0 with validation_files or validation_split."""
     cache_folder: str | None = None
@@ -102,7 +101,6 @@ class DataConfig(Section):
             found = " and ".join(given) or "none"
             raise InputError(f"data needs exactly one of files, dataset and corpus, but has {found}")
         self.require("dataset_config", self.dataset_config is None or self.dataset is not None, "none without dataset")
-        self.at_least(2, "sequence_length")
         self._check_validation()
         if self.corpus is not None:
             name, colon, parts = self.corpus.partition(":")
@@ -115,7 +113,6 @@ class DataConfig(Section):
             self.require("validation_split", self.dataset is not None, "none without dataset")
             self.require("validation_split", split != self.dataset_split, "another split than data.dataset_split")
             self.require("validation_split", not self.validation_files, "none when validation_files are given")
-        self.require("validation_fraction", 0 <= self.held_back < 1, "at least 0 and below 1")
         if own := split or self.validation_files:
             field = "validation_split" if split else "validation_files"
             accepted = f"left out or 0 when data.{field} is {show(own)}"
@@ -139,26 +136,20 @@ class DataConfig(Section):
         return bool(self.held_back or self.validation_files or self.validation_split)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerConfig(Section):
+@declare("tokenizer")
+class TokenizerConfig(Declared):
     """The tokenizer: an existing one, the one of model.source, or one trained on the data."""
-
-    section: ClassVar[str] = "tokenizer"
 
     source: str | None = None
     """Hub name or local folder of a transformers tokenizer. Default: the tokenizer of model.source; without
     model.source, the run trains one."""
-    vocabulary_size: int | None = None
+    vocabulary_size: Annotated[int, Ge(BYTE_VALUES + 1), Le(MOST_TOKENIZER_ENTRIES)] | None = None
     """Entries of the byte-level BPE tokenizer that the run trains on the data. Default: 32768; a small corpus may yield
     fewer."""
     end_of_text: str | None = None
     """Token that ends every document. Default: the tokenizer's own; "<|endoftext|>" in one that the run trains."""
 
     def check(self) -> None:
-        smallest = BYTE_VALUES + 1
-        self.at_least(smallest, "vocabulary_size")
-        fits = (self.vocabulary_size or 0) <= MOST_TOKENIZER_ENTRIES
-        self.require("vocabulary_size", fits, f"at most {MOST_TOKENIZER_ENTRIES}")
         if self.source is not None:
             self.require("vocabulary_size", self.vocabulary_size is None, "left out when tokenizer.source is given")
         self.require("end_of_text", self.end_of_text != "", "a token or none")

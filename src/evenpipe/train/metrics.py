@@ -168,7 +168,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InputError(
-                "output.tensorboard is true, but must be false until TensorBoard is installed: pip install tensorboard"
+                "output.tensorboard is true, but TensorBoard is not installed: pip install tensorboard"
             ) from None
         # purge_step hides values of later steps from an interrupted run
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import DataConfig, ModelConfig
-from evenpipe.train.section import nearest, show
-from evenpipe.words import count
+from evenpipe.words import count, nearest, refused, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,20 +42,18 @@ def check_pipeline(config: Config) -> None:
         most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         most += f" times {pipeline.context_parallel} context ranks" if pipeline.context_parallel > 1 else ""
         most += f" times {pipeline.tensor_parallel} tensor ranks" if pipeline.tensor_parallel > 1 else ""
-        raise InputError(f"pipeline.processes is {pipeline.processes}, but must be at most {most}")
+        raise InputError(f"pipeline.processes is {pipeline.processes}; it must be at most {most}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
     if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
         raise InputError(
-            f"pipeline.layers_per_stage is {show(split)}, but must add up to the {count(layers, 'layer')} of the"
+            f"pipeline.layers_per_stage is {show(split)}; it must add up to the {count(layers, 'layer')} of the"
             f" model with at least {0 if may_be_empty else 1} each"
         )
-    choices = len(pipeline.checkpointing)
-    if choices not in (1, layers):
-        raise InputError(
-            f"pipeline.checkpointing has {count(choices, 'choice')}, but must have one, or {layers}, one per layer of"
-            " the model"
-        )
+    checkpointing = pipeline.checkpointing
+    if isinstance(checkpointing, tuple) and len(checkpointing) != layers:
+        accepted = f"one choice, or {layers}, one per layer of the model"
+        raise refused("pipeline.checkpointing", checkpointing, accepted)
     _check_chunks(config)
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
@@ -65,7 +62,7 @@ def check_pipeline(config: Config) -> None:
             f"{length}, its default" if length == DataConfig.__dataclass_fields__["sequence_length"].default else length
         )
         raise InputError(
-            f"data.sequence_length is {value}, but must be at most {longest}, the longest sequence of the model"
+            f"data.sequence_length is {value}; it must be at most {longest}, the longest sequence of the model"
         )
     _check_schedule(config, layers)
 
@@ -79,12 +76,12 @@ def _check_chunks(config: Config) -> None:
     if config.data.sequence_length % divisor:
         whose = "2 x pipeline.context_parallel, and of pipeline.tensor_parallel in each chunk"
         raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}, but must be a multiple of {divisor},"
+            f"data.sequence_length is {config.data.sequence_length}; it must be a multiple of {divisor},"
             f" {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}"
         )
     if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
         raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}, but must be at least {divisor * pipeline.slices}"
+            f"data.sequence_length is {config.data.sequence_length}; it must be at least {divisor * pipeline.slices}"
             f" for {count(pipeline.slices, 'slice')}"
         )
 
@@ -105,13 +102,13 @@ def _check_schedule(config: Config, layers: int) -> None:
     if order.devices != devices:
         replicas = f" for each of {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         raise InputError(
-            f"pipeline.processes is {pipeline.processes}, but must be"
+            f"pipeline.processes is {pipeline.processes}; it must be"
             f" {order.devices * pipeline.processes // pipeline.devices}: the order in {pipeline.schedule} has"
             f" {count(order.devices, 'device')}{replicas}"
         )
     if order.microbatches != microbatches:
         raise InputError(
-            f"pipeline.microbatches is {microbatches}, but must be {order.microbatches}, as many as the order in"
+            f"pipeline.microbatches is {microbatches}; it must be {order.microbatches}, as many as the order in"
             f" {pipeline.schedule} has"
         )
     if recipe.costs is not None or not isinstance(recipe.schedule, str):  # sound, of this mode, and a time for all?
@@ -119,13 +116,13 @@ def _check_schedule(config: Config, layers: int) -> None:
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
         raise InputError(
-            f"pipeline.layers_per_stage is {show(split)}, but must be {count(stages, 'number')}, one for each stage"
+            f"pipeline.layers_per_stage is {show(split)}; it must be {count(stages, 'number')}, one for each stage"
             f" of schedule {show(pipeline.schedule)} on {count(devices, 'device')}"
         )
     if stages > layers and split is None:
         raise InputError(
             f"pipeline.schedule is {show(pipeline.schedule)}, which has {count(stages, 'stage')} on"
-            f" {count(devices, 'device')}, but must have at most {layers}, the layers of the model"
+            f" {count(devices, 'device')}; it must have at most {layers}, the layers of the model"
         )
 
 
@@ -157,7 +154,7 @@ def _check_vocabulary(config: Config, rows: int, tokenizer_size: int) -> None:
     if tokenizer_size > rows:
         where = "model.config.vocab_size" if "vocab_size" in config.model.config else "the model's vocabulary"
         raise InputError(
-            f"{where} is {rows}, but must be at least {tokenizer_size}, the size of {whose}"
+            f"{where} is {rows}; it must be at least {tokenizer_size}, the size of {whose}"
             + ("; tokenizer.source names another one" if config.keeps_weights else "")
         )
     if config.keeps_weights and tokenizer_size < LEAST_SHARE * rows:
@@ -177,7 +174,7 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
 
     if architecture not in CAUSAL_LMS:
         raise InputError(
-            f"model.architecture is {show(architecture)}, but must be a causal language model's type in transformers"
+            f"model.architecture is {show(architecture)}; it must be a causal language model's type in transformers"
             f"{nearest(architecture, CAUSAL_LMS)}"
         )
     config_class = CONFIG_MAPPING[architecture]

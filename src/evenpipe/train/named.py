@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.train.section import nearest, show
+from evenpipe.words import nearest, show
 
 
 def check_name(field: str, name: str) -> None:
     """Raise InputError for a text that is not of the form module:name."""
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in module.split(".")) or not attribute.isidentifier():
-        raise InputError(f'{field} is {show(name)}, but must be written "module:name"')
+        raise InputError(f'{field} is {show(name)}; it must be written "module:name"')
 
 
 def find_named(field: str, name: str) -> Any:

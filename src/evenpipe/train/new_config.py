@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from evenpipe.declaration import describe_fields
 from evenpipe.errors import InputError
 from evenpipe.given import check_new
 from evenpipe.train.config_file import config_from_dict, sections
-from evenpipe.train.config_help import describe_section
 from evenpipe.train.found_data import FoundData
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
 from evenpipe.train.model_source import model_config
@@ -118,7 +118,7 @@ def field_comments() -> dict[str, str]:
     return {
         f"{section}.{field.name}": field.text.partition(". ")[0].rstrip(".")
         for section, kind in sections().items()
-        for field in describe_section(kind)
+        for field in describe_fields(kind)
     }
 
 
@@ -161,7 +161,7 @@ def _batch(tokens: int | None, longest: int, devices: int) -> tuple[int, int, in
     assert tokens is not None
     if _rows(tokens, lengths[-1]) < devices:
         raise InputError(
-            f"--data has {tokens:,} tokens, but must have at least {(devices + 1) * lengths[-1]:,}:"
+            f"--data has {tokens:,} tokens; it must have at least {(devices + 1) * lengths[-1]:,}:"
             f" a sequence of {lengths[-1]} for each of {count(devices, 'process')} and one for validation"
         )
     return lengths[-1], devices, 0

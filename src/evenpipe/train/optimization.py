@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from evenpipe.optimizers.held import groups_by_decay
 from evenpipe.optimizers.muon import Muon, checked_options
 from evenpipe.train.named import find_named
 from evenpipe.train.run_sections import OptimizerConfig
-from evenpipe.train.section import nearest, show
+from evenpipe.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ _WITHOUT = {("adafactor", "foreach")}
 
 
 def make_optimizer(
-    pipeline: Pipeline, config: OptimizerConfig, directory: str | None = None
+    pipeline: Pipeline, config: OptimizerConfig, directory: str | Path | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of a process; None if the process has no trainable parameter.
 
@@ -103,7 +104,7 @@ def _options(config: OptimizerConfig) -> dict[str, Any]:
     for name in config.options:
         field = None if (config.name, name) in _OTHER_MEANING else _FIELDS.get(name)
         if field is not None:
-            raise InputError(f"optimizer.options.{name} is given, but must be left out: it is optimizer.{field}")
+            raise InputError(f"optimizer.options.{name} is given; it must be left out: it is optimizer.{field}")
         if name not in known:
             free = [name for name in known if name not in _FIELDS or (config.name, name) in _OTHER_MEANING]
             raise InputError(
@@ -151,7 +152,7 @@ def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: Op
     made = function(trained, lr=config.learning_rate, **_as_python(config.options))
     where = f"optimizer.name is {show(config.name)}"
     if not isinstance(made, torch.optim.Optimizer):
-        raise InputError(f"{where}, which returns {type(made).__name__}, but must return a torch.optim.Optimizer")
+        raise InputError(f"{where}, which returns {type(made).__name__}; it must return a torch.optim.Optimizer")
     if isinstance(made, torch.optim.Muon | torch.optim.Adafactor):
         held = {parameter for group in made.param_groups for parameter in group["params"]}
         spread = [one.name for one in pipeline.held_parameters() if one.communicator and one.parameter in held]
@@ -167,7 +168,7 @@ def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: Op
 def _own_function(name: str) -> Callable[..., Any]:
     function = find_named("optimizer.name", name)
     if not callable(function):
-        raise InputError(f"optimizer.name is {show(name)}, but must name a function")
+        raise InputError(f"optimizer.name is {show(name)}; it must name a function")
     return function  # type: ignore[no-any-return]
 
 

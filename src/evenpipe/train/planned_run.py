@@ -14,8 +14,8 @@ from evenpipe.train.input_sections import BYTE_VALUES
 from evenpipe.train.new_config import BYTES_PER_TOKEN, LEAST_STEPS, MOST_STEPS, field_comments, run_tables
 from evenpipe.train.planned_config import model_tables
 from evenpipe.train.run_sections import OptimizerConfig
-from evenpipe.train.section import show
 from evenpipe.train.tokenizer import load_tokenizer, tokenizer_size
+from evenpipe.words import show
 
 PLACEHOLDER = "REPLACE-ME/**/*.txt"
 """Value of data.files without data."""

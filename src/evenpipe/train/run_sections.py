@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from evenpipe.errors import InputError
+from annotated_types import Ge, Gt, Le, Lt
+
+from evenpipe.declaration import Declared, Number0, Positive, Share, Whole0, Whole1, declare
 from evenpipe.train.named import check_name
-from evenpipe.train.section import Section, show, unknown
+from evenpipe.words import show, unknown
 
 DEFAULT_STEPS = 1000
+Beta = Annotated[float, Ge(0), Lt(1)]
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1},
     "muon": {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1},
@@ -19,11 +22,9 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 """Optimizers by name, and the fields of each in addition to its options."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig(Section):
+@declare("optimizer")
+class OptimizerConfig(Declared):
     """The optimizer, and the learning rate of each step: a linear warm-up, then a schedule over all steps."""
-
-    section: ClassVar[str] = "optimizer"
 
     name: str = "adamw"
     """Optimizer: "adamw"; "muon" (for the matrices of layers; AdamW trains everything else); "adafactor"; "sgd"; or
@@ -33,41 +34,35 @@ class OptimizerConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)
     """Table [optimizer.options]: other arguments of the optimizer's class in torch.optim, such as `momentum` of sgd and
     muon, or of your function."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """Highest learning rate, reached after the warm-up. With muon, AdamW uses it too: by default the updates of both
     are about equally large."""
     schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
     """Learning rate after the warm-up. "cosine" and "linear": it falls until the last step. "constant": it stays.
     "warmup-stable-decay": it stays, then falls along half a cosine."""
-    warmup_steps: int = 100
+    warmup_steps: Whole0 = 100
     """Steps over which the rate grows linearly from 0."""
-    minimum_learning_rate_ratio: float = 0.1
+    minimum_learning_rate_ratio: Share = 0.1
     """Learning rate of the last step divided by the highest one; "constant" ignores it."""
-    decay_steps: int | None = None
+    decay_steps: Whole1 | None = None
     """Steps at the end over which "warmup-stable-decay" lowers the rate. Default: decay_share of all steps."""
-    decay_share: float | None = None
+    decay_share: Annotated[float, Gt(0), Le(1)] | None = None
     """decay_steps as a share of all steps, also of those that the time box decides. Default: 0.2."""
-    betas: tuple[float, float] | None = None
+    betas: tuple[Beta, Beta] | None = None
     """Decay of AdamW's two moments per step, also of AdamW with muon. Default: 0.9 and 0.95."""
-    epsilon: float | None = None
+    epsilon: Positive | None = None
     """Added to the square root of AdamW's second moment. Default: 1e-8."""
-    weight_decay: float | None = None
+    weight_decay: Number0 | None = None
     """Weight decay of parameters with two or more dimensions; norms and biases do not decay. It is decoupled, except
     with sgd. Default: 0.1 with adamw and muon, else 0."""
-    clip_norm: float | None = 1.0
+    clip_norm: Positive | None = 1.0
     """Maximum norm of all gradients together; larger gradients are scaled down to it. none: no clipping."""
-    host_share: float = 0.0
+    host_share: Share = 0.0
     """Share of adamw's two moments that each device keeps on the host, by elements (0 to 1; whole parameters, the
     largest first). They visit the device for the update, bucket by bucket. On the CPU, a file in offload.directory
     takes the place of host memory."""
 
     def check(self) -> None:
-        self.positive("learning_rate", "epsilon", "clip_norm")
-        self.require("host_share", 0 <= self.host_share <= 1, "between 0 and 1")
-        betas = self.betas or ()
-        self.require("betas", all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1")
-        self.at_least(0, "weight_decay", "warmup_steps")
-        self.require("minimum_learning_rate_ratio", 0 <= self.minimum_learning_rate_ratio <= 1, "between 0 and 1")
         self._check_name()
         self._check_decay()
 
@@ -75,15 +70,13 @@ class OptimizerConfig(Section):
         if self.is_own:
             check_name("optimizer.name", self.name)
         elif self.name not in OPTIMIZER_DEFAULTS:
-            raise InputError(unknown("optimizer.name", self.name, (*OPTIMIZER_DEFAULTS, "module:function")))
+            raise unknown("optimizer.name", self.name, (*OPTIMIZER_DEFAULTS, "module:function"))
         for name in ("betas", "epsilon", "weight_decay"):
             fits = getattr(self, name) is None or name in OPTIMIZER_DEFAULTS.get(self.name, {})
             self.require(name, fits, f"left out with name {show(self.name)}")
         self.require("host_share", not self.host_share or self.name == "adamw", f"0 with name {show(self.name)}")
 
     def _check_decay(self) -> None:
-        self.at_least(1, "decay_steps")
-        self.require("decay_share", self.decay_share is None or 0 < self.decay_share <= 1, "above 0 and at most 1")
         for name in ("decay_steps", "decay_share"):
             fits = getattr(self, name) is None or self.schedule == "warmup-stable-decay"
             self.require(name, fits, f"left out with schedule {show(self.schedule)}")
@@ -101,29 +94,27 @@ class OptimizerConfig(Section):
         return OPTIMIZER_DEFAULTS[self.name][name] if value is None else value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingConfig(Section):
+@declare("training")
+class TrainingConfig(Declared):
     """Length of the run, seed, evaluation and callbacks."""
 
-    section: ClassVar[str] = "training"
-
-    steps: int | None = None
+    steps: Whole1 | None = None
     """Optimizer steps. Default: 1000, unless `epochs` are given."""
-    epochs: float | None = None
+    epochs: Positive | None = None
     """Number of passes over the training rows, instead of `steps`; each epoch has its own order. The last step
     completes the last epoch, and may also take rows of the next one."""
-    minutes: float | None = None
+    minutes: Positive | None = None
     """Time box: the speed of the first steps decides how many steps fit, but never more than `steps` or `epochs`. The
     learning rate follows that number. A run that is killed before its first checkpoint decides again. Default: no time
     limit."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Seed of fresh weights and of the order of the data."""
     deterministic: bool = False
     """Only algorithms that give the same bits every time. On a GPU the backward of fused attention is not one of them,
     so that a resumed run equals an uninterrupted one to the last bit only with this, at some cost in speed."""
-    evaluate_every_steps: int | None = None
+    evaluate_every_steps: Whole1 | None = None
     """Steps between evaluations. Default: one evaluation at the end."""
-    evaluation_batches: int | None = 8
+    evaluation_batches: Whole1 | None = 8
     """Maximum number of validation batches per evaluation, always the same ones; none: all. The last batch may be
     smaller."""
     callbacks: tuple[str, ...] = ()
@@ -131,45 +122,35 @@ class TrainingConfig(Section):
     command is started. Every process calls their methods after steps, evaluations and checkpoints."""
 
     def check(self) -> None:
-        self.at_least(1, "steps", "evaluate_every_steps", "evaluation_batches")
-        self.positive("minutes", "epochs")
         self.require("epochs", self.epochs is None or self.steps is None, "left out when training.steps is given")
         for number, name in enumerate(self.callbacks):
             check_name(f"training.callbacks[{number}]", name)
-        self.require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig(Section):
+@declare("checkpoint")
+class CheckpointConfig(Declared):
     """When to save the state. The same command, repeated, continues from the newest complete checkpoint."""
 
-    section: ClassVar[str] = "checkpoint"
-
-    every_steps: int | None = 100
+    every_steps: Whole1 | None = 100
     """Steps between checkpoints; none: one at the end."""
-    keep: int = 2
+    keep: Whole1 = 2
     """Number of newest checkpoints to keep; older ones are deleted, except the newest healthy one."""
-    resume_from: int | None = None
+    resume_from: Whole1 | None = None
     """Step of an older checkpoint to go back to, for example after a divergence. Later checkpoints are renamed to
     `step-NNNNNNNN.abandoned`, and each is deleted when training has passed its step. Repeated with the same value, the
     command continues what it has begun. Default: the newest checkpoint."""
     folder: str | None = None
     """Folder of the checkpoints. Default: `checkpoints` in output.folder."""
 
-    def check(self) -> None:
-        self.at_least(1, "every_steps", "keep", "resume_from")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputConfig(Section):
+@declare("output")
+class OutputConfig(Declared):
     """Folders and contents of the results."""
-
-    section: ClassVar[str] = "output"
 
     folder: str = "runs/default"
     """Folder of this run: metrics.jsonl, TensorBoard files, tokenizer, checkpoints, the trained model, report.json,
     for models with experts expert_load.svg."""
-    log_every_steps: int = 1
+    log_every_steps: Whole1 = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
@@ -178,7 +159,7 @@ class OutputConfig(Section):
     that you name. A run that starts again continues the same run there."""
     project: str = "evenpipe"
     """Project of the trackers. The run's name there is the name of its folder."""
-    trace_steps: tuple[int, ...] = ()
+    trace_steps: tuple[Whole1, ...] = ()
     """Steps to write a trace of, counted from 1: the passes and waits of each device, for `evenpipe draw` and
     `evenpipe profile --from`. The first steps are slower than later ones."""
     trace_folder: str | None = None
@@ -197,25 +178,17 @@ class OutputConfig(Section):
         differ = len(set(self.trackers)) == len(self.trackers)
         self.require("trackers", differ, "different names")
         self.require("project", self.project != "", "a name")
-        self.at_least(1, "log_every_steps")
-        self.require("trace_steps", min(self.trace_steps, default=1) >= 1, "numbers of steps, at least 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleConfig(Section):
+@declare("sample")
+class SampleConfig(Declared):
     """Texts that the exported model writes at the end of the run."""
-
-    section: ClassVar[str] = "sample"
 
     prompts: tuple[str, ...] = ()
     """Beginnings of texts for the model to continue. Default: no texts."""
-    new_tokens: int = 120
+    new_tokens: Whole1 = 120
     """Maximum number of new tokens per text."""
-    temperature: float = 0.7
+    temperature: Number0 = 0.7
     """A temperature below 1 favours likely tokens; 0 always takes the likeliest."""
-    top_k: int = 40
+    top_k: Whole0 = 40
     """Number of likeliest tokens to draw from; 0: all."""
-
-    def check(self) -> None:
-        self.at_least(1, "new_tokens")
-        self.at_least(0, "temperature", "top_k")

@@ -20,8 +20,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.train.input_sections import JSON_LINES, DataConfig
-from evenpipe.train.section import nearest, show
-from evenpipe.words import count
+from evenpipe.words import count, nearest, show
 
 READ_BYTES = 1 << 20
 LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is in memory as a whole
@@ -43,7 +42,7 @@ def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
     paths = [path for path in find_files(data.files) if path.resolve() not in evaluated]
     if not paths:
         raise InputError(
-            f"data.validation_files is {show(data.validation_files)}, but must leave files of data.files to train on"
+            f"data.validation_files is {show(data.validation_files)}; it must leave files of data.files to train on"
         )
     return _files(data, paths)
 
@@ -70,7 +69,7 @@ def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Pat
     found: set[str] = set()
     for pattern in patterns:
         if Path(pattern).is_dir():
-            raise InputError(f'{field} names the folder {show(pattern)}, but must name files, as "{pattern}/**/*.txt"')
+            raise InputError(f'{field} names the folder {show(pattern)}; it must name files, as "{pattern}/**/*.txt"')
         names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207
         files = [name for name in names if Path(name).is_file()]
         if not files:

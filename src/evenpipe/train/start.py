@@ -149,7 +149,7 @@ def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) ->
     try:
         if worker.world_size != config.pipeline.processes:
             raise InputError(
-                f"pipeline.processes is {config.pipeline.processes}, but must be {worker.world_size}, the number of "
+                f"pipeline.processes is {config.pipeline.processes}; it must be {worker.world_size}, the number of "
                 "processes that torchrun starts"
             )
         if worker.rank == 0:

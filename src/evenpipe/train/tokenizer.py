@@ -21,7 +21,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import beside, find_file, hub_options, reason_of
-from evenpipe.train.section import show
+from evenpipe.words import show
 
 _REMEDY = "give tokenizer.source, a folder or hub name with the tokenizer of the model"
 
@@ -97,12 +97,12 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
     if end_of_text is not None:
         if end_of_text not in tokenizer.get_vocab():
             raise InputError(
-                f"tokenizer.end_of_text is {show(end_of_text)}, but must be a token of the tokenizer {show(source)}"
+                f"tokenizer.end_of_text is {show(end_of_text)}; it must be a token of the tokenizer {show(source)}"
             )
         tokenizer.eos_token = end_of_text
     if tokenizer.eos_token_id is None:
         raise InputError(
-            f"tokenizer.end_of_text is none, but must name a token: the tokenizer {show(source)} has none of its own"
+            f"tokenizer.end_of_text is none; it must name a token: the tokenizer {show(source)} has none of its own"
         )
     return tokenizer
 

@@ -30,7 +30,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name, such as wandb makes, is not a package
-            raise InputError(f'output.trackers names "{name}", but must not until it is installed: pip install {name}')
+            raise InputError(f'output.trackers names "{name}", which is not installed: pip install {name}')
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

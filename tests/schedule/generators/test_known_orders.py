@@ -170,8 +170,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("zb-auto", {"memory_limit": float("inf")}, "memory_limit must be a finite number"),
     ("zb-auto", {"weight_share": "1"}, "weight_share must be a number from 0 to 1, not '1'"),
     ("zb-auto", {"weight_share": 1.5}, "weight_share must be a number from 0 to 1, not 1.5"),
-    ("zb-auto", {"costs": Costs(F=1, B=2)}, "costs: I is missing; a split backward needs F, I and W"),
-    ("zb-auto", {"costs": Costs(F=[1, 2], I=1, W=1)}, "costs: F has 2 numbers for 4 stages"),
+    ("zb-auto", {"costs": Costs(F=1, B=2)}, "costs.I is missing; a split backward needs F, I and W"),
+    ("zb-auto", {"costs": Costs(F=[1, 2], I=1, W=1)}, "costs.F has 2 numbers for 4 stages"),
     (
         "v-budget",
         {"memory_limit": 3},
@@ -180,7 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("v-budget", {"memory_limit": [8, 8, 8, 3]}, "needs 4 stage activations on each"),
     ("v-budget", {"memory_limit": [10, 10]}, "memory_limit has 2 numbers for 4 devices"),
     ("v-budget", {"memory_limit": -1}, "memory_limit must be a finite number above 0"),
-    ("v-budget", {"costs": Costs(F=1, B=2)}, "costs: I is missing; a V-schedule needs F, I and W"),
+    ("v-budget", {"costs": Costs(F=1, B=2)}, "costs.I is missing; a V-schedule needs F, I and W"),
 ]
 
 

@@ -332,7 +332,7 @@ def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
     walked = timed(order, costs)
     interval = interval_of(walked)
     if interval <= 0:
-        raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
+        raise InputError("costs.F and costs.B of at least one stage must be above 0 to place vocabulary passes")
     return walked, INTERVAL / interval
 
 

@@ -40,8 +40,8 @@ def parse_size(text: str, what: str = "memory") -> int:
     quoted = f"'{shortened(plain(text))}'"
     if found is None or unit.lower() not in _BY_LETTERS:
         why = ", which has no unit" if found is not None and not unit else ""
-        raise InputError(f"{what} is {quoted}{why}, expected a number and a unit, as in 80GiB")
+        raise InputError(f"{what} is {quoted}{why}; it must be a number and a unit, as in 80GiB")
     size = float(found[1]) * _BY_LETTERS[unit.lower()]
     if not 0.5 < size < MOST:
-        raise InputError(f"{what} is {quoted}, expected more than 0 and less than 8 EiB")
+        raise InputError(f"{what} is {quoted}; it must be more than 0 and less than 8 EiB")
     return round(size)
