@@ -30,14 +30,31 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Slack:
+    """How much later an event could end without making the step longer.
+
+    time: in the unit of the timeline. item, device: the pass that would make it longer first, as it waits for the
+    event, directly or at the end of a chain of transfers; None for the end of the step.
+    """
+
+    time: float
+    item: Item | None = None
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
-    """`item` ran on `device` from `start` to `end`; `cause` is the last thing it waited for, if known."""
+    """`item` ran on `device` from `start` to `end`.
+
+    cause: the last thing it waited for, if known. slack: how much later it could end; of simulated events only.
+    """
 
     device: int
     item: Item
     start: float
     end: float
     cause: Cause | None = None
+    slack: Slack | None = None
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from evenpipe.schedule import Cause, Costs, Event, Program, Timeline, Transfer
+from evenpipe.schedule import Cause, Costs, Event, Program, Slack, Timeline, Transfer
 
 from .loop import DEVICE, START, Loop
 from .memory import memory_curves
+from .slack import Slacks
 from .work import COPIES, Work
 
 NOTHING = Cause(START)
 EMPTY: Mapping[int, Transfer] = {}
+NO_SLACK: Slacks = {}
 
 
-def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
-    """Passes of each device as they ran, and beside them its transfers and copies by their start."""
+def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Slacks = NO_SLACK) -> Timeline:
+    """Passes of each device as they ran, and beside them its transfers and copies by their start.
+
+    late: the slack of all events, if they are to have it.
+    """
     events, beside = [], []
     behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
@@ -32,7 +37,7 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
             cause = found or cause_of(work, loop, n, device, issued)
             if cause.resource == DEVICE:
                 behind[loop.who[n]] = cause
-            event = Event(device, item, loop.start[n], loop.end[n], cause)
+            event = Event(device, item, loop.start[n], loop.end[n], cause, _slack(work, late, n))
             (others if n in work.beside or isinstance(item, Transfer) else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
@@ -52,6 +57,13 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
         costs.exchange_times(placement),
         costs.token_factors,
     )
+
+
+def _slack(work: Work, late: Slacks, n: int) -> Slack | None:
+    if n not in late:
+        return None
+    time, first = late[n]
+    return Slack(time) if first is None else Slack(time, work.item(first), work.numbered.device(first))
 
 
 def cause_of(work: Work, loop: Loop, n: int, device: int, issued: Mapping[int, Transfer] = EMPTY) -> Cause:
