@@ -70,6 +70,7 @@ class Timeline:
     exchange: of each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
         device; empty if there are none.
     token_factors: of each slice of a sequence, on `stage_bytes` and `exchange`; empty if all are 1.
+    limit: the most that each device may hold, if there is a limit: bytes if `memory` is known, else stage activations.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -80,6 +81,7 @@ class Timeline:
     placement: Placement | None = None
     exchange: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     token_factors: tuple[float, ...] = ()
+    limit: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
         if not any(self.events):
