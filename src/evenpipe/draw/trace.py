@@ -118,6 +118,11 @@ class _Writer:
                 args["waited for"] += f": {event.cause.item}"
             if event.cause.device is not None:
                 args["waited for"] += f" on device {event.cause.device}"
+        if event.slack is not None:
+            args["could end later by (µs)"] = round(max(0.0, event.slack.time) * self.unit, 3)
+            args["then late"] = "the end of the step"
+            if event.slack.item is not None:
+                args["then late"] = f"{event.slack.item} on device {event.slack.device}"
         start = self._at(event.start)
         return {
             "ph": "X",
