@@ -33,7 +33,7 @@ def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
         assert bar.width == pytest.approx((end - start) * unit, abs=0.1)
         assert bar.x == pytest.approx(x - 0.4 + (start - (0, 3)[device]) * unit, abs=0.1)
         assert y < bar.y and bar.y + bar.height < y + height  # within the row, and lower than a pass
-        assert chip[2:4] == (SAMPLE, SAMPLE)
+        assert chip.width == SAMPLE and chip.height < SAMPLE / 2  # a thin bar in the legend, too
         assert f"waits for {kind.value}" in text and "waits for" not in without
 
 

@@ -134,8 +134,8 @@ class Panel:
 
     @property
     def highest(self) -> float:
-        """The end of the scale of its curves: the highest peak or limit."""
-        return max((*self.peaks, *(self.timeline.limit or ())), default=0.0)
+        """The end of the scale of its curves: the highest peak, or a little more than the highest limit."""
+        return max((*self.peaks, *(1.2 * limit for limit in self.timeline.limit or ())), default=0.0)
 
     @property
     def held(self) -> str:

@@ -5,7 +5,7 @@ Only shapes with plain attributes are used, without scripts, so every viewer and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from evenpipe.schedule import Event, Item, Kind, Pass, TransferKind
@@ -171,7 +171,7 @@ class _Page:
             box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
             colour = LOOKS[event.item.kind].colour
             self.canvas.rect(box.x, box.y, box.width, box.height, colour)
-            self._write([_short(event.item)], colour, box)
+            self._write(_short(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
         x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
@@ -181,17 +181,16 @@ class _Page:
         for index, colour in enumerate(colours):
             self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
         for index, (item, colour) in enumerate(zip(parts(event), colours, strict=False)):
-            texts = [str(item)] if len(panel.stages[event.device]) > 1 else []  # else all are of one stage
-            self._write([*texts, unit_text(item)], colour, _Box(x, y + index * part, width, part))
+            named = len(panel.stages[event.device]) > 1 and text_width(str(item), 11) + 5 <= width
+            text = str(item) if named else unit_text(item)  # the shade says which stage it is
+            self._write(text, colour, _Box(x, y + index * part, width, part))
 
-    def _write(self, texts: Iterable[str], colour: str, box: _Box) -> None:
-        """Write the first of `texts` that is readable in the middle of `box`."""
-        for text in filter(None, texts):
-            size = min(11.0, box.height - 2, 11 * (box.width - 1) / text_width(text, 11))
-            if size >= 8:
-                x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
-                self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
-                return
+    def _write(self, text: str, colour: str, box: _Box) -> None:
+        """Write `text` in the middle of `box`, if it is readable there."""
+        size = min(11.0, box.height - 2, 11 * (box.width - 1) / (text_width(text, 11) or 1))
+        if size >= 8:
+            x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
+            self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
 
     def _waits(self, panel: Panel, device: int, y: float) -> None:
         """Draw a slim bar from the start of idle time to the arrival of the awaited item."""

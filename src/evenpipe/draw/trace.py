@@ -120,9 +120,10 @@ class _Writer:
                 args["waited for"] += f" on device {event.cause.device}"
         if event.slack is not None:
             args["could end later by (µs)"] = round(max(0.0, event.slack.time) * self.unit, 3)
-            args["then late"] = "the end of the step"
-            if event.slack.item is not None:
-                args["then late"] = f"{event.slack.item} on device {event.slack.device}"
+            first = event.slack.item
+            args["first to wait"] = (
+                "the end of the step" if first is None else f"{first} on device {event.slack.device}"
+            )
         start = self._at(event.start)
         return {
             "ph": "X",

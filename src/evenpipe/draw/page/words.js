@@ -51,13 +51,13 @@ function takesText(panel, i, format) {
   return panel.exchange(i) ? `${whole}, of which ${format.duration(panel.exchange(i))} tensor collectives` : whole;
 }
 
-// How much later an event could end, and what would be late first; null if not known.
+// How much later an event could end without a longer step, and what waits for it first; null if not known.
 function slackText(panel, i, format) {
   const slack = panel.slack(i), first = panel.first(i);
   if (slack === null) return null;
   const there = first < 0 ? -1 : panel.rowOf(first).device;
   const what = first < 0 ? "the end of the step" : `${panel.label(first)}${there === panel.rowOf(i).device ? "" : ` on device ${there}`}`;
-  if (slack) return `${format.duration(slack)}, then it would delay ${what}`;
+  if (slack) return `${format.duration(slack)}, until ${what}${first < 0 ? "" : " must start"}`;
   return first < 0 ? "nothing: the step ends with it" : `nothing: ${what} waits for it`;
 }
 
