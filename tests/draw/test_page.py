@@ -261,19 +261,14 @@ def test_a_limit_is_a_line_over_the_curves_in_their_unit(shown: Shown) -> None:
     shown.open(replace(two_devices(), limit=(4096.0, 4096.0)))
     assert "memory limit: 4 KiB" in shown.text("legend")
     rectangles = shown.drawn("rectangles")
-    # From the base of the lane of device 0 up: the area, ground, and the line at a limit four times as high.
-    heights = shown.browser.evaluate("(({ top, height }) => [top, height])(evenpipe.scene.boxes[0].lanes[2])")
+    # From the base of the curve of device 0 up: its area, then the page, and the line at a limit four times as high.
+    lanes = "evenpipe.scene.boxes[0].lanes.slice(0, 3).map(({ top, height }) => [top, height])"
+    compute, _, (top, height) = shown.browser.evaluate(lanes)
     x, y = shown.place("0F0")
-    bottom = (
-        y
-        + heights[0]
-        + heights[1]
-        - shown.browser.evaluate("evenpipe.scene.boxes[0].lanes[0].top")
-        - shown.browser.evaluate("evenpipe.scene.boxes[0].lanes[0].height") / 2
-    )
+    bottom = y - compute[1] / 2 - compute[0] + top + height
     black, white = (0x1C, 0x20, 0x26), (0xFF, 0xFF, 0xFF)
-    column = [tuple(shown.colour(x, bottom - up)) for up in range(1, int(heights[1]))]
-    assert column.count(black) == 1 and column.index(black) > heights[1] * 0.7 and white in column
+    column = [tuple(shown.colour(x, bottom - up)) for up in range(1, int(height))]
+    assert column.count(black) == 1 and column.index(black) > height * 0.7 and white in column
     shown.browser.mouse("mouseMoved", x, bottom - 2)
     assert "limit\t4 KiB" in shown.tip
     shown.open(two_devices())
@@ -294,8 +289,9 @@ def test_two_orders_of_the_same_passes_show_who_stands_elsewhere(shown: Shown) -
     first = "0F0 0 4, 0F1 4 8, 0F2 8 12, 0B0 12 20, 0B1 20 28, 0B2 28 36"
     second = "0F0 0 4, 0B0 12 20, 0F1 20 24, 0F2 24 28, 0B1 28 36, 0B2 36 44"
     shown.open({"all forwards first": timeline(first), "early": timeline(second)})
-    moves = "Object.fromEntries([...Array(6).keys()].map((i) => [evenpipe.scene.panels[1].label(i), evenpipe.scene.move(evenpipe.scene.panels[1], i)]))"
-    assert shown.browser.evaluate(moves) == {"0F0": 0, "0B0": -2, "0F1": 1, "0F2": 1, "0B1": 0, "0B2": 0}
+    panel = "evenpipe.scene.panels[1]"
+    moves = f"[...Array(6).keys()].map((i) => [{panel}.label(i), evenpipe.scene.move({panel}, i)])"
+    assert dict(shown.browser.evaluate(moves)) == {"0F0": 0, "0B0": -2, "0F1": 1, "0F2": 1, "0B1": 0, "0B2": 0}
     assert "order\t2 places earlier than in all forwards first" in shown.point("0B0", 1)
     assert "order\t1 place later than in all forwards first" in shown.point("0F2", 1)
     assert "order\t1 place earlier than in early" in shown.point("0F2", 0) and "order" not in shown.point("0B1", 1)

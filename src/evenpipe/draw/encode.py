@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from evenpipe.schedule import Event, Item, Kind, Slack, Transfer
+from evenpipe.schedule import Event, Item, Kind, Slack, Transfer, TransferKind
 
 from .figures import Scale, figures
-from .kinds import number_of
 from .panel import Panel, lanes
 
 RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
@@ -38,12 +37,12 @@ class Looks:
     """The kinds and colours in use, numbered by first use: one table for all panels of a page."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.entries: dict[tuple[Kind | TransferKind, tuple[str, ...]], int] = {}
         self.resources = {name: number for number, name in enumerate(RESOURCES)}
 
     def of(self, panel: Panel, event: Event) -> int:
         """The number of kind and colours of an event."""
-        return self.entries.setdefault((number_of(event.item.kind), panel.colours(event)), len(self.entries))
+        return self.entries.setdefault((event.item.kind, panel.colours(event)), len(self.entries))
 
     def resource(self, name: str) -> int:
         """The number of the resource that an event waited for."""

@@ -77,7 +77,10 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
         "unit": scale.unit_seconds,
         "kinds": [(kind.value, look.words, look.colour) for kind, look in LOOKS.items()],
         "looks": [
-            (kind, [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours])
+            (
+                list(LOOKS).index(kind),
+                [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours],
+            )
             for kind, colours in looks.entries
         ],
         "resources": list(looks.resources),

@@ -73,14 +73,6 @@ class _Rows:
         return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or beside else 0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    x: float
-    y: float
-    width: float
-    height: float
-
-
 class _Page:
     def __init__(
         self, panels: tuple[Panel, ...], title: str, width: int, scale: Scale, *, memory: bool, waits: bool
@@ -168,9 +160,9 @@ class _Page:
         for event, lane in zip(events, chosen, strict=True):
             x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
             edge = 0.4 if width >= 4 else 0.0
-            box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
+            box = (x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
             colour = LOOKS[event.item.kind].colour
-            self.canvas.rect(box.x, box.y, box.width, box.height, colour)
+            self.canvas.rect(*box, colour)
             self._write(_short(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
@@ -183,14 +175,15 @@ class _Page:
         for index, (item, colour) in enumerate(zip(parts(event), colours, strict=False)):
             named = len(panel.stages[event.device]) > 1 and text_width(str(item), 11) + 5 <= width
             text = str(item) if named else unit_text(item)  # the shade says which stage it is
-            self._write(text, colour, _Box(x, y + index * part, width, part))
+            self._write(text, colour, (x, y + index * part, width, part))
 
-    def _write(self, text: str, colour: str, box: _Box) -> None:
-        """Write `text` in the middle of `box`, if it is readable there."""
-        size = min(11.0, box.height - 2, 11 * (box.width - 1) / (text_width(text, 11) or 1))
+    def _write(self, text: str, colour: str, box: tuple[float, float, float, float]) -> None:
+        """Write `text` in the middle of a box (x, y, width, height), if it is readable there."""
+        x, y, width, height = box
+        size = min(11.0, height - 2, 11 * (width - 1) / (text_width(text, 11) or 1))
         if size >= 8:
-            x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
-            self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
+            middle = y + height / 2 + size * 0.36
+            self.canvas.text(x + width / 2, middle, text, size, fill=ink_on(colour), anchor="middle")
 
     def _waits(self, panel: Panel, device: int, y: float) -> None:
         """Draw a slim bar from the start of idle time to the arrival of the awaited item."""
