@@ -278,8 +278,8 @@ def test_a_limit_is_a_line_over_the_curves_in_their_unit(shown: Shown) -> None:
 def test_the_legend_explains_thin_bars_and_shades(shown: Shown) -> None:
     shown.open(two_devices())
     assert "waits for RECV_F\nwaits for RECV_B" in shown.text("legend") and "lighter" not in shown.text("legend")
-    shown.press("transfers")  # no longer in the legend themselves
-    assert "waits for RECV_B receive of a backward" in shown.text("legend")
+    words = "[...document.querySelectorAll('#legend .entry')].map(({ title }) => title)"
+    assert shown.browser.evaluate(words) == ["receive of a forward", "receive of a backward"]
     shown.open(timeline("0F0 0 1, 3F0 1 2", "1F0 1 2"))
     assert "lighter to darker: from the first to the last stage of a device" in shown.text("legend")
     assert "waits" not in shown.text("legend")

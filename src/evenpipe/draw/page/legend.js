@@ -24,13 +24,14 @@ function notesOf(scene) {
   const { theme, shared, options, panels } = scene;
   const notes = awaitedOf(panels).map((look) => {
     const [letters, words] = shared.kinds[shared.looks[look][0]];
-    return [thinSample(theme, theme.looks[look][0].colour, 4), `waits for ${letters}${options.transfers ? "" : ` ${words}`}`];
+    return [thinSample(theme, theme.looks[look][0].colour, 4), `waits for ${letters}`, words];
   });
   if (options.memory && shared.limit) notes.push([thinSample(theme, theme.text, 1), shared.limit]);
   if (shared.shades) notes.push(["", shared.shades]);
   if (options.moves) notes.push(["", "◂3: 3 places earlier on its device than in the other schedule; ▸: later; faint: the same place"]);
-  return notes.map(([picture, text]) => {
+  return notes.map(([picture, text, words]) => {
     const node = element("span", "", "entry");
+    node.title = words ?? "";
     node.append(picture, text);
     return node;
   });
