@@ -219,7 +219,8 @@ class Page {
     const { options } = this.scene;
     options[name] = !options[name];
     get(name).setAttribute("aria-pressed", String(options[name]));
-    if (arrange) name === "moves" ? this.reshade() : this.recolour();
+    if (name === "moves") this.scene.reshade();
+    if (arrange) this.recolour();
   }
 
   help() {
