@@ -92,8 +92,8 @@ def test_arguments_say_what_was_waited_for_and_what_tensor_ranks_exchange() -> N
 
 
 def test_arguments_say_how_much_later_a_pass_could_end_and_who_waits() -> None:
-    found = of_phase(events(with_slack(two_devices()), unit_seconds=1e-6), "X")
-    arguments = {event["name"]: event["args"] for event in found if event["tid"] == 1}
+    slices = of_phase(events(with_slack(two_devices()), unit_seconds=1e-6), "X")
+    arguments = {event["name"]: event["args"] for event in slices if event["tid"] == 1}
     shown = {
         name: [args.get(key) for key in ("could end later by (µs)", "first to wait")]
         for name, args in arguments.items()

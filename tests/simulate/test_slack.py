@@ -31,17 +31,17 @@ def run(program: Program, costs: Costs, later: dict[int, float]) -> tuple[Work, 
 
 def assert_exact(program: Program, costs: Costs, numbers: random.Random, most: int = 25) -> None:
     work, loop, step = run(program, costs, {})
-    found = slacks(work, loop, costs.engine)
-    assert set(found) == {n for row in work.rows for n in row}
-    for n in numbers.sample(sorted(found), min(most, len(found))):
-        slack, first = found[n]
+    result = slacks(work, loop, costs.engine)
+    assert set(result) == {n for row in work.rows for n in row}
+    for n in numbers.sample(sorted(result), min(most, len(result))):
+        slack, first = result[n]
         assert slack >= -1e-9 * step
         assert run(program, costs, {n: slack})[2] == pytest.approx(step, rel=1e-9), n
         for more in (0.01, 1.0):
             assert run(program, costs, {n: slack + more})[2] == pytest.approx(step + more, rel=1e-9), n
         if first is not None:  # what it names is late by then, and the reason for the longer step
             _, later, _ = run(program, costs, {n: slack + 0.01})
-            assert later.start[first] == pytest.approx(loop.start[first] + found[first][0] + 0.01, rel=1e-9)
+            assert later.start[first] == pytest.approx(loop.start[first] + result[first][0] + 0.01, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe-v", "po-h"])
@@ -95,13 +95,13 @@ def test_slack_by_hand(name: str) -> None:
     schedule = Program.from_csv(rows.replace(" ", ",")) if "UNSHARD" in rows else order_of(rows)
     simulation = simulate(schedule, Costs(**costs))  # type: ignore[arg-type]
     timeline = simulation.timeline_with_slack
-    found = {}
+    result = {}
     for row in (*timeline.events, *timeline.beside):
         for event in row:
             assert event.slack is not None
-            found[str(event.item)] = (event.slack.time, str(event.slack.item or "-"))
+            result[str(event.item)] = (event.slack.time, str(event.slack.item or "-"))
     wanted = {item: (float(time), first) for item, time, first in map(str.split, expected.split(","))}
-    assert {item: found[item] for item in wanted} == wanted
+    assert {item: result[item] for item in wanted} == wanted
     for plain, row in zip(simulation.timeline.events, timeline.events, strict=True):
         assert [(event.item, event.start, event.end, event.cause) for event in plain] == [
             (event.item, event.start, event.end, event.cause) for event in row

@@ -31,7 +31,7 @@ the end of the step."""
 def slacks(work: Work, loop: Loop, engine: CopyEngine) -> Slacks:
     """The slack of everything that ran.
 
-    If several passes would lengthen the step first, it names one that needs the event, and only else the next one of
+    If several passes would lengthen the step first, it names one that needs the event; if none does, the next one of
     its device.
     """
     behind = _behind(work, loop, engine)
