@@ -26,13 +26,13 @@ FILE = ROOT / "docs" / "page.png"
 WIDTH, HEIGHT = 1300, 860
 COSTS = Costs(F=4, I=4, W=4, S=2, C=0, T=1, E=0, G=0, bytes=1.2e9)
 PANEL, PASS = 0, "2F7"
-"""The pointer is on this pass of 1f1b, which waits for one on another device."""
+"""The pointer is on this pass of 1f1b, which waits for one on another device, and for which one waits."""
 
 
 def photograph(program: str) -> None:
     """Write the picture with the browser `program`."""
     cases = plan_cases(["1f1b", "zbv"], devices=8, microbatches=16, vocabularies=["vocab-2"], costs=COSTS)
-    timelines = {f"{case.name}, {case.mode}": case.simulation.timeline for case in cases}
+    timelines = {f"{case.name}, {case.mode}": case.simulation.timeline_with_slack for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
         draw(timelines, file, title="8 devices, 16 microbatches")

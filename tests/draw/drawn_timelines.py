@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ from evenpipe.schedule import (
     Costs,
     Event,
     Pass,
+    Slack,
     Timeline,
     Transfer,
     TransferKind,
@@ -55,6 +57,13 @@ def two_devices() -> Timeline:
     )
     memory = (((0.0, 1024.0), (12.0, 0.0)), ((3.0, 2048.0), (8.0, 0.0)))
     return Timeline(rows, None, beside, memory)
+
+
+def with_slack(step: Timeline) -> Timeline:
+    """`two_devices` whose first pass could end 1 later, until 1F0 starts, and whose last one ends the step."""
+    (first, last), other = step.events
+    waiting = Slack(1.0, Pass.parse("1F0"), 1)
+    return replace(step, events=((replace(first, slack=waiting), replace(last, slack=Slack(0.0))), other))
 
 
 def tensor_ranks() -> Timeline:

@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from drawn_timelines import EMPTY, timeline, two_devices, words
+from drawn_timelines import EMPTY, timeline, two_devices, with_slack, words
 from headless_browser import find_browser
 from traced_steps import one_device
 
@@ -103,15 +103,25 @@ def unpacked(text: str, count: int) -> list[list[int]]:
 
 
 def test_events_are_columns_of_integers() -> None:
-    encoded = encode(Panel("", two_devices()), Looks(), Scale())
+    encoded = encode(Panel("", with_slack(two_devices())), Looks(), Scale())
     assert encoded["rows"] == [(0, 0, 0), (1, 0, 2), (0, 1, 4), (1, 1, 5)]
-    starts, durations, _, stages, _, _, causes, resources, _ = unpacked(encoded["columns"], encoded["count"])
+    columns = unpacked(encoded["columns"], encoded["count"])
+    starts, durations, _, stages, _, _, causes, resources, _, slacks, firsts = columns
     step = encoded["step"]
     assert [sum(starts[: number + 1]) * step for number in range(6)] == pytest.approx([0, 9, 3, 5, 8, 2])
     assert [duration * step for duration in durations] == pytest.approx([2, 3, 2, 3, 1, 1])
     assert stages == [0, 0, 1, 1, 0, 1]
     assert [number - cause if cause else None for number, cause in enumerate(causes)] == [None, 4, 5, 2, 3, 0]
     assert resources == [1, 3, 3, 2, 3, 3]
+    assert [slack * step if slack >= 0 else None for slack in slacks] == [1, 0, None, None, None, None]
+    assert [number - first if first else None for number, first in enumerate(firsts)] == [
+        2,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_a_page_may_be_empty_and_grows_by_a_few_bytes_per_pass() -> None:
@@ -120,6 +130,32 @@ def test_a_page_may_be_empty_and_grows_by_a_few_bytes_per_pass() -> None:
     steps = [time_order(plan_order("1f1b", 8, microbatches, "vocab-2"), EQUAL_COSTS) for microbatches in (100, 200)]
     sizes = [len(page(step)) for step in steps]
     assert (sizes[1] - sizes[0]) / (100 * 8 * 7) < 3
+
+
+LIMITS = [
+    # arguments of draw, what the picture says of a limit
+    (["--schedule", "v-budget", "--memory-limit", "6"], "memory limit: 6 in flight"),
+    (["--schedule", "v-budget", "--memory-limit", "6,7,8"], "memory limit: 6 in flight, 7 in flight, 8 in flight"),
+    (["--compare", "1f1b,v-budget", "--memory-limit", "6"], "memory limit: 6 in flight"),
+    (["--schedule", "1f1b", "--offload", "2"], "memory limit: 2 on the device"),  # of one byte each
+    (["--schedule", "1f1b", "--offload", "2048", "--costs", "costs.toml"], "memory limit: 2 KiB"),
+    # Of another unit than the curve: stage activations beside bytes, and in flight beside those on the device.
+    (["--schedule", "v-budget", "--memory-limit", "6", "--costs", "costs.toml"], None),
+    (["--schedule", "v-budget", "--memory-limit", "6", "--offload", "free"], None),
+    (["--schedule", "1f1b"], None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LIMITS)
+def test_a_limit_is_drawn_over_a_curve_of_its_unit(
+    arguments: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("costs.toml").write_text("F = 1\nI = 1\nW = 1\nO = 0.5\nL = 0.5\nbytes = 1024\n")
+    size = ["--devices", "3", "--microbatches", "6", "--memory"]
+    assert main(["draw", *arguments, *size, "-o", "step.svg"]) == 0
+    shown = [text for text in words(Path("step.svg").read_text()) if "limit" in text]
+    assert shown == ([] if expected is None else [expected])
 
 
 # --- foreign names ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from traced_steps import two_devices as traced
 from evenpipe.cli.main import main
 from evenpipe.draw import svg, terminal, trace
 from evenpipe.draw.kinds import LOOKS
-from evenpipe.plan.measured import compare
+from evenpipe.plan.measured import compare, scaled
 from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
 from evenpipe.schedule.trace import Allocations
 from evenpipe.schedule.trace_file import write_trace
+from evenpipe.simulate import simulate
 
 
 def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
@@ -33,7 +34,7 @@ def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
         assert bar.width == pytest.approx((end - start) * unit, abs=0.1)
         assert bar.x == pytest.approx(x - 0.4 + (start - (0, 3)[device]) * unit, abs=0.1)
         assert y < bar.y and bar.y + bar.height < y + height  # within the row, and lower than a pass
-        assert chip[2:4] == (SAMPLE, SAMPLE)
+        assert chip.width == SAMPLE and chip.height < SAMPLE / 2  # a thin bar in the legend, too
         assert f"waits for {kind.value}" in text and "waits for" not in without
 
 
@@ -101,6 +102,15 @@ def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.Capt
     assert "step 12 s" in lines[lines.index("measured") + 1]
     assert "step 10.5 s" in lines[lines.index("predicted") + 1]  # 2 + 0.5 + 2 + 2.75 + 0.5 + 2.75
     assert compare(traced()).title == "1f1b + first-last, 2 devices, 1 microbatch, step 3"
+
+
+def test_the_slack_of_a_prediction_is_in_its_unit() -> None:
+    _, program = plan_program("zb-h1", 2, 4, "vocab-2", COSTS)
+    plain = simulate(program, COSTS).timeline_with_slack
+    rows = zip(plain.events[0], scaled(plain, 1000.0).events[0], strict=True)
+    slacks = [(event.slack.time, other.slack.time) for event, other in rows if event.slack and other.slack]
+    assert len(slacks) == len(plain.events[0]) and any(slack for slack, _ in slacks)
+    assert [other for _, other in slacks] == [slack * 1000 for slack, _ in slacks]
 
 
 WRONG = [

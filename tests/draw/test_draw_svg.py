@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
@@ -25,6 +26,16 @@ def test_a_pass_is_a_box_with_its_microbatch() -> None:
     assert backward[0] - idle[0] == pytest.approx(0.6 * idle[2], abs=1)
     assert words(text).count("3") == 2
     assert "device 0" in words(text)
+
+
+def test_where_a_device_has_several_stages_a_box_says_which_if_there_is_room() -> None:
+    rows = "0F3 0 2, 3F3 2 4, (0F4;3B3)OVERLAP_F_B 4 8, S3 8 10"
+    shown = words(svg(timeline(rows), width=600))
+    assert {"0F3", "3F3", "0F4", "3B3", "S3"} <= set(shown)
+    shown = words(svg(timeline(f"{rows}, 0B3 58 60"), width=600))
+    assert "3F3" not in shown and shown.count("3") >= 2
+    assert "lighter to darker: from the first to the last stage of a device" in shown
+    assert "0F3" not in words(svg(timeline("0F3 0 2", "1F3 2 4"), width=600))  # the device says which
 
 
 def test_panels_share_one_axis_of_time_and_say_their_figures() -> None:
@@ -77,6 +88,21 @@ def test_memory_is_an_area_per_device_with_its_peak() -> None:
     assert sum(node.get("fill-opacity") is not None for node in ET.fromstring(text).iter(f"{SPACE}path")) == 2
     assert {"peak", "1 KiB", "2 KiB"} <= set(words(text))
     assert "fill-opacity" not in svg(two_devices())
+
+
+def test_a_limit_is_a_line_over_each_curve_at_its_height() -> None:
+    step = replace(two_devices(), limit=(4096.0, 1536.0))
+    text = svg(step, memory=True)
+    assert "memory limit: 1.5 KiB, 4 KiB" in words(text)
+    paths = [node.get("d", "") for node in ET.fromstring(text).iter(f"{SPACE}path")]
+    curves = [re.findall(r"V([\d.]+)", path) for path in paths if path.endswith("Z")]
+    lines = [
+        float(path[1:].replace("H", " ").split()[1]) for path in paths if re.fullmatch(r"M[\d.]+ [\d.]+H[\d.]+", path)
+    ]
+    for (peak, *_, base), line, amounts in zip(curves, lines[:2], ((1024, 4096), (2048, 1536)), strict=True):
+        height, curve = float(base) - line, float(base) - float(peak)
+        assert height / curve == pytest.approx(amounts[1] / amounts[0], rel=0.02)
+    assert "memory limit" not in svg(step) and "memory limit" not in svg(two_devices(), memory=True)
 
 
 def test_passes_that_run_as_one_are_drawn_above_each_other() -> None:

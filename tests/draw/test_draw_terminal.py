@@ -59,6 +59,57 @@ def test_every_microbatch_can_be_read_and_no_number_is_cut() -> None:
         assert numbers == (set(range(microbatches)) if bands > 1 else set())
 
 
+LETTERS: dict[str, tuple[str, str, str]] = {
+    # a row, with a column per unit of time; the same in letters; the end of the legend
+    "lower case is the second stage": (
+        "0F0 0 2, 0F1 2 4, 3F0 4 6, 3I0 6 8, 0I0 8 10, 3W0 10 12, 0W0 12 14",
+        "F0F1f0i0I0w0W0",
+        "lower case: second stage of a device",
+    ),
+    "more stages have numbers": (
+        "0F0 0 4, 2F0 4 8, 4F0 8 12, 4B0 12 20, 2B10 20 28, 0B0 28 36",
+        "F0/0F2/0F4/0B4/0----B2/10---B0/0----",
+        "F4/3: stage 4, microbatch 3",
+    ),
+    "both of two that run as one": (
+        "0F1 0 4, (0F2;1B1)OVERLAP_F_B 4 12, (1F0;0B0)OVERLAP_F_B 12 20",
+        "F1--F2&b1---f0&B0---",
+        "lower case: second stage of a device",
+    ),
+    "short passes stay apart": (
+        "0F0 0 4, S0 4 6, T10 6 9, S1 9 11, 0B0 11 15",
+        "F0--S0T10S1B0--",
+        "T output layer, second half",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LETTERS)
+def test_letters_name_every_pass(case: str) -> None:
+    row, expected, legend = LETTERS[case]
+    lines = terminal(timeline(row, "9F9 39 40"), width=9 + 40 + 6, colour="none", overview=True).splitlines()
+    (line,) = [line for line in lines if line.startswith("device 0")]
+    assert line[9:49] == expected.ljust(40, ".")
+    assert legend in " ".join(lines[-3:])
+
+
+def test_narrow_columns_keep_the_letter_and_the_case_that_says_the_stage() -> None:
+    row = ", ".join(f"{3 * (k % 2)}F{k} {k} {k + 1}" for k in range(50))
+    assert "Ff" * 25 in terminal(timeline(row), width=9 + 50 + 6, colour="none", overview=True)
+    joint = ", ".join(f"(0F{k};3B{k})OVERLAP_F_B {2 * k} {2 * k + 2}" for k in range(25))
+    assert "&-" * 25 in terminal(timeline(joint), width=9 + 50 + 6, colour="none", overview=True)
+
+
+def test_vocabulary_passes_get_room_for_their_microbatch_if_a_screen_has_it() -> None:
+    for microbatches, has_room in ((6, True), (40, False)):
+        text = terminal(step(4, microbatches, "vocab-2"), width=100, colour="none")
+        rows = [line[9:-6] for line in text.splitlines() if line.startswith("device")]
+        numbered = {letter: {int(k) for row in rows for k in re.findall(rf"{letter}(\d+)", row)} for letter in "FST"}
+        assert len(rows) <= 48 or not has_room
+        assert numbered["F"] == set(range(microbatches))
+        assert (numbered["S"] == numbered["T"] == set(range(microbatches))) == has_room
+
+
 def test_memory_has_a_line_per_device() -> None:
     lines = terminal(timeline(*ROWS), width=WIDTH, colour="none", memory=True).splitlines()
     assert lines[3].split() == ["=" * 4 + "#" * 20 + "=" * 12, "2"]
@@ -86,8 +137,16 @@ def test_blocks_have_the_microbatch_and_passes_that_run_as_one_both_colours() ->
     row = next(line for line in SEQUENCE.sub("", text).splitlines() if line.startswith("device"))
     assert row.split() == ["device", "0", "10", "10", "100", "%"]
     joint = timeline("(0F1;0B0)OVERLAP_F_B 0 4")
-    assert "38;2;62;112;212;48;2;84;173;139m▀" in terminal(joint, width=60, colour="truecolor")
+    text = terminal(joint, width=60, colour="truecolor")
+    assert "38;2;62;112;212;48;2;84;173;139m▀" in text
+    # 1 on the colour of F, 0 on that of B.
+    assert "48;2;62;112;212m1" in text and "48;2;84;173;139m0" in text
     assert "& forward and backward as one" in terminal(joint, width=60, colour="none")
+    two = timeline("0F3 0 15, 1F3 15 30, 1B3 30 45")
+    text = terminal(two, width=60, colour="truecolor")
+    row = next(line for line in SEQUENCE.sub("", text).splitlines() if line.startswith("device"))
+    assert row.split() == ["device", "0", "F3", "f3", "b3", "100", "%"]
+    assert text.splitlines()[-1] == "lighter to darker: from the first to the last stage of a device"
 
 
 @pytest.mark.parametrize(

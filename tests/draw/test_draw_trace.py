@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices, with_slack
 
 from evenpipe.draw import trace
 from evenpipe.schedule import EQUAL_COSTS, Event, Pass, Placement, Timeline, plan_order, time_order
@@ -89,6 +89,17 @@ def test_arguments_say_what_was_waited_for_and_what_tensor_ranks_exchange() -> N
     arguments = {event["name"]: event["args"] for event in of_phase(events(tensor_ranks()), "X")}
     assert arguments["1I1"]["of which tensor collectives"] == "50.0 %"
     assert "of which tensor collectives" not in arguments["1W1"]
+
+
+def test_arguments_say_how_much_later_a_pass_could_end_and_who_waits() -> None:
+    slices = of_phase(events(with_slack(two_devices()), unit_seconds=1e-6), "X")
+    arguments = {event["name"]: event["args"] for event in slices if event["tid"] == 1}
+    shown = {
+        name: [args.get(key) for key in ("could end later by (µs)", "first to wait")]
+        for name, args in arguments.items()
+    }
+    assert shown["0F0"] == [1.0, "1F0 on device 1"] and shown["0B0"] == [0.0, "the end of the step"]
+    assert shown["1B0"] == [None, None]
 
 
 def test_arrows_lead_to_the_pass_that_takes_the_result() -> None:

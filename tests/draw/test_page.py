@@ -6,10 +6,11 @@ Where there is no Chromium these tests are skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices
+from drawn_timelines import EMPTY, tensor_ranks, timeline, two_devices, with_slack
 from headless_browser import Browser, find_browser
 
 from evenpipe.draw import draw
@@ -247,3 +248,63 @@ def test_odd_sizes_open_without_trouble(shown: Shown) -> None:
             shown.browser.key(key)
         shown.browser.click(500, 300)
         assert shown.browser.evaluate("document.getElementById('trouble').hidden")
+
+
+def test_pointing_says_how_much_later_a_pass_could_end_and_who_waits(shown: Shown) -> None:
+    shown.open(with_slack(two_devices()))
+    assert "could end later by\t1, until 1F0 on device 1 must start" in shown.point("0F0")
+    assert "could end later by\tnothing: the step ends with it" in shown.point("0B0")
+    assert "could end later" not in shown.point("1F0")  # not known, as in measured steps
+
+
+def test_a_limit_is_a_line_over_the_curves_in_their_unit(shown: Shown) -> None:
+    shown.open(replace(two_devices(), limit=(4096.0, 4096.0)))
+    assert "memory limit: 4 KiB" in shown.text("legend")
+    rectangles = shown.drawn("rectangles")
+    # From the base of the curve of device 0 up: its area, then the page, and the line at a limit four times as high.
+    lanes = "evenpipe.scene.boxes[0].lanes.slice(0, 3).map(({ top, height }) => [top, height])"
+    compute, _, (top, height) = shown.browser.evaluate(lanes)
+    x, y = shown.place("0F0")
+    bottom = y - compute[1] / 2 - compute[0] + top + height
+    black, white = (0x1C, 0x20, 0x26), (0xFF, 0xFF, 0xFF)
+    column = [tuple(shown.colour(x, bottom - up)) for up in range(1, int(height))]
+    assert column.count(black) == 1 and column.index(black) > height * 0.7 and white in column
+    shown.browser.mouse("mouseMoved", x, bottom - 2)
+    assert "limit\t4 KiB" in shown.tip
+    shown.open(two_devices())
+    assert "limit" not in shown.text("legend") and shown.drawn("rectangles") == rectangles - 2
+
+
+def test_the_legend_explains_thin_bars_and_shades(shown: Shown) -> None:
+    shown.open(two_devices())
+    assert "waits for RECV_F\nwaits for RECV_B" in shown.text("legend") and "lighter" not in shown.text("legend")
+    words = "[...document.querySelectorAll('#legend .entry')].map(({ title }) => title)"
+    assert shown.browser.evaluate(words) == ["receive of a forward", "receive of a backward"]
+    shown.open(timeline("0F0 0 1, 3F0 1 2", "1F0 1 2"))
+    assert "lighter to darker: from the first to the last stage of a device" in shown.text("legend")
+    assert "waits" not in shown.text("legend")
+
+
+def test_two_orders_of_the_same_passes_show_who_stands_elsewhere(shown: Shown) -> None:
+    first = "0F0 0 4, 0F1 4 8, 0F2 8 12, 0B0 12 20, 0B1 20 28, 0B2 28 36"
+    second = "0F0 0 4, 0B0 12 20, 0F1 20 24, 0F2 24 28, 0B1 28 36, 0B2 36 44"
+    shown.open({"all forwards first": timeline(first), "early": timeline(second)})
+    panel = "evenpipe.scene.panels[1]"
+    moves = f"[...Array(6).keys()].map((i) => [{panel}.label(i), evenpipe.scene.move({panel}, i)])"
+    assert dict(shown.browser.evaluate(moves)) == {"0F0": 0, "0B0": -2, "0F1": 1, "0F2": 1, "0B1": 0, "0B2": 0}
+    assert "order\t2 places earlier than in all forwards first" in shown.point("0B0", 1)
+    assert "order\t1 place later than in all forwards first" in shown.point("0F2", 1)
+    assert "order\t1 place earlier than in early" in shown.point("0F2", 0) and "order" not in shown.point("0B1", 1)
+    x, y = shown.place("0F0", 1)
+    before = shown.colour(x - 20, y)
+    shown.press("moves")
+    assert shown.colour(x - 20, y) != before  # the same place: faint
+    assert "◂3: 3 places earlier on its device than in the other schedule" in shown.text("legend")
+    shown.browser.evaluate("document.getElementById('stage').focus()")
+    shown.browser.key("d")
+    assert shown.colour(x - 20, y) == before and "◂" not in shown.text("legend")
+    hidden = "document.getElementById('moves').hidden"
+    assert not shown.browser.evaluate(hidden)
+    for others in ({"a": first, "b": first}, {"a": first, "b": first.replace("B2", "I2")}, {"a": first}):
+        shown.open({name: timeline(row) for name, row in others.items()})
+        assert shown.browser.evaluate(hidden), "nothing stands elsewhere, or the passes are others"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.printing import say
-from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, costs, schedules_help
+from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, costs, offload, options, schedules_help
 from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
+    from evenpipe.plan.cases import Case
     from evenpipe.schedule import Timeline
 
 TRACES = """
@@ -77,13 +78,37 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
     from evenpipe.words import count
 
     planned = cases(arguments)
-    found = [case.simulation.timeline for case in planned]
-    if arguments.costs is None:  # bytes of schedules are activations only
-        found = [replace(timeline, memory=None) for timeline in found]
-    timelines = dict(zip(labels(planned), found, strict=True))
+    timelines = {}
+    for name, case in zip(labels(planned), planned, strict=True):
+        timeline = case.simulation.timeline_with_slack
+        if arguments.costs is None:  # bytes of schedules are activations only
+            timeline = replace(timeline, memory=None)
+        timelines[name] = replace(timeline, limit=_limit(arguments, case, timeline))
     size = planned[0].schedule
     title = f"{count(size.devices, 'device')}, {count(size.microbatches, 'microbatch')}"
     return timelines, title if size.slices == 1 else f"{title} of {count(size.slices, 'slice')}"
+
+
+def _limit(arguments: argparse.Namespace, case: Case, timeline: Timeline) -> tuple[float, ...] | None:
+    """The limit of each device in the unit of its memory curve, None without one in that unit.
+
+    --memory-limit counts stage activations in flight, and --offload bytes on the device, of which a forward stores an
+    equal number in every stage if it is to be a limit of stage activations there.
+    """
+    from evenpipe.schedule import SCHEDULES
+    from evenpipe.schedule.check_limit import limits_per_device
+    from evenpipe.schedule.registry import options_of
+
+    devices, stage_bytes = case.schedule.devices, set(timeline.stage_bytes or ())
+    most = offload(arguments)
+    if isinstance(most, float) and timeline.memory is not None:
+        return (most,) * devices
+    if isinstance(most, float) and timeline.on_device is not None and len(stage_bytes) == 1:
+        return (most / stage_bytes.pop(),) * devices
+    limit = options(arguments).get("memory_limit")
+    has_option = case.name in SCHEDULES and "memory_limit" in options_of(case.name)
+    in_flight = timeline.memory is None and timeline.on_device is None
+    return limits_per_device(limit, devices) if limit is not None and has_option and in_flight else None
 
 
 def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str, str]:

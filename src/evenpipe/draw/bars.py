@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
-from .canvas import FAINT, LEGEND_LINE, TEXT, Canvas, n, text_width
+from .canvas import FAINT, LEGEND_LINE, TEXT, Canvas, Entry, n, text_width
 from .figures import bytes_text, round_step
 
 COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
@@ -67,9 +67,9 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
     sizes = [number * step for number in range(int(most / step + 1e-9) + 1)]
     marks = ((_LEFT + size * scale, bytes_text(size)) for size in sizes)
     canvas.axis(marks, _LEFT, width - right, top + 2)
-    entries = list(zip(COLOURS, terms, strict=False))
+    entries = list(map(Entry, COLOURS, terms))
     if limit is not None:
-        entries.append((TEXT, f"line: {bytes_text(limit)} of a device"))
+        entries.append(Entry(TEXT, f"line: {bytes_text(limit)} of a device"))
     top = canvas.legend(entries, _LEFT, width - 10, top + 32) + LEGEND_LINE + 2
     summary = "; ".join(f"{group.name}: {_figures(group)}" for group in groups)
     return canvas.document(width, top, name=title or "Memory of every device", summary=summary)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from typing import NamedTuple
 
 from evenpipe.given import plain
 
@@ -17,6 +18,16 @@ TEXT, FAINT = "#1c2026", "#5c6570"
 
 LEGEND_LINE = 22
 """Height of a line of a legend."""
+_SAMPLE = 13
+
+
+class Entry(NamedTuple):
+    """An entry of a legend. height: that of the bar in its sample; a thin bar is on the colour of idle time."""
+
+    colour: str
+    text: str
+    height: float = _SAMPLE
+
 
 _GROUND = "#ffffff"
 _IN_THE_DARK = {_GROUND: "#14171c", TEXT: "#e6e9ee", FAINT: "#a0a8b4", IDLE: "#2a2f37"}
@@ -62,14 +73,16 @@ class Canvas:
             self.path(f"M{n(x)} {n(y)}v5", FAINT)
         self.path(f"M{n(left)} {n(y)}H{n(right)}", FAINT)
 
-    def legend(self, entries: Iterable[tuple[str, str]], left: float, right: float, top: float) -> float:
-        """Add colours and their texts in lines; return the top of the last one."""
+    def legend(self, entries: Iterable[Entry], left: float, right: float, top: float) -> float:
+        """Add entries in lines; return the top of the last one."""
         x = left
-        for colour, text in entries:
+        for colour, text, height in entries:
             size = 20 + text_width(text, 12)
             if x + size > right and x > left:
                 x, top = left, top + LEGEND_LINE
-            self.rect(x, top, 13, 13, colour)
+            if height < _SAMPLE:
+                self.rect(x, top, _SAMPLE, _SAMPLE, IDLE)
+            self.rect(x, top + (_SAMPLE - height) / 2, _SAMPLE, height, colour)
             self.text(x + 19, top + 10.5, text, 12)
             x += size + 18
         return top

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from evenpipe.schedule import Event, Item, Kind, Transfer
+from evenpipe.schedule import Event, Item, Kind, Slack, Transfer, TransferKind
 
 from .figures import Scale, figures
-from .kinds import number_of
 from .panel import Panel, lanes
 
 RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
@@ -30,18 +29,20 @@ COMPUTE, TRANSFERS, BESIDE = range(3)
 """Types of rows of events; `BESIDE`: copies to the host and back, and collectives over replicas."""
 
 _LARGEST = 2**30
+Places = dict[tuple[int | None, Item | None], int]
+"""Numbers of events by device and item."""
 
 
 class Looks:
     """The kinds and colours in use, numbered by first use: one table for all panels of a page."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.entries: dict[tuple[Kind | TransferKind, tuple[str, ...]], int] = {}
         self.resources = {name: number for number, name in enumerate(RESOURCES)}
 
     def of(self, panel: Panel, event: Event) -> int:
         """The number of kind and colours of an event."""
-        return self.entries.setdefault((number_of(event.item.kind), panel.colours(event)), len(self.entries))
+        return self.entries.setdefault((event.item.kind, panel.colours(event)), len(self.entries))
 
     def resource(self, name: str) -> int:
         """The number of the resource that an event waited for."""
@@ -58,7 +59,7 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
     rows, events = _rows(panel)
     step = tick(panel.length)
     table, texts, unknown = _table(panel, events, looks, step)
-    curves, peak = _curves(panel, step)
+    curves = _curves(panel, step)
     return {
         "name": panel.name,
         "devices": panel.devices,
@@ -72,7 +73,8 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
         "bytes": panel.knows_bytes,
         "held": panel.held,
         "curves": curves,
-        "peak": peak,
+        "highest": panel.highest,
+        "limit": panel.timeline.limit,
         "figures": [(figure.name, figure.text) for figure in figures(panel, scale)],
     }
 
@@ -116,7 +118,8 @@ def _table(
     panel: Panel, events: list[Event], looks: Looks, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
     """Columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
-    how many events before this one), resource, and the ticks in which tensor ranks only exchange rows."""
+    how many events before this one), resource, the ticks in which tensor ranks only exchange rows, slack (ticks; -1 if
+    not known), and the pass that waits first (as the cause)."""
     origin = panel.origin
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
@@ -126,7 +129,10 @@ def _table(
         for number, item in enumerate(items)
         if item.kind is Kind.OVERLAP_F_B or (isinstance(item, Transfer) and item.peer is not None)
     }
-    causes, resources, unknown = _causes(events, looks)
+    places: Places = {}
+    for number, event in enumerate(events):
+        places.setdefault((event.device, event.item), number)
+    causes, resources, unknown = _causes(events, looks, places)
     table = [
         _differences(starts),
         array("i", [end - start for start, end in zip(starts, ends, strict=True)]),
@@ -137,18 +143,21 @@ def _table(
         causes,
         resources,
         array("i", [round(panel.timeline.exchange_of(event) / step) for event in events]),
+        array("i", [-1 if event.slack is None else max(0, round(event.slack.time / step)) for event in events]),
+        array("i", [_back(number, event.slack, places) for number, event in enumerate(events)]),
     ]
     return table, texts, unknown
 
 
-def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], dict[int, str]]:
+def _back(number: int, slack: Slack | None, places: Places) -> int:
+    """How many events before this one the pass is that waits for it first; 0 for the end of the step."""
+    place = None if slack is None else places.get((slack.device, slack.item))
+    return 0 if place is None else number - place
+
+
+def _causes(events: list[Event], looks: Looks, places: Places) -> tuple[array[int], array[int], dict[int, str]]:
     causes, resources = array("i", bytes(4 * len(events))), array("i", bytes(4 * len(events)))
     unknown: dict[int, str] = {}
-    if all(event.cause is None for event in events):
-        return causes, resources, unknown
-    places: dict[tuple[int, Item], int] = {}
-    for number, event in enumerate(events):
-        places.setdefault((event.device, event.item), number)
     for number, event in enumerate(events):
         cause = event.cause
         if cause is None:
@@ -165,9 +174,8 @@ def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], 
     return causes, resources, unknown
 
 
-def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
-    """The memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value
-    of all."""
+def _curves(panel: Panel, step: float) -> dict[str, Any]:
+    """The memory of all devices as one table: times in ticks, values in units of `unit`."""
     curves = [panel.curve(device) for device in range(panel.devices)]
     peak = max((value for curve in curves for _, value in curve), default=0.0)
     unit = max(1.0, peak / _LARGEST)
@@ -177,7 +185,7 @@ def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
         values.extend(round(value / unit) for _, value in curve)
         firsts.append(len(times))
     columns = pack([_differences(times), _differences(values)])
-    return {"firsts": firsts, "unit": unit, "columns": columns, "peaks": panel.peaks}, peak
+    return {"firsts": firsts, "unit": unit, "columns": columns, "peaks": panel.peaks}
 
 
 def _differences(column: array[int]) -> array[int]:

@@ -65,6 +65,24 @@ def exchange_text(panels: Iterable[Panel]) -> str:
     return f"tensor collectives: {', '.join(words)}" if words else ""
 
 
+def shades_text(panels: Iterable[Panel]) -> str:
+    """What the shades of a colour mean; empty if every kind has one."""
+    panels = tuple(panels)
+    meanings = []
+    if any(len(stages) > 1 for panel in panels for stages in panel.stages):
+        meanings.append("from the first to the last stage of a device")
+    if any(panel.slices > 1 for panel in panels):
+        meanings.append("from the first to the last slice of a sequence")
+    return f"lighter to darker: {', and in each '.join(meanings)}" if meanings else ""
+
+
+def limit_text(panels: Iterable[Panel]) -> str:
+    """The limits of memory: "memory limit: 6 in flight"; empty if there are none."""
+    limits = (amount_text(panel, limit) for panel in panels for limit in sorted(set(panel.timeline.limit or ())))
+    text = ", ".join(dict.fromkeys(limits))
+    return f"memory limit: {text}" if text else ""
+
+
 def busy_share(panel: Panel, device: int) -> float:
     """The compute time of one device over the makespan."""
     return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0

@@ -57,13 +57,6 @@ LOOKS: dict[Kind | TransferKind, Look] = {
 }
 """Look of every kind, in the order of legends."""
 
-_NUMBER = {kind: number for number, kind in enumerate(LOOKS)}
-
-
-def number_of(kind: Kind | TransferKind) -> int:
-    """The position of a kind in `LOOKS`."""
-    return _NUMBER[kind]
-
 
 def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[str, ...]:
     """The colour of a pass on a device that holds `stages`, with sequences of so many slices: one, or one per

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from evenpipe.errors import InputError
 
-from .canvas import FAINT, Canvas, text_width
+from .canvas import FAINT, Canvas, Entry, text_width
 from .kinds import IDLE
 
 SCALE = (
@@ -51,7 +51,7 @@ def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: 
         canvas.text(width - _RIGHT + 8, top + 11, _figures(shares), 11, fill=FAINT)
         top += _ROW + _GAP
     canvas.text(left, top + 14, "experts, from the first to the last; tokens over the mean of the layer:", 12)
-    entries = [(colour, text) for _, colour, text in SCALE]
+    entries = [Entry(colour, text) for _, colour, text in SCALE]
     bottom = canvas.legend(entries, left, width - 10, top + 26) + 24
     summary = "; ".join(f"{name}: {_figures(_shares(tokens))}" for name, tokens in layers.items())
     return canvas.document(width, bottom, name=title or "Tokens of every expert", summary=summary)

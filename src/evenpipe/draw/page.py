@@ -19,7 +19,7 @@ from typing import Any
 from evenpipe.given import plain
 
 from .encode import Looks, encode
-from .figures import Scale, amount_text, busy_share, figures, share_text
+from .figures import Scale, amount_text, busy_share, figures, limit_text, shades_text, share_text
 from .kinds import LOOKS, for_dark, ink_on
 from .panel import Panel, Timelines, kinds_in, panels_of
 
@@ -34,6 +34,7 @@ SCRIPTS = (
     "paint.js",
     "overview.js",
     "chain.js",
+    "moves.js",
     "search.js",
     "words.js",
     "legend.js",
@@ -76,10 +77,15 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
         "unit": scale.unit_seconds,
         "kinds": [(kind.value, look.words, look.colour) for kind, look in LOOKS.items()],
         "looks": [
-            (kind, [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours])
+            (
+                list(LOOKS).index(kind),
+                [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours],
+            )
             for kind, colours in looks.entries
         ],
         "resources": list(looks.resources),
+        "shades": shades_text(panels),
+        "limit": limit_text(panels),
         "panels": encoded,
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -133,6 +133,11 @@ class Panel:
         return tuple(float(peak) for peak in self.timeline.peak_on_device)
 
     @property
+    def highest(self) -> float:
+        """The end of the scale of its curves: the highest peak, or a little more than the highest limit."""
+        return max((*self.peaks, *(1.2 * limit for limit in self.timeline.limit or ())), default=0.0)
+
+    @property
     def held(self) -> str:
         """Which stage activations `curve` counts if bytes are not known."""
         return "in flight" if self.timeline.on_device is None else "on the device"

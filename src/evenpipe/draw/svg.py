@@ -12,11 +12,11 @@ from evenpipe.schedule import Event, Item, Kind, Pass, TransferKind
 from evenpipe.schedule.passes import SHARDING_KINDS, unit_text
 from evenpipe.schedule.sharding import part_of
 
-from .canvas import FAINT, LEGEND_LINE, Canvas, n, text_width
+from .canvas import FAINT, LEGEND_LINE, TEXT, Canvas, Entry, n, text_width
 from .columns import cut, mean_colour
-from .figures import Scale, exchange_text, figures, peak_of, ticks
+from .figures import Scale, exchange_text, figures, limit_text, peak_of, shades_text, ticks
 from .kinds import IDLE, LOOKS, ink_on
-from .panel import Panel, Timelines, kinds_in, lanes, panels_of
+from .panel import Panel, Timelines, kinds_in, lanes, panels_of, parts
 
 _MEMORY = "#8d97a5"
 _RIGHT, _HEADING, _AXIS = 14, 34, 30
@@ -24,6 +24,8 @@ _SPEEDUP = 40
 """Font size of the speedup."""
 _WAIT = 0.3
 """Height of the bar of a wait, relative to a row."""
+_THIN = 4.0
+"""Height of the bar of a wait in the legend."""
 _COPY = 0.4
 """Height of the lane of passes beside compute, relative to a row."""
 
@@ -41,10 +43,10 @@ def svg(
 ) -> str:
     """Timelines as an SVG document, above each other on one time axis.
 
-    width: in pixels, at least 300. memory: a curve per device under its row. waits: a bar in each idle time, in the
-    colour of the transfer that ended it. unit_seconds: seconds per unit of time, if known; unit: otherwise its name.
-    speedup: write the speedup to the right of each step that is shorter than the first one. The same timelines always
-    give the same text.
+    width: in pixels, at least 300. memory: a curve per device under its row, and a line for its limit, if it has one.
+    waits: a bar in each idle time, in the colour of the transfer that ended it. unit_seconds: seconds per unit of time,
+    if known; unit: otherwise its name. speedup: write the speedup to the right of each step that is shorter than the
+    first one. The same timelines always give the same text.
     """
     page = _Page(panels_of(timelines), title, max(300, width), Scale(unit_seconds), memory=memory, waits=waits)
     return page.draw("" if unit_seconds is not None else unit, speedup=speedup)
@@ -69,14 +71,6 @@ class _Rows:
         gap = min(4.0, height / 5)
         lane = round(height * _COPY, 1) if beside else 0.0
         return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or beside else 0))
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    x: float
-    y: float
-    width: float
-    height: float
 
 
 class _Page:
@@ -131,7 +125,7 @@ class _Page:
             self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
         every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # rows lower than a line of text get no names
         alike = [other for other in self.panels if other.knows_bytes == panel.knows_bytes]
-        highest = max((peak for other in alike for peak in other.peaks), default=0.0)
+        highest = max(other.highest for other in alike)
         for device in range(panel.devices):
             y = top + device * self.rows.pitch
             if device % every == 0:
@@ -166,10 +160,10 @@ class _Page:
         for event, lane in zip(events, chosen, strict=True):
             x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
             edge = 0.4 if width >= 4 else 0.0
-            box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
+            box = (x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
             colour = LOOKS[event.item.kind].colour
-            self.canvas.rect(box.x, box.y, box.width, box.height, colour)
-            self._number(_short(event.item), colour, box)
+            self.canvas.rect(*box, colour)
+            self._write(_short(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
         x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
@@ -178,18 +172,18 @@ class _Page:
         part = self.rows.height / len(colours)
         for index, colour in enumerate(colours):
             self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
-        if event.item.microbatch is not None:
-            self._number(unit_text(event.item), colours[0], _Box(x, y, width, self.rows.height))
-        elif isinstance(event.item, Pass):
-            for index, (one, colour) in enumerate(zip(event.item.parts, colours, strict=False)):
-                self._number(unit_text(one), colour, _Box(x, y + index * part, width, part))
+        for index, (item, colour) in enumerate(zip(parts(event), colours, strict=False)):
+            named = len(panel.stages[event.device]) > 1 and text_width(str(item), 11) + 5 <= width
+            text = str(item) if named else unit_text(item)  # the shade says which stage it is
+            self._write(text, colour, (x, y + index * part, width, part))
 
-    def _number(self, text: str, colour: str, box: _Box) -> None:
-        """Draw `text` in the middle of `box`, if it is readable there."""
-        size = min(11.0, box.height - 2, 11 * (box.width - 1) / text_width(text, 11))
+    def _write(self, text: str, colour: str, box: tuple[float, float, float, float]) -> None:
+        """Write `text` in the middle of a box (x, y, width, height), if it is readable there."""
+        x, y, width, height = box
+        size = min(11.0, height - 2, 11 * (width - 1) / (text_width(text, 11) or 1))
         if size >= 8:
-            x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
-            self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
+            middle = y + height / 2 + size * 0.36
+            self.canvas.text(x + width / 2, middle, text, size, fill=ink_on(colour), anchor="middle")
 
     def _waits(self, panel: Panel, device: int, y: float) -> None:
         """Draw a slim bar from the start of idle time to the arrival of the awaited item."""
@@ -213,6 +207,9 @@ class _Page:
     def _curve(self, panel: Panel, device: int, y: float, highest: float) -> None:
         """Draw memory as an area, with its baseline at the lower end and its peak at the right."""
         base, height = y + self.rows.memory, self.rows.memory - 1
+        if panel.timeline.limit is not None:
+            at, right = base - height * panel.timeline.limit[device] / highest, self.width - self.right
+            self.canvas.path(f"M{n(self.left)} {n(at)}H{n(right)}", TEXT)
         curve = panel.curve(device)
         if not curve or highest <= 0:
             return
@@ -251,32 +248,26 @@ class _Page:
     def _legend(self, top: float) -> float:
         beside = {event.item.kind for panel in self.panels for row in panel.passes_beside for event in row}
         entries = _entries(kinds_in(self.panels)) + _entries(beside)
-        entries.append((IDLE, "idle"))
+        entries.append(Entry(IDLE, "idle"))
         if self.waits:
-            entries += _entries([kind for panel in self.panels for kind in panel.awaited], "waits for ")
+            awaited = _entries([kind for panel in self.panels for kind in panel.awaited])
+            entries += [Entry(entry.colour, f"waits for {entry.text}", _THIN) for entry in awaited]
+        if self.memory and (limit := limit_text(self.panels)):
+            entries.append(Entry(TEXT, limit, 1))
         top = self.canvas.legend(entries, self.left, self.width - 10, top)
-        shaded = []
-        if any(len(stages) > 1 for panel in self.panels for stages in panel.stages):
-            shaded.append("from the first to the last stage of a device")
-        if any(panel.slices > 1 for panel in self.panels):
-            shaded.append("from the first to the last slice of a sequence")
-        if shaded:
+        for text in filter(None, (shades_text(self.panels), exchange_text(self.panels))):
             top += LEGEND_LINE
-            self.canvas.text(self.left, top + 10.5, f"lighter to darker: {', and in each '.join(shaded)}", 12)
-        exchange = exchange_text(self.panels)
-        if exchange:
-            top += LEGEND_LINE
-            self.canvas.text(self.left, top + 10.5, exchange, 12)
+            self.canvas.text(self.left, top + 10.5, text, 12)
         return top + LEGEND_LINE + 2
 
     def _x(self, panel: Panel, time: float) -> float:
         return self.left + (time - panel.origin) * self.pixels_per_unit
 
 
-def _entries(kinds: Collection[Kind | TransferKind], begin: str = "") -> list[tuple[str, str]]:
+def _entries(kinds: Collection[Kind | TransferKind]) -> list[Entry]:
     """Colour and text of each look in a legend; kinds that look alike share the first one's."""
     first = {look: kind for kind, look in reversed(LOOKS.items()) if kind in kinds}
-    return [(look.colour, f"{begin}{kind.value}  {look.words}") for look, kind in reversed(first.items())]
+    return [Entry(look.colour, f"{kind.value}  {look.words}") for look, kind in reversed(first.items())]
 
 
 def _short(item: Item) -> str:

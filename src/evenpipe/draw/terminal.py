@@ -4,6 +4,9 @@ In colour a pass is a block with its microbatch in it; eighths of a character pl
 character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
 microbatch if there is room and by dashes to its end; a dot is idle time. If most passes had no room, time continues
 below, in as many bands as needed, up to `MOST_LINES`.
+
+Where a device has several stages, names say which: F3 is of the first and f3 of the second of two, F4/3 of stage 4 if
+there are more. Every name begins with its letter, so short passes next to each other stay apart.
 """
 
 from __future__ import annotations
@@ -11,30 +14,34 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections import defaultdict
 from itertools import groupby
+from math import ceil
 from statistics import median
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Event, Kind, TransferKind
+from evenpipe.schedule import Event, Kind, Pass, TransferKind
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, unit_text
 
 from .ansi import DEPTHS, Painter
 from .columns import Piece, cut, mean_colour
-from .figures import Scale, busy_share, exchange_text, figures, peak_of, ticks
+from .figures import Scale, busy_share, exchange_text, figures, peak_of, shades_text, ticks
 from .kinds import LOOKS, ink_on, mix
-from .panel import Panel, Timelines, kinds_in, panels_of
+from .panel import Panel, Timelines, kinds_in, panels_of, parts
 
 SMALLEST_WIDTH = 40
 MOST_LINES = 128
 """Most rows of devices in a picture without colour, if a device takes several."""
+_SCREEN = 48
+"""Most of them for the sake of vocabulary passes, which are often much shorter than others."""
 _LETTER: dict[Kind | TransferKind, str] = {
     Kind.OVERLAP_F_B: "&",
     **dict.fromkeys(GATHERING_KINDS, "u"),
-    **dict.fromkeys(FREEING_KINDS, "r"),
+    **dict.fromkeys(FREEING_KINDS, "x"),
     **dict.fromkeys(REDUCING_KINDS, "g"),
 }
 _COUNTED = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""Kinds that a picture in letters must have room for; those of vocabulary layers are often much shorter."""
+"""Kinds that a picture in letters must have room for."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -111,18 +118,21 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _bands_wanted(self) -> int:
-        """How many bands give the shortest kind of a stage room for letter and microbatch; 1 if too many."""
-        lasting: dict[Kind | TransferKind, list[float]] = {}
-        longest = 0
-        for event in (event for panel in self.panels for row in panel.rows for event in row):
-            kind = event.item.kind
-            if kind in _COUNTED and event.end > event.start:
-                lasting.setdefault(kind, []).append(event.end - event.start)
-                longest = max(longest, len(f"{kind.value}{unit_text(event.item)}"))
-        if not lasting:
-            return 1
-        bands = -(-self.length * longest // (min(map(median, lasting.values())) * self.columns))
-        return int(bands) if bands * sum(panel.devices for panel in self.panels) <= MOST_LINES else 1
+        """How many bands give passes of every kind room for their names, or at least those of stages; 1 if too many."""
+        lasting: defaultdict[Kind | TransferKind, list[float]] = defaultdict(list)
+        longest: defaultdict[Kind | TransferKind, int] = defaultdict(int)
+        for panel in self.panels:
+            for event in (event for row in panel.rows for event in row if event.end > event.start):
+                kind = event.item.kind
+                lasting[kind].append(event.end - event.start)
+                longest[kind] = max(longest[kind], len(_name(panel, event)))
+        rate = {kind: longest[kind] / median(times) for kind, times in lasting.items()}  # characters per unit of time
+        devices = sum(panel.devices for panel in self.panels)
+        for kinds, most in ((rate, _SCREEN), (rate.keys() & _COUNTED, MOST_LINES)):
+            bands = ceil(self.length * max((rate[kind] for kind in kinds), default=0.0) / self.columns - 1e-9)
+            if 0 < bands * devices <= most:
+                return bands
+        return 1
 
     def _device(self, panel: Panel, device: int, highest: float | None) -> list[list[str]]:
         """The line of a device, and that of its memory if `highest` is given, each as its bands."""
@@ -132,7 +142,7 @@ class _Page:
         if self.painter.colourful:
             bodies = [self._coloured(panel, cells, self._dots(panel, device) if self.waits else {})]
         else:
-            bodies = self._in_bands(_lettered(cells))
+            bodies = self._in_bands(_lettered(panel, cells))
         lines = [[(name + body + self.painter.faint(busy)).rstrip() for body in bodies]]
         return lines if highest is None else [*lines, self._memory(panel, device, highest)]
 
@@ -166,23 +176,25 @@ class _Page:
         return lines
 
     def _coloured(self, panel: Panel, cells: list[list[Piece]], dots: dict[int, str]) -> str:
-        labels = _labels(cells, self._step)
+        labels = _labels(panel, cells, self._step)
         body = (
-            self._cell(panel, pieces, labels.get(column, ""), dots.get(column, _IDLE))
+            self._cell(panel, pieces, labels.get(column, ("", 0)), dots.get(column, _IDLE))
             for column, pieces in enumerate(cells)
         )
         return "".join(body) + self.painter.reset
 
-    def _cell(self, panel: Panel, pieces: list[Piece], label: str, dot: str) -> str:
+    def _cell(self, panel: Panel, pieces: list[Piece], label: tuple[str, int], dot: str) -> str:
+        """A column. label: a character, and which of the passes that run as one it is about."""
         paint = self.painter.cell
         if not pieces:
             return paint("·", dot, None)
         first, last = pieces[0], pieces[-1]
         if len(pieces) == 1 and first.end - first.start > 0.94:
             colours = _striped(panel, first)
-            if len(colours) > 1 and not label:
+            text, part = label
+            if len(colours) > 1 and not text:
                 return paint("▀", colours[0], colours[1])
-            return paint(label or " ", ink_on(colours[0]), colours[0])
+            return paint(text or " ", ink_on(colours[part]), colours[part])
         if len(pieces) == 1:
             colour = _striped(panel, first)[0]
             if first.start < 0.06:
@@ -224,29 +236,48 @@ class _Page:
             sample = _LETTER.get(kind, kind.value)
             chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
             entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
-        exchange = exchange_text(self.panels)
-        return _wrapped(entries, "  ", self.width) + (
-            _wrapped(exchange.split(", "), ", ", self.width) if exchange else []
-        )
+        held = {len(stages) for panel in self.panels for stages in panel.stages}
+        if 2 in held:
+            entries.append("lower case: second stage of a device")
+        if max(held, default=0) > 2:
+            entries.append("F4/3: stage 4, microbatch 3")
+        notes = (shades_text(self.panels) if self.painter.colourful else "", exchange_text(self.panels))
+        lines = _wrapped(entries, "  ", self.width)
+        return lines + [line for text in notes if text for line in _wrapped(text.split(", "), ", ", self.width)]
 
 
-def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
-    """Return, per column, one character of the unit of the pass that fills it and enough of its neighbours.
+def _name(panel: Panel, event: Event) -> str:
+    """The name of a pass: F3, f3 or F4/3, and F3&b2 for passes that run as one."""
+    return "&".join(f"{_letter(panel, event.device, part)}{unit_text(part)}" for part in parts(event))
+
+
+def _letter(panel: Panel, device: int, part: Pass) -> str:
+    """The kind of a pass, and its stage if the device has several."""
+    letter, stages = _LETTER.get(part.kind, part.kind.value), panel.stages[device]
+    if len(stages) > 2 and part.stage is not None:
+        return f"{letter}{part.stage}/"
+    return letter.lower() if part.stage in stages[1:] else letter
+
+
+def _labels(panel: Panel, cells: list[list[Piece]], step: float) -> dict[int, tuple[str, int]]:
+    """Per column, one character of the name, or of the unit, of the pass that fills it and enough of its neighbours,
+    and which of the passes that run as one it is about.
 
     Passes of less than a column and a half get no label: whether they fill a column would depend on where they start.
     """
-    labels: dict[int, str] = {}
+    labels: dict[int, tuple[str, int]] = {}
     column = 0
     while column < len(cells):
         end = column
         event = cells[column][0].event if _full(cells[column]) else None
         while event is not None and end < len(cells) and _full(cells[end]) and cells[end][0].event is event:
             end += 1
-        if event is not None and event.item.microbatch is not None and event.end - event.start >= 1.5 * step:
-            text = unit_text(event.item)
-            if len(text) <= end - column:
-                start = column + (end - column - len(text)) // 2
-                labels.update({start + index: character for index, character in enumerate(text)})
+        if event is not None and event.end - event.start >= 1.5 * step:
+            unit = "&".join(map(unit_text, parts(event)))  # the colour says the rest
+            texts = [_name(panel, event), unit] if len(panel.stages[event.device]) > 1 else [unit]
+            text = next((text for text in texts if len(text) <= end - column), "")
+            start = column + (end - column - len(text)) // 2
+            labels.update({start + at: (letter, text[:at].count("&")) for at, letter in enumerate(text)})
         column = max(end, column + 1)
     return labels
 
@@ -266,7 +297,7 @@ def _eighth(place: float) -> str:
     return _EIGHTHS[min(8, max(0, round(8 * place)))]
 
 
-def _lettered(cells: list[list[Piece]]) -> str:
+def _lettered(panel: Panel, cells: list[list[Piece]]) -> str:
     """One character per column: for the event with the largest part, or a dot if most of the column is idle."""
     text = []
     for event, columns in groupby(map(_largest, cells)):
@@ -274,9 +305,9 @@ def _lettered(cells: list[list[Piece]]) -> str:
         if event is None:
             text.append("." * room)
             continue
-        letter = _LETTER.get(event.item.kind, event.item.kind.value)
-        word = f"{letter}{unit_text(event.item)}"
-        text.append((word if len(word) <= room else letter[:room]).ljust(room, "-"))
+        word = _name(panel, event)
+        letter = "&" if "&" in word else word[0]
+        text.append((word if len(word) <= room else letter).ljust(room, "-"))
     return "".join(text)
 
 

@@ -118,6 +118,12 @@ class _Writer:
                 args["waited for"] += f": {event.cause.item}"
             if event.cause.device is not None:
                 args["waited for"] += f" on device {event.cause.device}"
+        if event.slack is not None:
+            args["could end later by (µs)"] = round(max(0.0, event.slack.time) * self.unit, 3)
+            first = event.slack.item
+            args["first to wait"] = (
+                "the end of the step" if first is None else f"{first} on device {event.slack.device}"
+            )
         start = self._at(event.start)
         return {
             "ph": "X",

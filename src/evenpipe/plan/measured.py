@@ -39,7 +39,7 @@ class Comparison:
     @property
     def predicted(self) -> Timeline:
         """Return the predicted step, in seconds."""
-        timeline, unit = self.simulation.timeline, self.unit_seconds
+        timeline, unit = self.simulation.timeline_with_slack, self.unit_seconds
         return timeline if unit == 1 else scaled(timeline, unit)
 
     @property
@@ -90,7 +90,11 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
     """Return `timeline` in another unit of time."""
 
     def row(events: tuple[Event, ...]) -> tuple[Event, ...]:
-        return tuple(replace(event, start=event.start * factor, end=event.end * factor) for event in events)
+        return tuple(map(in_other_unit, events))
+
+    def in_other_unit(event: Event) -> Event:
+        slack = event.slack and replace(event.slack, time=event.slack.time * factor)
+        return replace(event, start=event.start * factor, end=event.end * factor, slack=slack)
 
     memory = timeline.memory
     return Timeline(

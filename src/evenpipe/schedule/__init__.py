@@ -18,7 +18,7 @@ from .planning import Schedule, evaluation_program, plan_order, plan_program
 from .program import Program
 from .registry import generate
 from .rules import PER_PAIR, SHARING, Route, Rules
-from .timeline import Cause, Event, Timeline
+from .timeline import Cause, Event, Slack, Timeline
 from .timing import time_order
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
@@ -55,6 +55,7 @@ __all__ = [
     "Route",
     "Rules",
     "Schedule",
+    "Slack",
     "Timeline",
     "Transfer",
     "TransferKind",

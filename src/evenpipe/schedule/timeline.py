@@ -30,14 +30,31 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Slack:
+    """How much later an event could end without making the step longer.
+
+    time: in the unit of the timeline. item, device: the pass that would make it longer first, as it waits for the
+    event, directly or at the end of a chain of transfers; None for the end of the step.
+    """
+
+    time: float
+    item: Item | None = None
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
-    """`item` ran on `device` from `start` to `end`; `cause` is the last thing it waited for, if known."""
+    """`item` ran on `device` from `start` to `end`.
+
+    cause: the last thing it waited for, if known. slack: how much later it could end; of simulated events only.
+    """
 
     device: int
     item: Item
     start: float
     end: float
     cause: Cause | None = None
+    slack: Slack | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class Timeline:
     exchange: of each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
         device; empty if there are none.
     token_factors: of each slice of a sequence, on `stage_bytes` and `exchange`; empty if all are 1.
+    limit: the most that each device may hold, if there is a limit: bytes if `memory` is known, else stage activations.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -63,6 +81,7 @@ class Timeline:
     placement: Placement | None = None
     exchange: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     token_factors: tuple[float, ...] = ()
+    limit: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
         if not any(self.events):

@@ -26,7 +26,8 @@ class Loop:
     """Start, end and cause of every event, after `run`.
 
     By number: `start`, `end`, `why` (a resource of `Cause`) and `who`, again a number. By transfer: `posted`, when the
-    destination of a hop issued it. `issued` has the time at which each pass beside compute was issued.
+    destination of a hop issued it. `issued` has the time at which each pass beside compute was issued, `ended` all
+    numbers in the order in which they ended: nothing ends before what it waited for.
     """
 
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
@@ -40,6 +41,7 @@ class Loop:
         self.why, self.who = [START] * size, [0] * size
         self.posted = [0.0] * numbered.transfers
         self.issued: dict[int, float] = {}
+        self.ended: list[int] = []
         self.needs = list(work.needs)
         self.missing = [len(route.members) for route in self.routes for _ in range(self.units)]
         self.stands = [0] * devices  # position in the row
@@ -84,6 +86,7 @@ class Loop:
                 self.computing -= 1
                 self.last[device] = number
                 self.end[number] = self.clock[device] = now
+                self.ended.append(number)
                 self._walk(device, now)
         return all(at == len(row) for at, row in zip(self.stands, self.work.rows, strict=True)) and all(
             missing == 0 for missing in self.missing
@@ -125,6 +128,7 @@ class Loop:
     def over(self, number: int, now: float) -> None:
         """Note the end of a pass beside compute."""
         self.end[number] = now
+        self.ended.append(number)
         for waiting in self.work.waiting.get(number, ()):
             self.arrived(waiting, number, now)
 
@@ -178,6 +182,7 @@ class Loop:
         if self._is_on_network(transfer) and not self.network.done(transfer, now):
             return
         self.end[transfer] = now
+        self.ended.append(transfer)
         self._slow_down(transfer, -1, now)
         queue = self.work.queue[(transfer - self.first_transfer) // self.units]
         if queue >= 0:

@@ -12,6 +12,7 @@ from evenpipe.schedule.collection import collecting_rarely
 from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
 from .loop import TRANSFER, Loop
+from .slack import slacks
 from .timeline import timeline_of
 from .work import COPIES, Work
 
@@ -49,6 +50,12 @@ class Simulation:
     def bubble_rate(self) -> float:
         """Idle time over span, on the device with the longest span."""
         return self.timeline.bubble_rate
+
+    @cached_property
+    def timeline_with_slack(self) -> Timeline:
+        """`timeline`, its events with their slack. The step is simulated again, so that only pictures pay for it."""
+        work, loop = _run(self.program, self.costs)
+        return timeline_of(self.program, self.costs, work, loop, slacks(work, loop, self.costs.engine))
 
     @cached_property
     def bounds(self) -> dict[str, Bound]:

@@ -6,33 +6,32 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from evenpipe.schedule import Cause, Costs, Event, Program, Timeline, Transfer
+from evenpipe.schedule import Cause, Costs, Event, Item, Program, Slack, Timeline, Transfer
 
-from .loop import DEVICE, START, Loop
+from .loop import START, Loop
 from .memory import memory_curves
+from .slack import Slacks
 from .work import COPIES, Work
 
 NOTHING = Cause(START)
-EMPTY: Mapping[int, Transfer] = {}
+NO_ITEMS: Mapping[int, Item] = {}
+NO_SLACK: Slacks = {}
 
 
-def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timeline:
-    """Passes of each device as they ran, and beside them its transfers and copies by their start."""
+def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Slacks = NO_SLACK) -> Timeline:
+    """Passes of each device as they ran, and beside them its transfers and copies by their start.
+
+    late: the slack of all events, if they are to have it.
+    """
     events, beside = [], []
-    behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
         computed: list[Event] = []
         others: list[Event] = []
-        issued: dict[int, Transfer] = {}
         present = (item for item in program.rows[device] if item is not None)
-        for n, item in zip(row, present, strict=True):
-            if isinstance(item, Transfer):
-                issued[n] = item
-            found = behind.get(loop.who[n]) if loop.why[n] == DEVICE else None
-            cause = found or cause_of(work, loop, n, device, issued)
-            if cause.resource == DEVICE:
-                behind[loop.who[n]] = cause
-            event = Event(device, item, loop.start[n], loop.end[n], cause)
+        items: dict[int, Item] = dict(zip(row, present, strict=True))
+        for n, item in items.items():
+            cause = cause_of(work, loop, n, device, items)
+            event = Event(device, item, loop.start[n], loop.end[n], cause, _slack(work, late, n))
             (others if n in work.beside or isinstance(item, Transfer) else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
@@ -54,14 +53,21 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop) -> Timel
     )
 
 
-def cause_of(work: Work, loop: Loop, n: int, device: int, issued: Mapping[int, Transfer] = EMPTY) -> Cause:
+def _slack(work: Work, late: Slacks, n: int) -> Slack | None:
+    if n not in late:
+        return None
+    time, first = late[n]
+    return Slack(time) if first is None else Slack(time, work.item(first), work.numbered.device(first))
+
+
+def cause_of(work: Work, loop: Loop, n: int, device: int, items: Mapping[int, Item] = NO_ITEMS) -> Cause:
     """Why a pass, or a transfer of a device, did not start earlier.
 
-    issued: transfers of the device by number, as far as they are known.
+    items: of the device by number, as far as they are known.
     """
     why, who = loop.why[n], loop.who[n]
     if why == START:
         return NOTHING
-    if work.numbered.is_transfer(who):
-        return Cause(why, issued.get(who) or work.numbered.item(who, device), device)
+    if who in items or work.numbered.is_transfer(who):
+        return Cause(why, items.get(who) or work.numbered.item(who, device), device)
     return Cause(why, work.item(who), work.numbered.device(who))

@@ -34,6 +34,7 @@ function actionsOf(page) {
     Home: () => show(0, view.span), End: () => show(view.length, view.span),
     w: () => page.follow(), b: () => page.back(), ",": () => page.neighbour(-1), ".": () => page.neighbour(1),
     c: () => page.critical(), m: () => toggle("memory"), t: () => toggle("transfers"), s: () => toggle("sides"),
+    d: () => toggle("moves"),
     "/": () => get("query").select(), "?": () => page.help(), Escape: () => page.release(),
   };
 }

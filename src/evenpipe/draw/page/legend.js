@@ -16,7 +16,50 @@ function fillLegend(holder, scene, changed) {
     });
     return node;
   });
-  holder.replaceChildren(...buttons);
+  holder.replaceChildren(...buttons, ...notesOf(scene));
+}
+
+// What needs no switch: thin bars of waits, the line of a limit, shades, and marks of moved passes.
+function notesOf(scene) {
+  const { theme, shared, options, panels } = scene;
+  const notes = awaitedOf(panels).map((look) => {
+    const [letters, words] = shared.kinds[shared.looks[look][0]];
+    return [thinSample(theme, theme.looks[look][0].colour, 4), `waits for ${letters}`, words];
+  });
+  if (options.memory && shared.limit) notes.push([thinSample(theme, theme.text, 1), shared.limit]);
+  if (shared.shades) notes.push(["", shared.shades]);
+  if (options.moves) notes.push(["", "◂3: 3 places earlier on its device than in the other schedule; ▸: later; faint: the same place"]);
+  return notes.map(([picture, text, words]) => {
+    const node = element("span", "", "entry");
+    node.title = words ?? "";
+    node.append(picture, text);
+    return node;
+  });
+}
+
+// The looks of what ends the waits of devices, by number of their kind.
+function awaitedOf(panels) {
+  const looks = new Map();
+  for (const panel of panels) {
+    for (const row of panel.rows) {
+      for (let i = row.first; row.shows === COMPUTE && i < row.last; i++) {
+        const cause = panel.awaited(i);
+        if (cause >= 0) looks.set(panel.kind(cause), panel.look[cause]);
+      }
+    }
+  }
+  return [...looks].sort((a, b) => a[0] - b[0]).map(([, look]) => look);
+}
+
+function thinSample(theme, colour, height) {
+  const node = document.createElement("canvas");
+  [node.width, node.height] = [16, 14];
+  const context = node.getContext("2d");
+  context.fillStyle = theme.idle;
+  context.fillRect(0, 0, 16, 14);
+  context.fillStyle = colour;
+  context.fillRect(0, 7 - height / 2, 16, height);
+  return node;
 }
 
 // Kinds in the visible rows, with the looks of each from the first stage of a device to its last.

@@ -45,7 +45,6 @@ class Page {
     this.recolour();
   }
 
-  // At most one redraw per frame.
   // How far the page has scrolled into the picture: the canvas is as high as the window and stays in it, so that one bar
   // scrolls both.
   get scrolled() {
@@ -57,6 +56,7 @@ class Page {
     scrollBy(0, get("extent").getBoundingClientRect().top + Math.max(0, pixels));
   }
 
+  // At most one redraw per frame.
   changed() {
     this.waiting ??= requestAnimationFrame(() => this.draw());
   }
@@ -204,9 +204,10 @@ class Page {
     press("out", () => this.zoom(1 / 0.6));
     press("fit", () => this.fit());
     press("critical", () => this.critical());
-    for (const name of ["memory", "transfers", "sides"]) press(name, () => this.toggle(name));
+    for (const name of ["memory", "transfers", "moves", "sides"]) press(name, () => this.toggle(name));
     press("help", () => this.help());
     get("sides").hidden = panels.length < 2;
+    get("moves").hidden = !this.scene.moves;
     options.transfers = panels.some((panel) => panel.rows.some((row) => row.shows !== COMPUTE));
     get("transfers").hidden = !options.transfers;
     const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
@@ -218,6 +219,7 @@ class Page {
     const { options } = this.scene;
     options[name] = !options[name];
     get(name).setAttribute("aria-pressed", String(options[name]));
+    if (name === "moves") this.scene.reshade();
     if (arrange) this.recolour();
   }
 

@@ -139,9 +139,9 @@ class Painter {
   // A slim bar in the idle time before a pass, in the colour of the transfer that it waited for.
   wait(scene, box, i, y, height) {
     const { panel } = box;
-    const cause = panel.cause(i), idle = panel.idleBefore(i);
-    if (cause < 0 || idle <= panel.step || panel.rowOf(cause).shows === COMPUTE) return;
-    const x = scene.x(box, panel.start(i) - idle);
+    const cause = panel.awaited(i);
+    if (cause < 0) return;
+    const x = scene.x(box, panel.start(i) - panel.idleBefore(i));
     this.context.fillStyle = scene.colours(panel, cause)[0];
     this.rectangle(x, y + height * 0.35, scene.x(box, panel.start(i)) - x, height * 0.3);
   }
@@ -160,7 +160,9 @@ class Painter {
     const left = Math.max(x, box.left), right = Math.min(x + width, box.left + box.width);
     panel.parts(i).forEach(([label, short], k) => {
       const more = panel.digits - short.length; // in a row, all passes of one width have numbers, or none has
-      const text = [label, short].find((words) => words && (words.length + more) * 7 + 4 <= right - left);
+      const fits = (words) => words && (words.length + more) * 7 + 4 <= right - left;
+      const mark = scene.options.moves && k === 0 ? moveMark(scene.move(panel, i)) : "";
+      const text = (mark ? [`${label} ${mark}`, mark] : [label, short]).find(fits);
       const middle = y + (k + 0.5) * part + 4;
       if (text && part >= 11) texts.push([text, (left + right) / 2, middle, scene.ink(panel, i, k)]);
     });
@@ -201,6 +203,9 @@ class Painter {
     context.fill();
     context.globalAlpha = 1;
     this.drawn.rectangles++;
+    if (!panel.limit) return;
+    context.fillStyle = theme.text;
+    this.rectangle(from, Math.round(base - panel.limit[lane.device] * unit), columns, 1);
   }
 
   // The item under the pointer, the selection, its chain, and search results.

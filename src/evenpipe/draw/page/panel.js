@@ -6,9 +6,9 @@ class Panel {
   static async read(data, shared, number) {
     const panel = new Panel();
     Object.assign(panel, { number, shared, ...data });
-    const columns = await columnsOf(data.columns, data.count, 9);
+    const columns = await columnsOf(data.columns, data.count, 11);
     [panel.ticks, panel.durations, panel.look, panel.stage, panel.microbatch, panel.slice] = columns;
-    [panel.causes, panel.resource, panel.exchanges] = columns.slice(6);
+    [panel.causes, panel.resource, panel.exchanges, panel.slacks, panel.firsts] = columns.slice(6);
     summed(panel.ticks);
     summed(panel.microbatch);
     panel.rows = rowsOf(data);
@@ -29,6 +29,8 @@ class Panel {
   start(i) { return this.ticks[i] * this.step; }
   end(i) { return (this.ticks[i] + this.durations[i]) * this.step; }
   duration(i) { return this.durations[i] * this.step; }
+  slack(i) { return this.slacks[i] < 0 ? null : this.slacks[i] * this.step; } // null: not known
+  first(i) { return this.firsts[i] ? i - this.firsts[i] : -1; } // the pass that waits for it first; -1: the end
   exchange(i) { return this.exchanges[i] * this.step; } // in which tensor ranks only exchange rows
   kind(i) { return this.shared.looks[this.look[i]][0]; }
   letters(i) { return this.shared.kinds[this.kind(i)][0]; }
@@ -93,6 +95,12 @@ class Panel {
   idleBefore(i) {
     const row = this.rowOf(i);
     return i > row.first ? Math.max(0, this.start(i) - this.end(i - 1)) : this.start(i);
+  }
+
+  // The transfer or copy that its device waits for, idle, before a compute pass; -1 if there is none.
+  awaited(i) {
+    const cause = this.cause(i);
+    return cause >= 0 && this.idleBefore(i) > this.step && this.rowOf(cause).shows !== COMPUTE ? cause : -1;
   }
 
   memoryAt(device, time) {

@@ -110,7 +110,7 @@ class Pointer {
     const tip = get("tip"), { format } = this.scene;
     if (hit && hit.i >= 0) {
       const { panel, i } = hit;
-      fillTip(tip, panel.label(i), panel.words(i), factsOf(panel, i, format));
+      fillTip(tip, panel.label(i), panel.words(i), factsOf(this.scene, panel, i));
     } else if (hit?.lane && !hit.lane.row) {
       fillMemoryTip(tip, hit, format);
     } else {

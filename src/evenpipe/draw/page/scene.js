@@ -11,7 +11,8 @@ class Scene {
     this.found = [];
     this.history = [];
     this.scroll = 0;
-    this.options = { memory: true, transfers: true, sides: false };
+    this.options = { memory: true, transfers: true, sides: false, moves: false };
+    this.moves = movesOf(panels);
     // Panels with the same unit share its scale.
     this.peak = { true: highest(panels, true), false: highest(panels, false) };
     this.retheme();
@@ -36,7 +37,15 @@ class Scene {
   }
 
   hides(panel, i) { return this.hidden.size > 0 && this.hidden.has(panel.kind(i)); }
-  isBack(panel, i) { return this.microbatch !== null && !panel.belongsTo(i, this.microbatch); }
+
+  // Whether a pass steps back behind those of another microbatch, or behind those that have another place.
+  isBack(panel, i) {
+    if (this.microbatch !== null && !panel.belongsTo(i, this.microbatch)) return true;
+    return this.options.moves && !this.move(panel, i);
+  }
+
+  // How many places later than in the other schedule a pass stands in the order of its device; 0 if it is not known.
+  move(panel, i) { return this.moves ? this.moves[panel.number][i] ?? 0 : 0; }
 
   colours(panel, i) {
     const back = this.isBack(panel, i);
@@ -118,7 +127,7 @@ class Scene {
 }
 
 function highest(panels, bytes) {
-  return Math.max(0, ...panels.filter((panel) => panel.bytes === bytes).map((panel) => panel.peak));
+  return Math.max(0, ...panels.filter((panel) => panel.bytes === bytes).map((panel) => panel.highest));
 }
 
 function meanOf(colours) {

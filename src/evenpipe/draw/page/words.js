@@ -51,8 +51,19 @@ function takesText(panel, i, format) {
   return panel.exchange(i) ? `${whole}, of which ${format.duration(panel.exchange(i))} tensor collectives` : whole;
 }
 
+// How much later an event could end without a longer step, and what waits for it first; null if not known.
+function slackText(panel, i, format) {
+  const slack = panel.slack(i), first = panel.first(i);
+  if (slack === null) return null;
+  const there = first < 0 ? -1 : panel.rowOf(first).device;
+  const what = first < 0 ? "the end of the step" : `${panel.label(first)}${there === panel.rowOf(i).device ? "" : ` on device ${there}`}`;
+  if (slack) return `${format.duration(slack)}, until ${what}${first < 0 ? "" : " must start"}`;
+  return first < 0 ? "nothing: the step ends with it" : `nothing: ${what} waits for it`;
+}
+
 // Rows of the tooltip: [name, text].
-function factsOf(panel, i, format) {
+function factsOf(scene, panel, i) {
+  const { format } = scene;
   const facts = [
     ["where", partsOf(panel, i)],
     ["time", `${format.time(panel.start(i))} to ${format.time(panel.end(i))}`],
@@ -62,6 +73,9 @@ function factsOf(panel, i, format) {
   const idle = panel.idleBefore(i);
   if (awaited) facts.push(["waited for", awaited]);
   if (panel.rowOf(i).shows === COMPUTE && idle > panel.step) facts.push(["idle before", format.duration(idle)]);
+  const slack = slackText(panel, i, format);
+  if (slack) facts.push(["could end later by", slack]);
+  if (scene.move(panel, i)) facts.push(["order", moveText(scene, panel, i)]);
   return facts;
 }
 
@@ -80,6 +94,7 @@ function fillTip(tip, heading, words, facts) {
 function fillMemoryTip(tip, { panel, lane, time }, format) {
   const { device } = lane;
   const facts = [["time", format.time(time)], ["peak", amountText(panel, panel.curves.peaks[device])]];
+  if (panel.limit) facts.push(["limit", amountText(panel, panel.limit[device])]);
   fillTip(tip, amountText(panel, panel.memoryAt(device, time)), `on device ${device}`, facts);
 }
 
