@@ -87,7 +87,7 @@ def random_build(seed: int) -> tuple[Order, Costs, dict[str, Any]] | None:
         assert peaks is not None
         given["limit"] = [max(1.0, chance.uniform(0.1, 1.1) * peak) for peak in peaks]
     elif chance.random() < 0.2:
-        given["whatever_it_takes"] = True
+        given["allow_stalls"] = True
     if chance.random() < 0.3:
         given["host_limit"] = chance.uniform(1, 6) * max(costs.bytes)  # type: ignore[arg-type, type-var]
     return order, costs, given
@@ -118,7 +118,7 @@ def check_build(seed: int) -> str:
     assert peaks is not None
     assert plan.peak_bytes == pytest.approx(peaks)
     assert all(most <= was * (1 + 1e-9) for most, was in zip(peaks, before.timeline.peak_bytes or (), strict=True))
-    forced = given.get("whatever_it_takes", False)
+    forced = given.get("allow_stalls", False)
     if "limit" in given:
         for most, limit, over in zip(peaks, given["limit"], plan.over, strict=True):
             assert most <= limit + over + 1e-6

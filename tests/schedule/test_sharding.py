@@ -32,7 +32,7 @@ from evenpipe.schedule import (
     without_sharding,
 )
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS
-from evenpipe.schedule.sharding import Part, Users, part_of, parts_of_device
+from evenpipe.schedule.sharding import Part, ParameterUse, part_of, parts_of_device
 
 
 def text_of(order: Order | Program) -> str:
@@ -90,7 +90,7 @@ def test_parts_of_the_vocabulary() -> None:
 
 def parts_there(placement: Placement, vocabulary: VocabularyMode, row: tuple[Item | None, ...]) -> Iterator[set[Part]]:
     """The parts that are gathered at each pass of a row."""
-    users = Users.of_row(placement, vocabulary, row)
+    users = ParameterUse.of_row(placement, vocabulary, row)
     gathered: set[Part] = set()
     for item in row:
         if isinstance(item, Pass):

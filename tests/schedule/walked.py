@@ -31,7 +31,7 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Pass, Program
 from evenpipe.schedule.passes import GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
-from evenpipe.schedule.sharding import Part, Users, part_of
+from evenpipe.schedule.sharding import Part, ParameterUse, part_of
 from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.shards import split
 
@@ -220,7 +220,7 @@ def _parts(program: Program, device: int, matrices: dict[Kind, nn.Parameter | No
     held: dict[Part, list[nn.Parameter]] = {
         stage: list(_stages(placement.stages)[stage].parameters()) for stage in placement.stages_of(device)
     }
-    users = Users.of_row(placement, program.vocabulary, program.rows[device])
+    users = ParameterUse.of_row(placement, program.vocabulary, program.rows[device])
     for kind, stage in ((Kind.E, placement.first_stage), (Kind.S, placement.last_stage)):
         using = users.parts(Pass(kind, None, 0) if sharded else Pass(Kind.F, stage, 0))
         parameter = matrices[kind]

@@ -1,6 +1,6 @@
 """Checkpoints of a pipeline and its optimizer: only complete ones are found, and any other layout can load them.
 
-Users call `Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_checkpoint`.
+ParameterUse call `Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_checkpoint`.
 """
 
 from evenpipe.checkpoints.checkpoint import load, save

@@ -48,7 +48,7 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
         raise InputError("the order only evaluates, but torch's runtime reads orders that train; its eval() needs none")
     for device, row in enumerate(schedule.rows):
         for position, item in enumerate(row):
-            why = _unspeakable(item)
+            why = _unsupported_reason(item)
             if why:
                 raise InputError(f"device {device}, position {position}: {why}")
     if not schedule.placement.is_chain:
@@ -93,7 +93,7 @@ def from_torch(text: str) -> Order | Program:
     return program if lowered else Order.from_csv(plain)
 
 
-def _unspeakable(item: Item | None) -> str:
+def _unsupported_reason(item: Item | None) -> str:
     """Why torch's runtime does not have `item`, and what to do; an empty text if it has."""
     if item is None:
         return ""

@@ -61,7 +61,7 @@ def from_torch_schedule(
         schedule = _built(schedule, devices, microbatches, stages_per_device)
     if _is_single(schedule):
         rows: Rows = _executed(schedule)
-        _tell_what_differs(name, schedule.pipeline_order, rows)
+        _warn_if_reported_order_differs(name, schedule.pipeline_order, rows)
     else:
         rows = schedule.pipeline_order or getattr(schedule, "pipeline_order_with_comms", None) or {}
         if not rows:
@@ -138,7 +138,7 @@ def _executed(schedule: Any) -> dict[int, list[str]]:
     return rows
 
 
-def _tell_what_differs(name: str, reported: Rows | None, executed: Rows) -> None:
+def _warn_if_reported_order_differs(name: str, reported: Rows | None, executed: Rows) -> None:
     """Warn if a schedule reports other passes than it executes."""
     for rank, row in (reported or {}).items():
         said = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]

@@ -12,7 +12,7 @@ from collections import defaultdict
 
 from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, gradient_parts, part_things
 from evenpipe.schedule import Pass, Program
-from evenpipe.schedule.sharding import Part, RowSharding, Users, part_of
+from evenpipe.schedule.sharding import ParameterUse, Part, RowSharding, part_of
 
 
 class Parts:
@@ -24,7 +24,7 @@ class Parts:
         self._gradients_exist = gradients_exist
         self._made: set[Thing] = set()
         self._sharding = RowSharding(placement, program.vocabulary, row)
-        embedding, output = Users.of_row(placement, program.vocabulary, row).matrices
+        embedding, output = ParameterUse.of_row(placement, program.vocabulary, row).matrices
         self._things: dict[Part, list[PartThings]] = defaultdict(list)
         for stage in placement.stages_of(device):
             self._things[stage].append(part_things("parameters", stage, gradient_parts(stage)))

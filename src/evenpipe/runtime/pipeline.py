@@ -65,7 +65,7 @@ from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
-from evenpipe.runtime.row import refuse_unfit
+from evenpipe.runtime.row import validate_program
 from evenpipe.runtime.slices import cut_sequences
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
@@ -253,7 +253,7 @@ class Pipeline(SpreadModel):
         self.layout = Layout.of(
             self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
         )
-        refuse_unfit(self.layout.program)
+        validate_program(self.layout.program)
         if self._is_very_first:
             rows = self.layout.program.rows
             moves = any(item is not None and item.kind is Kind.O for row in rows for item in row)

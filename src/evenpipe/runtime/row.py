@@ -47,7 +47,7 @@ class Row:
         transfers: Mapping[TransferKind, Callable[[Transfer], None]],
     ) -> None:
         """`passes` and `transfers`: the handler of each kind."""
-        refuse_unfit(program)
+        validate_program(program)
         self.program, self._slices = program, program.slices
         placement = program.placement
         self.first_stage, self.last_stage = placement.first_stage, placement.last_stage
@@ -105,7 +105,7 @@ class Row:
         return key in self.offloaded and key not in self.recomputed
 
 
-def refuse_unfit(program: Program) -> None:
+def validate_program(program: Program) -> None:
     """Raise InputError for a program that the runtime cannot execute, though it is sound."""
     if not program.placement.is_chain:
         raise InputError(

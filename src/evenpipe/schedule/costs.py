@@ -155,10 +155,13 @@ class Costs(Declared):
             ):
                 continue
             if isinstance(value, CopyEngine):
-                value = _said(value)
+                value = _explicit_fields(value)
             elif isinstance(value, Mapping):
-                value = {name: _said(one) if isinstance(one, Link) else _listed(one) for name, one in value.items()}
-            values[entry.name] = _listed(value)
+                value = {
+                    name: _explicit_fields(one) if isinstance(one, Link) else _to_json(one)
+                    for name, one in value.items()
+                }
+            values[entry.name] = _to_json(value)
         return values
 
     def by_slice(self, slices: int) -> tuple[Costs, ...]:
@@ -372,14 +375,14 @@ class PassTimes:
             raise InputError(f"{item} names a stage that does not exist; stages are 0 to {len(times) - 1}") from None
 
 
-def _said(value: Link | CopyEngine) -> dict[str, Any]:
+def _explicit_fields(value: Link | CopyEngine) -> dict[str, Any]:
     """The fields of a link or an engine that differ from their defaults."""
     entries = {entry.name: (getattr(value, entry.name), entry.default) for entry in fields(value)}
-    return {name: _listed(given) for name, (given, default) in entries.items() if given != default}
+    return {name: _to_json(given) for name, (given, default) in entries.items() if given != default}
 
 
-def _listed(value: Any) -> Any:
-    return [_listed(one) for one in value] if isinstance(value, tuple) else value
+def _to_json(value: Any) -> Any:
+    return [_to_json(one) for one in value] if isinstance(value, tuple) else value
 
 
 ASSUMED_COPY = 0.25

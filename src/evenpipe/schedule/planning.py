@@ -210,7 +210,7 @@ def with_offload(order: Order, costs: Costs | None, offload: str | float, host_m
         case "free":
             return plan().order
         case "all":
-            return plan(whatever_it_takes=True).order
+            return plan(allow_stalls=True).order
         case limit:
             assert not isinstance(limit, str)
             return plan(limit=limit).order

@@ -59,7 +59,7 @@ def part_of(item: Pass) -> Part:
     return _PART[item.kind]
 
 
-class Users:
+class ParameterUse:
     """The passes of a device that use each part.
 
     Args:
@@ -77,7 +77,7 @@ class Users:
         self._of_vocabulary = {kind: (part,) for kind, part in found.items() if part in parts}
 
     @classmethod
-    def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> Users:
+    def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> ParameterUse:
         """The users in a row: it tells which parts there are."""
         kinds = {item.kind for item in row if item is not None}
         parts = {part for kind, part in _PART.items() if kind in kinds}
@@ -143,7 +143,7 @@ class RowSharding:
     """
 
     def __init__(self, placement: Placement, mode: VocabularyMode, row: Sequence[Item | None]) -> None:
-        self._users = Users.of_row(placement, mode, row)
+        self._users = ParameterUse.of_row(placement, mode, row)
         self._sharded = {part_of(item) for item in row if _is_sharding(item) and item.kind in GATHERING_KINDS}
         self._gathered: set[Part] = set()
         self.used: set[Part] = set()

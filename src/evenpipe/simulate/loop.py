@@ -44,7 +44,7 @@ class Loop:
         self.ended: list[int] = []
         self.needs = list(work.needs)
         self.missing = [len(route.members) for route in self.routes for _ in range(self.units)]
-        self.stands = [0] * devices  # position in the row
+        self.position = [0] * devices  # position in the row
         self.clock = [0.0] * devices  # end of the last pass
         self.running: list[int | None] = [None] * devices
         self.last: list[int | None] = [None] * devices  # the last pass
@@ -88,7 +88,7 @@ class Loop:
                 self.end[number] = self.clock[device] = now
                 self.ended.append(number)
                 self._walk(device, now)
-        return all(at == len(row) for at, row in zip(self.stands, self.work.rows, strict=True)) and all(
+        return all(at == len(row) for at, row in zip(self.position, self.work.rows, strict=True)) and all(
             missing == 0 for missing in self.missing
         )
 
@@ -96,7 +96,7 @@ class Loop:
         """Go on to the next pass, and start it if nothing is missing."""
         row, at, beside, first_transfer = (
             self.work.rows[device],
-            self.stands[device],
+            self.position[device],
             self.work.beside,
             self.first_transfer,
         )
@@ -123,7 +123,7 @@ class Loop:
                 at += 1
                 break
             at += 1
-        self.stands[device] = at
+        self.position[device] = at
 
     def over(self, number: int, now: float) -> None:
         """Note the end of a pass beside compute."""
@@ -227,6 +227,6 @@ class Loop:
         if self.needs[number]:
             return
         device = self.numbered.device(number)
-        at = self.stands[device]
+        at = self.position[device]
         if self.running[device] is None and at < len(self.work.rows[device]) and self.work.rows[device][at] == number:
             self._walk(device, now)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from evenpipe.schedule import Costs, Kind, Pass, Program, check_program
 from evenpipe.schedule.numbered import ABSENT, Numbered
 from evenpipe.schedule.passes import GATHERING_KINDS, SHARDING_KINDS
-from evenpipe.schedule.sharding import Part, Users, part_of
+from evenpipe.schedule.sharding import ParameterUse, Part, part_of
 
 COPIES = frozenset({Kind.O, Kind.L})
 
@@ -91,7 +91,7 @@ class Work:
         numbered, program = self.numbered, self.program
         if not any(n in numbered.apart for n in row):
             return
-        users = Users.of_row(program.placement, program.vocabulary, program.rows[device])
+        users = ParameterUse.of_row(program.placement, program.vocabulary, program.rows[device])
         gathering: dict[Part, int] = {}
         for n in row:
             if numbered.is_transfer(n):

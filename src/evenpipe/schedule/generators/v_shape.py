@@ -82,9 +82,9 @@ def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float
     ends: dict[Move, float] = {}
     position, clock = [0] * devices, [0.0] * devices
     first: list[float | None] = [None] * devices
-    waking = list(range(devices))
-    while waking:
-        device = waking.pop()
+    runnable = list(range(devices))
+    while runnable:
+        device = runnable.pop()
         row, now, at = rows[device], clock[device], position[device]
         while at < len(row):
             step, i = move = row[at]
@@ -102,7 +102,7 @@ def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float
             if step < chain:
                 ends[move] = now
                 if step < chain - 1 and there[step + 1] != device:
-                    waking.append(there[step + 1])
+                    runnable.append(there[step + 1])
         clock[device], position[device] = now, at
     assert all(at == len(row) for at, row in zip(position, rows, strict=True)), "the rows wait for each other"
     return [end - (start or 0.0) for start, end in zip(first, clock, strict=True)], max(clock)

@@ -41,7 +41,7 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
     return Order(Placement.linear(devices), microbatches, tuple(map(tuple, rows)))
 
 
-def play_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
+def simulate_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
     """Run the same order at the times of `problem`; return None if it does not fit into memory, or once a device is
     later than `bound`."""
     step = Step(problem)

@@ -15,9 +15,9 @@ from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
 
 from .split_step import SplitProblem, Step
-from .zero_bubble import play_lagging
-from .zero_bubble_ready import play_ready
-from .zero_bubble_turns import WarmUp, play_turns
+from .zero_bubble import simulate_lagging
+from .zero_bubble_ready import simulate_ready
+from .zero_bubble_turns import WarmUp, simulate_turns
 
 
 def zb_auto(
@@ -60,9 +60,9 @@ def zb_auto(
 def _best(problem: SplitProblem) -> Step:
     """The step with the shortest span. Candidates that cannot win are pruned."""
     plays: list[Callable[[float], Step | None]] = [
-        *(partial(play_turns, problem, *choices) for choices in product(WarmUp, (False, True), (False, True))),
-        *(partial(play_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),
-        *(partial(play_lagging, problem, hop) for hop in (1, 2)),
+        *(partial(simulate_turns, problem, *choices) for choices in product(WarmUp, (False, True), (False, True))),
+        *(partial(simulate_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),
+        *(partial(simulate_lagging, problem, hop) for hop in (1, 2)),
     ]
     best: Step | None = None
     for play in plays:

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from .split_step import SplitProblem, Step
 
 
-def play_ready(problem: SplitProblem, patience: float, bound: float) -> Step | None:
+def simulate_ready(problem: SplitProblem, patience: float, bound: float) -> Step | None:
     """Run the whole step; return None once a device is later than `bound`.
 
     A weight gradient waits if another pass is certain to become ready within `patience`, a share of its time.

@@ -20,7 +20,7 @@ class WarmUp(Enum):
     TWO_PER_HOP = "two for each device behind, as in zb-h2"
 
 
-def play_turns(problem: SplitProblem, warm_up: WarmUp, skip: bool, fill: bool, bound: float) -> Step | None:
+def simulate_turns(problem: SplitProblem, warm_up: WarmUp, skip: bool, fill: bool, bound: float) -> Step | None:
     """Run the whole step under these choices; return None once a device is later than `bound`.
 
     skip: a device that is ahead may leave out a forward. fill: every gap gets a weight gradient, even a longer one.

@@ -66,7 +66,7 @@ def plan_offload(
     only: Collection[Forward] | None = None,
     limit: float | Sequence[float] | None = None,
     host_limit: float | None = None,
-    whatever_it_takes: bool = False,
+    allow_stalls: bool = False,
 ) -> Offloaded:
     """`order` with copies of activations to the host and back, which replace its own copies.
 
@@ -76,7 +76,7 @@ def plan_offload(
         only: forwards, by stage and unit, whose activations may be moved; default: all.
         limit: most bytes per device, one number or one per device. Default: as few as possible without delay.
         host_limit: most bytes of each device on the host.
-        whatever_it_takes: without a limit, reach the lowest possible peak, even if devices wait for copies.
+        allow_stalls: without a limit, reach the lowest possible peak, even if devices wait for copies.
 
     An order that only evaluates is returned unchanged. If memory or time do not suffice, `Offloaded.over` gives the
     excess. Raises InputError for an invalid limit, or if costs do not give the bytes that passes store.
@@ -86,7 +86,7 @@ def plan_offload(
     if order.forward_only:
         return Offloaded(order, (0,) * order.devices, None, (0.0,) * order.devices)
     plan = _Plan(without_offload(order), costs, None if only is None else frozenset(only), limits, host_limit)
-    plan.move(forces=whatever_it_takes or limits is not None)
+    plan.move(forces=allow_stalls or limits is not None)
     return plan.result()
 
 
@@ -105,7 +105,7 @@ def offloaded(order: Order) -> frozenset[Forward]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stay:
+class _HeldActivation:
     """Activations of one forward on a device. Positions are numbers of passes in its row."""
 
     device: int
@@ -120,16 +120,16 @@ class _Stay:
     needed: float
 
 
-class _Trip(NamedTuple):
+class _RoundTrip(NamedTuple):
     """When copies to the host and back run, and the positions of O, D and L: each comes before that pass."""
 
     out: float
     over: float
     """When the copy to the host ends."""
     back: float
-    sent: int
-    given: int
-    taken: int
+    offload_at: int
+    free_at: int
+    reload_at: int
 
 
 class _Plan:
@@ -160,12 +160,12 @@ class _Plan:
         self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
         self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
         self.held = [BytesHeld(list(self._held(device))) for device in range(order.devices)]
-        self.moved: list[dict[_Stay, _Trip]] = [{} for _ in self.rows]
+        self.moved: list[dict[_HeldActivation, _RoundTrip]] = [{} for _ in self.rows]
         self.lanes = Lanes(costs.engine)
 
     # --- activations that can move -----------------------------------------------------------------------------
 
-    def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_Stay]:
+    def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_HeldActivation]:
         """The movable activations of a device, in the order of their forwards."""
         if Kind.D not in self.deltas[0]:
             return
@@ -186,7 +186,9 @@ class _Plan:
                         assert stage is not None
                         size = -self.deltas[part.slice][Kind.D][stage]
                         if size > 0:
-                            found.append(_Stay(device, stage, unit, size, first, place, ends[first], starts[place]))
+                            found.append(
+                                _HeldActivation(device, stage, unit, size, first, place, ends[first], starts[place])
+                            )
         yield from sorted(found, key=lambda stay: stay.made)
 
     def _held(self, device: int) -> Iterator[float]:
@@ -198,13 +200,13 @@ class _Plan:
 
         return (most for _, most, _ in held_along(self.rows[device], added))
 
-    def _stays_at(self, device: int, place: int) -> Iterator[_Stay]:
+    def _stays_at(self, device: int, place: int) -> Iterator[_HeldActivation]:
         """The activations that are made before a position and used after it."""
         stays = self.stays[device]
         first = bisect_left(stays, place - self.longest[device], key=_made)
         return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
 
-    def _copy(self, stay: _Stay, kind: Kind) -> float:
+    def _copy(self, stay: _HeldActivation, kind: Kind) -> float:
         """The time of a copy, O or L."""
         return self.takes[stay.unit % self.order.slices][kind][stay.stage]
 
@@ -237,18 +239,18 @@ class _Plan:
         staying = [stay for stay in self._stays_at(device, where) if stay not in self.moved[device]]
         for stay in sorted(staying, key=lambda stay: -stay.used):
             trip = self._in_time(stay)
-            if trip and trip.given <= where < trip.taken and self._host_has_room(stay, trip):
+            if trip and trip.free_at <= where < trip.reload_at and self._host_has_room(stay, trip):
                 self.lanes.take(device, OUT, trip.out, self._copy(stay, Kind.O))
                 self.lanes.take(device, BACK, trip.back, self._copy(stay, Kind.L))
                 self._add(stay, trip)
                 return True
         return False
 
-    def _add(self, stay: _Stay, trip: _Trip) -> None:
+    def _add(self, stay: _HeldActivation, trip: _RoundTrip) -> None:
         self.moved[stay.device][stay] = trip
-        self.held[stay.device].add(trip.given, trip.taken, -stay.size)
+        self.held[stay.device].add(trip.free_at, trip.reload_at, -stay.size)
 
-    def _in_time(self, stay: _Stay) -> _Trip | None:
+    def _in_time(self, stay: _HeldActivation) -> _RoundTrip | None:
         """A trip if there is time for both copies and a pass in between."""
         device, out, back = stay.device, self._copy(stay, Kind.O), self._copy(stay, Kind.L)
         start = self.lanes.earliest(device, OUT, stay.ready, out)
@@ -260,12 +262,12 @@ class _Plan:
         if start + out > latest + self.tolerance:
             return None
         # D comes at the first position after F that is reached when the copy to the host is over.
-        given = max(stay.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
-        sent = min(given, max(stay.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
-        taken = min(stay.used, bisect_right(self.ends[device], latest + self.tolerance))
-        return _Trip(start, start + out, latest, sent, given, taken) if given < taken else None
+        free_at = max(stay.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
+        offload_at = min(free_at, max(stay.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
+        reload_at = min(stay.used, bisect_right(self.ends[device], latest + self.tolerance))
+        return _RoundTrip(start, start + out, latest, offload_at, free_at, reload_at) if free_at < reload_at else None
 
-    def _host_has_room(self, stay: _Stay, trip: _Trip) -> bool:
+    def _host_has_room(self, stay: _HeldActivation, trip: _RoundTrip) -> bool:
         """Whether the host stays within the device's limit from O to the end of L."""
         if self.host_limit is None:
             return True
@@ -278,14 +280,14 @@ class _Plan:
         events.sort()
         return max(accumulate(size for _, size in events)) <= self.host_limit * (1 + ROUNDING)
 
-    def _on_host(self, stay: _Stay, trip: _Trip) -> tuple[float, float]:
+    def _on_host(self, stay: _HeldActivation, trip: _RoundTrip) -> tuple[float, float]:
         return trip.out, trip.back + self._copy(stay, Kind.L)
 
     def _drop_late(self) -> bool:
         """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
         with mixtures, because the first to arrive is served first. Activations that return too late, or leave too late
         to help, stay on the device. Return whether there were any."""
-        late: dict[_Stay, None] = {}
+        late: dict[_HeldActivation, None] = {}
         devices = range(len(self.rows))
         scenarios = [[False for _ in devices], [True for _ in devices]]
         for one in devices if self.engine.shared else ():
@@ -296,15 +298,15 @@ class _Plan:
         for stay in late:
             trip = self.moved[stay.device].pop(stay)
             self.stays[stay.device].remove(stay)
-            self.held[stay.device].add(trip.given, trip.taken, stay.size)
+            self.held[stay.device].add(trip.free_at, trip.reload_at, stay.size)
             self.lanes.release(stay.device, OUT, trip.out, self._copy(stay, Kind.O))
             self.lanes.release(stay.device, BACK, trip.back, self._copy(stay, Kind.L))
         return bool(late)
 
-    def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_Stay, None]:
+    def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_HeldActivation, None]:
         """The late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
-        numbers: dict[tuple[_Stay, Kind], int] = {}
+        numbers: dict[tuple[_HeldActivation, Kind], int] = {}
         for device, moved in enumerate(self.moved):
             clock = 0.0
             for place, kind, stay in turns[device]:
@@ -318,12 +320,12 @@ class _Plan:
                 takes = self._copy(stay, kind)
                 copies.append(Copy(device, BACK if kind is Kind.L else OUT, clock, takes, behind))
         ends = ends_of(copies, self.engine)
-        late: dict[_Stay, None] = {}
+        late: dict[_HeldActivation, None] = {}
         for moved in self.moved:
             for stay in sorted(moved, key=_made):
                 over = ends[numbers[stay, Kind.O]]
                 too_late = ends[numbers[stay, Kind.L]] > stay.needed + self.tolerance
-                if too_late or over > self.starts[stay.device][moved[stay].given] + self.tolerance:
+                if too_late or over > self.starts[stay.device][moved[stay].free_at] + self.tolerance:
                     late[stay] = None
         return late
 
@@ -333,23 +335,23 @@ class _Plan:
         while held.most > limit:
             where = held.where()
             there = list(self._stays_at(device, where))
-            under_way = [stay for stay in there if stay in moved and where < moved[stay].given]
-            early = [stay for stay in there if stay in moved and moved[stay].taken <= where]
+            under_way = [stay for stay in there if stay in moved and where < moved[stay].free_at]
+            early = [stay for stay in there if stay in moved and moved[stay].reload_at <= where]
             begin = self.starts[device][where]
             if under_way:
                 stay = min(under_way, key=lambda stay: moved[stay].over)
                 trip = moved[stay]
-                held.add(where, trip.given, -stay.size)
-                over, sent = min(trip.over, begin), min(trip.sent, where)
-                moved[stay] = trip._replace(over=over, sent=sent, given=where)
+                held.add(where, trip.free_at, -stay.size)
+                over, offload_at = min(trip.over, begin), min(trip.offload_at, where)
+                moved[stay] = trip._replace(over=over, offload_at=offload_at, free_at=where)
             elif early:
                 stay = max(early, key=lambda stay: stay.needed)
                 trip = moved[stay]
-                held.add(trip.taken, where + 1, -stay.size)
-                moved[stay] = trip._replace(back=max(trip.back, begin), taken=where + 1)
+                held.add(trip.reload_at, where + 1, -stay.size)
+                moved[stay] = trip._replace(back=max(trip.back, begin), reload_at=where + 1)
             else:
                 for stay in sorted(there, key=lambda stay: -stay.used):
-                    trip = _Trip(stay.ready, begin, begin, stay.made + 1, where, where + 1)
+                    trip = _RoundTrip(stay.ready, begin, begin, stay.made + 1, where, where + 1)
                     if stay not in moved and self._host_has_room(stay, trip):
                         self._add(stay, trip)
                         break
@@ -370,24 +372,24 @@ class _Plan:
         return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
 
 
-_Turn = tuple[int, Kind, _Stay]
+_Turn = tuple[int, Kind, _HeldActivation]
 """Position of an O, D or L."""
 
 
-def _turns(moved: Mapping[_Stay, _Trip]) -> list[_Turn]:
+def _turns(moved: Mapping[_HeldActivation, _RoundTrip]) -> list[_Turn]:
     """O, D and L of a device in the order of its row, each with its position. At one position memory is freed
     first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
     turns = []
     for stay, trip in moved.items():
-        at_once = trip.sent == trip.given
-        turns.append((trip.sent, not at_once, trip.out, Kind.O, stay))
-        turns.append((trip.given, False, max(trip.out, trip.over), Kind.D, stay))
-        turns.append((trip.taken, True, trip.back, Kind.L, stay))
+        at_once = trip.offload_at == trip.free_at
+        turns.append((trip.offload_at, not at_once, trip.out, Kind.O, stay))
+        turns.append((trip.free_at, False, max(trip.out, trip.over), Kind.D, stay))
+        turns.append((trip.reload_at, True, trip.back, Kind.L, stay))
     turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].unit, turn[3] is Kind.D))
     return [(place, kind, stay) for place, _, _, kind, stay in turns]
 
 
-def _row(row: Sequence[Pass], moved: Mapping[_Stay, _Trip], slices: int) -> tuple[Pass, ...]:
+def _row(row: Sequence[Pass], moved: Mapping[_HeldActivation, _RoundTrip], slices: int) -> tuple[Pass, ...]:
     copies: dict[int, list[Pass]] = {}
     for place, kind, stay in _turns(moved):
         assert place < len(row), "every copy comes before a pass"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import REDUCING_KINDS, SHARDING_KINDS, Item, Kind, Pass
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.sharding import Part, Users, part_of, parts_of_device, sharding_pass
+from evenpipe.schedule.sharding import ParameterUse, Part, part_of, parts_of_device, sharding_pass
 
 Scheduled = TypeVar("Scheduled", Order, Program)
 
@@ -56,7 +56,7 @@ def _sharded(
 ) -> list[Item]:
     """The row of a device that has these parts. `ahead`: parts, None for all."""
     row = [item for item in schedule.rows[device] if item is not None]
-    users = Users(schedule.placement, schedule.vocabulary, parts)
+    users = ParameterUse(schedule.placement, schedule.vocabulary, parts)
     uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]
     last = {part: position for position, used in enumerate(uses) for part in used}
     given = [item for item in row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
