@@ -32,7 +32,7 @@ from evenpipe.schedule import (
     without_sharding,
 )
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS
-from evenpipe.schedule.sharding import Part, ParameterUse, part_of, parts_of_device
+from evenpipe.schedule.sharding import ParameterUse, Part, part_of, parts_of_device
 
 
 def text_of(order: Order | Program) -> str:

@@ -31,7 +31,7 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Pass, Program
 from evenpipe.schedule.passes import GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
-from evenpipe.schedule.sharding import Part, ParameterUse, part_of
+from evenpipe.schedule.sharding import ParameterUse, Part, part_of
 from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.shards import split
 
