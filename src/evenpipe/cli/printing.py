@@ -26,6 +26,14 @@ def say_json(values: Mapping[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
+def say_report(report: Any, *, as_json: bool) -> None:
+    """Print what has both forms: `text()` for people, `to_dict()` for programs."""
+    if as_json:
+        say_json(report.to_dict())
+    else:
+        say(report.text())
+
+
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
     """A function that shows progress on stderr: on a terminal in one line that is removed at the end, elsewhere
