@@ -286,7 +286,8 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str]) -> None:
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
             faults.append(fault_of(command.split(), words, capsys))
         file.unlink()
-    assert not list(filter(None, faults))
+    faults = list(filter(None, faults))
+    assert not faults, "\n".join(faults)
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,5 +298,6 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         arguments = [*command.split(), *shlex.split(others)]
         json_too = number % 2 and arguments[0] in WITH_JSON
         faults.append(fault_of([*arguments, *(["--json"] if json_too else [])], words, capsys))
-    assert not list(filter(None, faults))
+    faults = list(filter(None, faults))
+    assert not faults, "\n".join(faults)
     assert Path("kept.svg").read_text() == "<svg/>" and Path("kept.toml").read_text() == FILES["kept.toml"]

@@ -25,6 +25,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from evenpipe.errors import InputError
+from evenpipe.given import plain
+
 Count = Annotated[int, typer.Option(min=1)]
 """The type of an option that is a whole number of at least 1."""
 
@@ -42,9 +45,9 @@ class _Entry:
     text: str
 
 
-def for_typer(run: Callable[..., int], common: str) -> tuple[Callable[..., int], str]:
-    """A command with the annotations that typer reads, and what else its docstring says. `common`: descriptions for
-    options that the docstring does not describe."""
+def for_typer(run: Callable[..., int], common: str) -> Callable[..., int]:
+    """A command with the annotations that typer reads, and with what else its docstring says. `common`: descriptions
+    for options that the docstring does not describe."""
     text = inspect.getdoc(run) or ""
     entries = [*_entries(common), *_entries(text)]
     described = {name.lstrip("-").replace("-", "_"): entry for entry in entries for name in entry.names}
@@ -67,16 +70,21 @@ def for_typer(run: Callable[..., int], common: str) -> tuple[Callable[..., int],
             info = typer.Argument(metavar=entry.metavar, help=entry.text)
         parameters[place] = parameter.replace(annotation=Annotated[kind, info], kind=parameter.KEYWORD_ONLY)
 
-    def command(**values: Any) -> int:
+    def command(context: typer.Context, **values: Any) -> int:
+        if context.args:
+            name, options = context.info_name, f"{context.command_path} --help lists all options"
+            raise InputError(f"{name} has no argument {plain(context.args[0])}; {options}")
         made = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
         return run(**values, **made)
 
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command, _ENTRY.sub("", text.partition("\n\n")[2]).strip("\n")
+    command.__doc__ = _ENTRY.sub("", text.partition("\n\n")[2])
+    return command
 
 
 def _entries(text: str) -> list[_Entry]:
@@ -103,14 +111,15 @@ def _unwrapped(annotation: Any) -> tuple[Any, dict[str, Any]]:
     return (kind | None if optional else kind), limits
 
 
-def accepted(annotation: Any, value: str) -> str:
-    """What an option of this annotation accepts, in words. `value`: what it got instead."""
-    kind, limits = _unwrapped(annotation)
-    if isinstance(kind, type(int | None)):
+def accepted(command: Callable[..., int], option: str, value: str) -> str:
+    """What an option of a command of `for_typer` accepts, in words. `value`: what it got instead."""
+    kind, info = get_args(inspect.signature(command).parameters[option].annotation)
+    if NoneType in get_args(kind):
         kind = next(member for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
-    words = ", ".join(f"at {'least' if end == 'min' else 'most'} {limit}" for end, limit in limits.items())
+    words = "" if info.min is None else f"at least {info.min}"
+    words += "" if info.max is None else f", at most {info.max}"
     if words and re.fullmatch(r"[+-]?\d+", value):
         return words
     return {int: "a whole number", float: "a number"}[kind] + (f" of {words}" if words else "")

@@ -6,13 +6,7 @@ from evenpipe.cli.printing import say
 
 
 def run(
-    folder: str,
-    *,
-    prompt: str = "",
-    new_tokens: int = 120,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
+    folder: str, *, prompt: str = "", new_tokens: int = 120, temperature: float = 0.7, top_k: int = 40, seed: int = 0
 ) -> int:
     """Print the generated text.
 

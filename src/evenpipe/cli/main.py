@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
-import inspect
 import io
+import itertools
 import os
 import re
 import signal
@@ -21,7 +21,6 @@ from types import FrameType, ModuleType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from evenpipe import __version__
 from evenpipe.cli.declarations import accepted, for_typer
@@ -43,7 +42,7 @@ COMMANDS = {
     "generate": "generate text with an exported model",
     "export": "write a checkpoint as a Hugging Face folder",
 }
-"""Command -> summary; the module `evenpipe.cli.COMMAND` has its function `run`, whose parameters are the options."""
+"""Command -> summary; the function `run` of the module `evenpipe.cli.COMMAND` declares and does it."""
 
 GROUPS = {"schedule": ("simulate", "draw", "check", "search")}
 """Commands that can also be written behind the name of a group, as in `evenpipe schedule check`."""
@@ -54,10 +53,12 @@ OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 MOST = 2000
 """Longest line of an error message, in characters."""
 
-USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has no public name for it
 SUMMARY = "Pipeline-parallel training for Hugging Face language models, with nothing out of balance."
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 EXIT_CODES = "exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed"
+TYPER: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "no_args_is_help": True}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+MORE = {"allow_extra_args": True}  # to refuse them in a sentence
+USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has no public name for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,13 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for argument in arguments:
             if not is_text(argument):  # it cannot be printed or stored in a file
                 raise InputError(f"the argument {shown(argument)} is not UTF-8, or contains NUL")
-        with _Commands.of("evenpipe").make_context("evenpipe", list(arguments)) as context:
+        module = _module_of(arguments)
+        arguments = getattr(module, "prepare", list)(arguments)
+        app = _app(module, wants_help=not {"-h", "--help"}.isdisjoint(arguments))
+        if "RANK" not in os.environ:  # torchrun sends it to the other processes; the watch names the failed one
+            signal.signal(signal.SIGTERM, _terminated)
+        with app.make_context("evenpipe", list(arguments)) as context:
             exit_code: int = context.command.invoke(context)
             return exit_code
     except typer.Exit as ending:  # --help and --version
         return ending.exit_code
     except SystemExit as ending:  # from SIGTERM
         return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help(), file=sys.stderr)
+        else:
+            _say(_what_is_wrong(error, arguments))
+        return InputError.exit_code
     except (InputError, RunError) as error:
         _say(str(error))
         return error.exit_code
@@ -98,114 +110,40 @@ def _say(text: str) -> None:
     print("\n".join(shortened(line, MOST) for line in f"evenpipe: {plain_lines(text)}".split("\n")), file=sys.stderr)
 
 
-# --- commands
+def _module_of(arguments: Sequence[str]) -> ModuleType | None:
+    """The module of the command; None without one. Raises InputError for an unknown name."""
+    path, known = "evenpipe", (*COMMANDS, *GROUPS)
+    for name in arguments:
+        if name.startswith("-"):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            which = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)};"
+            raise InputError(f"there is no command {shown(name)}, {which} {path} --help says what each does")
+        if name in COMMANDS:
+            return importlib.import_module(f"evenpipe.cli.{name}")
+        path, known = f"evenpipe {name}", GROUPS[name]
+    return None
 
 
-class _Shared:
-    """What the group and its commands do otherwise than typer: one sentence for wrong arguments, and an epilog whose
-    lines stay as they are written."""
-
-    epilog: str | None
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse. Raises InputError with one sentence for wrong arguments."""
-        try:
-            rest: list[str] = super().parse_args(ctx, list(args))  # type: ignore[misc]
-        except USAGE_ERROR as error:
-            raise InputError(
-                f"{_what_is_wrong(error, ctx, args)}; {ctx.command_path} --help lists all options"
-            ) from None
-        return rest
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Add the epilog."""
-        if self.epilog:
-            formatter.write(f"\n{self.epilog.strip(chr(10))}\n")
-
-
-class _Commands(_Shared, TyperGroup):
-    """A group that imports only the command that runs."""
-
-    names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, name: str) -> _Commands:
-        """`evenpipe` itself, or one of `GROUPS`."""
-        app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=SETTINGS)
-        summary = f"The commands for a {name}." if name in GROUPS else SUMMARY
-        app.callback(cls=cls, help=summary, epilog=EXIT_CODES)(_all)
-        group = typer.main.get_command(app)
-        assert isinstance(group, _Commands)
-        group.names = GROUPS.get(name) or (*COMMANDS, *GROUPS)
-        return group
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """All names, in their order."""
-        return list(self.names)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command as --help of the group shows it, without its options."""
-        several = GROUPS.get(cmd_name, ())
-        return TyperCommand(cmd_name, short_help=COMMANDS.get(cmd_name) or f"a group of {', '.join(several)}")
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; without arguments, print the help on stderr."""
-        if not args:
-            print(ctx.get_help(), file=sys.stderr)
-            raise typer.Exit(InputError.exit_code)
-        rest = super().parse_args(ctx, args)
-        if not (rest or ctx._protected_args):
-            raise InputError(f"the command is missing; {ctx.command_path} --help lists all commands")
-        return rest
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
-        """The command that runs, with its options."""
-        name, *rest = args
-        if name in self.names:
-            return name, _Commands.of(name) if name in GROUPS else _Command.of(name), rest
-        near = difflib.get_close_matches(name, self.names, n=1)
-        known = f"did you mean {near[0]}?" if near else f"known: {', '.join(self.names)};"
-        raise InputError(f"there is no command {shown(name)}, {known} {ctx.command_path} --help says what each does")
-
-
-class _Command(_Shared, TyperCommand):
-    """A command of its own file, whose `prepare` may change the arguments, and whose `epilog` ends the help."""
-
-    module: ModuleType
-    text: str
-
-    @classmethod
-    def of(cls, name: str) -> _Command:
-        """The command of `evenpipe.cli.NAME`."""
-        module = importlib.import_module(f"evenpipe.cli.{name}")
-        settings = SETTINGS | {"allow_extra_args": True}
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        run, text = for_typer(module.run, COMMON)
-        app.command(name, cls=cls, help=COMMANDS[name], context_settings=settings)(run)
-        command = typer.main.get_command(app)
-        assert isinstance(command, _Command)
-        command.module, command.text = module, text
-        return command
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse. Raises InputError for arguments that are left."""
-        rest = super().parse_args(ctx, getattr(self.module, "prepare", list)(args))
-        if rest:
-            raise InputError(
-                f"{self.name} has no argument {plain(rest[0])}; {ctx.command_path} --help lists all options"
-            )
-        return rest
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        if "RANK" not in os.environ:  # torchrun sends it to the other processes; the watch names the failed one
-            signal.signal(signal.SIGTERM, _terminated)
-        return super().invoke(ctx)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Add what the docstring says behind the options, and what takes time to find out."""
-        self.epilog = f"{self.text}\n{getattr(self.module, 'epilog', str)()}"
-        super().format_epilog(ctx, formatter)
+def _app(module: ModuleType | None, *, wants_help: bool) -> Any:
+    """`evenpipe` with the options of the command of `module`. All others are listed, but not imported."""
+    app = typer.Typer(**TYPER, help=SUMMARY, epilog=EXIT_CODES, context_settings=SETTINGS)
+    app.callback()(_no_command)
+    groups = {name: typer.Typer(**TYPER) for name in GROUPS}
+    for name, summary in COMMANDS.items():
+        run: Any = _not_imported
+        epilog = ""
+        if module is not None and module.__name__ == f"evenpipe.cli.{name}":
+            run = for_typer(module.run, COMMON)
+            if wants_help:
+                epilog = f"{run.__doc__}\n\n{getattr(module, 'epilog', str)()}".strip("\n")
+                epilog = re.sub(r"(^|\n\n+)", "\\1\b\n", epilog)  # \b keeps the lines of a paragraph
+        for place in (app, *(group for of, group in groups.items() if name in GROUPS[of])):
+            place.command(name, help=summary, short_help=summary, epilog=epilog, context_settings=MORE)(run)
+    for name, group in groups.items():
+        app.add_typer(group, name=name, help=f"{', '.join(GROUPS[name])}, by topic")
+    return typer.main.get_command(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -217,8 +155,12 @@ def _print_version(wanted: bool) -> None:
 VERSION = typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
 
 
-def _all(*, version: Annotated[bool, VERSION] = False) -> None:
-    """Take the options of `evenpipe` itself."""
+def _no_command(*, version: Annotated[bool, VERSION] = False) -> None:
+    """Take the options before a command."""
+
+
+def _not_imported() -> None:
+    """Stand for a command that is only listed."""
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -226,28 +168,29 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-# --- wrong arguments
-
-
-def _what_is_wrong(error: Any, context: Any, arguments: Sequence[str]) -> str:
-    """The sentence about an error of typer."""
-    kind, parameter = type(error).__name__, getattr(error, "param", None)
+def _what_is_wrong(error: Any, arguments: Sequence[str]) -> str:
+    """An error of typer in one sentence."""
+    kind, parameter, context = type(error).__name__, getattr(error, "param", None), error.ctx
+    options = f"{context.command_path if context else 'evenpipe COMMAND'} --help lists all options"
     if kind == "NoSuchOption":
-        return _no_such_option(error.option_name, context, arguments)
-    if parameter is None:  # BadOptionUsage
-        return f"{plain(error.option_name)} has no value"
-    name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
+        return f"{_no_such_option(error.option_name, context, arguments)} {options}"
+    if kind == "BadOptionUsage":
+        has_one = any(word.startswith(f"{error.option_name}=") for word in arguments)
+        return f"{error.option_name} {'takes' if has_one else 'has'} no value; {options}"
+    if parameter is None:
+        return f"the command is missing; {options}"
+    name = parameter.metavar if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
     if kind == "MissingParameter":
-        return f"{name} is missing"
+        return f"{name} is missing; {options}"
     value = _value_of(parameter.opts, arguments)
-    annotation = inspect.signature(context.command.module.run, eval_str=True).parameters[parameter.name].annotation
-    return f"{name} is {plain(value)}; it must be {accepted(annotation, value)}"
+    what = value if re.fullmatch(r"[+-]?[\d.]+", value) else shown(value)
+    return f"{name} is {what}; it must be {accepted(context.command.callback, parameter.name, value)}"
 
 
 def _value_of(names: Sequence[str], arguments: Sequence[str]) -> str:
     """The value of an option in the arguments."""
     value = ""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, rest = argument.partition("=")
         if name in names:
             value = rest if equals else following
@@ -258,7 +201,7 @@ def _no_such_option(name: str, context: Any, arguments: Sequence[str]) -> str:
     """The sentence about an unknown option, which may be a field of the configuration, as in `--steps 3`."""
     command = context.command
     position = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == name or name in word)
-    sentence = f"{command.name or context.command_path} has no argument {plain(arguments[position])}"
+    sentence = f"{context.info_name} has no argument {plain(arguments[position])}"
     if any(parameter.name == "overrides" for parameter in command.params):
         from evenpipe.train.config_file import fields_called
 
@@ -269,10 +212,10 @@ def _no_such_option(name: str, context: Any, arguments: Sequence[str]) -> str:
         fields = fields_called(name.lstrip("-").replace("-", "_"))
         if fields:
             forms = " or ".join(plain(f"{field}={value}") for field in fields)
-            return f"{sentence}; fields of the configuration are written without dashes: {forms}"
+            return f"{sentence}; fields of the configuration are written without dashes: {forms};"
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"{sentence}, did you mean {near[0]}?" if near else sentence
+    return f"{sentence}, did you mean {near[0]}?" if near else f"{sentence};"
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def check_output(path: Path | None, suffix: str) -> None:
     if path is None:
         return
     if path.suffix != suffix:
-        raise wrong("--output", path, f"a name that ends in {suffix}")
+        raise InputError(f"--output is '{plain(path)}'; it must end in {suffix}")
     if not path.absolute().parent.is_dir():
         raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")
 
@@ -241,9 +241,7 @@ class CaseOptions:
         for name in filter(None, map(str.strip, (self.compare or "").split(","))):
             names += SCHEDULES if name == "all" else [name]
         if not names:
-            raise InputError(
-                "--schedule is missing; it must be a name or FILE.csv, or --compare several such as 1f1b,zbv"
-            )
+            raise InputError("--schedule is missing; it must be a name or FILE.csv; --compare takes several")
         for name in names:
             _refuse_strange(name, SCHEDULES)
         for option, value in (("--devices", self.devices), ("--microbatches", self.microbatches)):

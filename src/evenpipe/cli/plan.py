@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
 NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
-"""Choices of the search that are numbers."""
+CHOICES = (*NUMBERS, "schedule", "vocabulary", "checkpointing", "host_share", "offload")
+"""Choices of the search, and those that are numbers."""
 FIELDS = {
     "microbatch_size": "microbatch_sizes",
     "schedule": "schedules",
@@ -111,39 +112,10 @@ class ProblemOptions:
         return problem, run
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpaceOptions:
-    """The choices of the search."""
-
-    dp: str | None = None
-    ep: str | None = None
-    tp: str | None = None
-    cp: str | None = None
-    pp: str | None = None
-    zero: str | None = None
-    microbatch_size: str | None = None
-    slices: str | None = None
-    stages_per_device: str | None = None
-    schedule: str | None = None
-    vocabulary: str | None = None
-    checkpointing: str | None = None
-    host_share: str | None = None
-    offload: str | None = None
-
-    def space(self, problem: Problem) -> Space:
-        """The space to search."""
-        from evenpipe.plan.space import usual_space
-        from evenpipe.schedule import VocabularyMode
-
-        fields: dict[str, Any] = {}
-        for name, text in vars(self).items():
-            if text is not None:
-                fields[FIELDS.get(name, name)] = whole_numbers(name, text) if name in NUMBERS else words(name, text)
-        if "host_shares" in fields:
-            fields["host_shares"] = tuple(map(_share, fields["host_shares"]))
-        if "vocabularies" in fields:
-            fields["vocabularies"] = tuple(dict.fromkeys(map(VocabularyMode.of, fields["vocabularies"])))
-        return replace(usual_space(problem), **fields)
+SpaceOptions: Any = make_dataclass(
+    "SpaceOptions", [(name, str | None, field(default=None)) for name in CHOICES], frozen=True, kw_only=True
+)
+"""The choices as the user writes them."""
 
 
 def run(
@@ -220,7 +192,7 @@ def run(
         if getattr(options, name) is not None and output is None:
             raise InputError(f"--{name} goes into the configuration that -o writes, but there is no -o")
     problem, written = options.problem()
-    space = choices.space(problem)
+    space = _space(problem, choices)
     cache = EvaluationCache() if no_cache else EvaluationCache.of(problem)
     near = None
     with progress_line() as show:
@@ -266,6 +238,21 @@ def run(
     if found.best is not None:
         return 0
     return RunError.exit_code if found.ended else 1
+
+
+def _space(problem: Problem, choices: Any) -> Space:
+    from evenpipe.plan.space import usual_space
+    from evenpipe.schedule import VocabularyMode
+
+    fields: dict[str, Any] = {}
+    for name, text in vars(choices).items():
+        if text is not None:
+            fields[FIELDS.get(name, name)] = whole_numbers(name, text) if name in NUMBERS else words(name, text)
+    if "host_shares" in fields:
+        fields["host_shares"] = tuple(map(_share, fields["host_shares"]))
+    if "vocabularies" in fields:
+        fields["vocabularies"] = tuple(dict.fromkeys(map(VocabularyMode.of, fields["vocabularies"])))
+    return replace(usual_space(problem), **fields)
 
 
 def _share(text: str) -> float | None:

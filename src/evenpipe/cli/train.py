@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from evenpipe.cli.main import OVERRIDE
@@ -20,7 +21,7 @@ def epilog() -> str:
 def prepare(arguments: list[str]) -> list[str]:
     """The arguments with an empty FOLDER behind a `--trace` that has none: at the end, before options and overrides."""
     prepared = []
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in itertools.pairwise([*arguments, "-"]):
         alone = argument == "--trace" and (following.startswith("-") or OVERRIDE.match(following))
         prepared.append("--trace=" if alone else argument)
     return prepared
