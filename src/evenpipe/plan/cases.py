@@ -32,7 +32,7 @@ from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.simulate import Simulation, simulate
 from evenpipe.words import count
 
-from .stage_costs import costs_for_stages, with_whole_vocabulary
+from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def plan_cases(
                 sharded = (mode or base.vocabulary).sharded
                 used = own_costs if sharded else with_whole_vocabulary(own_costs, base.placement)
                 if mode is not None and sharded:
-                    _check_vocabulary_times(used, mode)
+                    check_vocabulary_times(used, mode)
                 if mode is None:
                     assert file is not None, "only files stay unchanged"
                     schedule = with_offload(file, used, offload) if isinstance(file, Order) else file
@@ -160,16 +160,6 @@ def _equal_costs(offload: str | float, replicas: Parallelism | None) -> Costs:
     if replicas is None:
         return costs
     return replace(costs, links={REPLICAS: Link(bandwidth=1.0)}, sharding=EQUAL_SHARDING)
-
-
-def _check_vocabulary_times(costs: Costs, mode: VocabularyMode) -> None:
-    """Raise InputError if a cost file has no times for the passes of a sharded mode, which may be the default."""
-    for kind in ("S", "T"):
-        if getattr(costs.on_average, kind) is None:
-            raise InputError(
-                f"costs: {kind} is missing, but the order in vocabulary mode {mode} has such passes; give a number or a"
-                " list, or simulate mode first-last"
-            )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
 from .optimal_order import OrderProblem, refuse_large, solve
-from .stage_costs import costs_for_stages, with_whole_vocabulary
+from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in interlaced mode S and T leave no choice."""
@@ -187,6 +187,7 @@ def order_problem_of(
     stages = placement_of(placement, devices, stages_per_device)
     if costs is None:
         costs = costs_for_stages(EQUAL_COSTS, devices, stages.stages)
+    check_vocabulary_times(costs, mode)
     return OrderProblem(
         placement=stages,
         microbatches=microbatches,

@@ -231,13 +231,13 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         last = max(_one_device(graph, other, work, (before, behind))[0] for other in range(placement.devices))
         # Time before the first of these forwards, and after the last of these releases.
         around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
-        parts = {count(rounds, "lifespan"): rounds * lifespan, "after them": max(last, lifespan)}
-        parts |= {"ramp-up and ramp-down": max(0.0, *around)}
+        parts = {f"in {count(rounds, 'lifespan')} of {lifespan:g}": rounds * lifespan}
+        parts |= {"after them": max(last, lifespan), "ramp-up and ramp-down": max(0.0, *around)}
         yield Bound(
             sum(parts.values()),
             "rounds",
             f"lower bound {_sum(parts)} on device {device}, which holds at most {count(most, 'activation')} of stage"
-            f" {stage}, each for at least {lifespan:g}",
+            f" {stage}",
         )
 
 
