@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")
 BLOCK = re.compile(
-    r"^(?:<!-- (run small|not run: \S.*) -->\n)?```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- (run small|not run: \S[^\n]*) -->\n)?```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 LANGUAGES = ("csv", "toml", "sh", "python", "text")
 PROGRAMS = {"evenpipe": "-m evenpipe.cli.main", "torchrun": "-m torch.distributed.run", "python": ""}

@@ -165,7 +165,8 @@ def test_what_a_trace_says_of_itself_is_text(tmp_path, capsys):
     assert "<script>alert" not in text
     assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; + \\x1b[31m" in text
     assert main(["profile", "--from", file, "-o", costs]) == 0
-    assert main(["simulate", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--costs", costs]) == 0
+    case = ["--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--vocabulary", "first-last"]
+    assert main(["simulate", *case, "--costs", costs]) == 0
     assert main(["profile", "--from", file]) == 0
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out

@@ -151,8 +151,7 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
                 Bound(
                     value,
                     "one device",
-                    f"lower bound {_sum({'ramp-up': head, 'busy': time, 'ramp-down': tail})} on device {device}"
-                    + ("" if reference in (None, device) else f", within the span of device {reference}"),
+                    f"lower bound {_sum({'ramp-up': head, 'busy': time, 'ramp-down': tail})} on device {device}",
                 )
                 for device in range(placement.devices)
                 for more in [microbatches * again[device]]
