@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_the_lost_time_comes_first(capsys):
     rows = text_of(capsys, "--compare 1f1b,zbv").splitlines()[-3:]
     assert rows[0].split()[:6] == ["schedule", "vocabulary", "device", "lost", "%", "step"]
     assert [row.split()[3] for row in rows[1:]] == ["22.1", "4.7"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_table_with_rules_in_which_brackets_stay(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    Path("[red]order.csv").write_text(Path("order.csv").read_text())
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["simulate", "--compare", "[red]order.csv,1f1b"]) == 0
+    assert "[red]order.csv" in terminal.getvalue() and "────" in terminal.getvalue()
 
 
 def test_simulate_a_file_as_it_stands(capsys):

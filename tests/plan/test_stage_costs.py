@@ -140,4 +140,4 @@ def test_errors_name_the_schedule_where_there_are_several() -> None:
 def test_numbers_of_one() -> None:
     cases = plan_cases(["1f1b"], devices=1, microbatches=1)
     assert summary(cases[0], None).startswith("1f1b, vocab-2: 1 device, 1 microbatch, 1 stage\n")
-    assert table(cases, None).startswith("1 device, 1 microbatch\n")
+    assert table(cases, None).text().startswith("1 device, 1 microbatch\n")

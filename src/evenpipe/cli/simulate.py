@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from evenpipe.cli.options import COSTS_HELP, CaseOptions, schedules_help
-from evenpipe.cli.printing import say, say_json
+from evenpipe.cli.printing import say, say_json, say_table
 from evenpipe.errors import InputError
 
 
@@ -34,7 +34,7 @@ def run(
     if json_:
         say_json(case_report.to_dict(planned, costs, several=several, sort=sort))
     elif several:
-        say(case_report.table(planned, costs, sort=sort))
+        say_table(case_report.table(planned, costs, sort=sort))
     else:
         say(case_report.summary(planned[0], costs))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evenpipe import words
@@ -89,7 +90,22 @@ def sorted_cases(cases: Sequence[Case], by: str | None) -> list[Case]:
     return list(cases) if by is None else sorted(cases, key=SORTED_BY[by])
 
 
-def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class CaseTable:
+    """One row per case; `above`: what to know before the table. Headings may have two lines; `left`: the number of
+    columns, the first ones, that are words."""
+
+    above: list[str]
+    head: list[str]
+    rows: list[list[str]]
+    left: int = 2
+
+    def text(self) -> str:
+        """The table in plain text."""
+        return "\n".join([*self.above, "", *_table(self.head, self.rows, left=self.left)])
+
+
+def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> CaseTable:
     """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     copied = any(case.simulation.timeline.on_device for case in cases)
@@ -112,18 +128,13 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
         row.append("<- shortest" if timeline.makespan <= shortest * (1 + _EQUALLY_SHORT) and len(cases) > 1 else "")
         rows.append(row)
     first, *more = _work(cases, costs)
-    return "\n".join(
-        [
-            _size(cases[0]),
-            f"work: {first}",
-            *more,
-            "lost: share of the step in which devices do not compute, on average over all of them",
-            "step: from the first start to the last end; bound: lower bound for all orders of these passes",
-            "in flight: most activations on a device, counted per stage, and as microbatches through all its layers",
-            "",
-            *_table(head, rows, left=2),
-        ]
-    )
+    above = [_size(cases[0]), f"work: {first}", *more]
+    above += [
+        "lost: share of the step in which devices do not compute, on average over all of them",
+        "step: from the first start to the last end; bound: lower bound for all orders of these passes",
+        "in flight: most activations on a device, counted per stage, and as microbatches through all its layers",
+    ]
+    return CaseTable(above, head, rows)
 
 
 def _if(condition: object, column: str) -> list[str]:
