@@ -160,7 +160,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("--placement y", "placement is 'y', expected linear, looped, v"),
         ("--placement v --stages-per-device 3", "placement 'v' has 2 stages per device, not 3"),
         ("--seconds 0", "--seconds is 0; it must be a finite number above 0"),
-        ("--seed", "--seed has no value; "),
+        ("--seed", "--seed has no value; evenpipe search --help lists all options"),
         ("--split-backward=1", "--split-backward takes no value; "),
         ("--vocabulary interlaced", "search knows the vocabulary modes"),
         ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "12800 passes"),

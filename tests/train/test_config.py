@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenpipe.cli.model_argument import read_model
 from refusals import missing_words, refusal, wrong_refusals
 from transformers import LlamaConfig, PreTrainedConfig
 
+from evenpipe.cli.options import read_model
 from evenpipe.errors import InputError
 from evenpipe.model import Description, describe
 from evenpipe.schedule import generate

@@ -171,7 +171,8 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 def _what_is_wrong(error: Any, arguments: Sequence[str]) -> str:
     """An error of typer in one sentence."""
     kind, parameter, context = type(error).__name__, getattr(error, "param", None), error.ctx
-    options = f"{context.command_path if context else 'evenpipe COMMAND'} --help lists all options"
+    path = context.command_path if context else f"evenpipe {next(word for word in arguments if word in COMMANDS)}"
+    options = f"{path} --help lists all options"
     if kind == "NoSuchOption":
         return f"{_no_such_option(error.option_name, context, arguments)} {options}"
     if kind == "BadOptionUsage":
