@@ -197,11 +197,11 @@ def run(
     near = None
     with progress_line() as show:
 
-        def progress(found: Found) -> None:
-            show(progress_text(found))
+        def progress(state: Found) -> None:
+            show(progress_text(state))
 
         try:
-            found = search_configurations(
+            result = search_configurations(
                 problem,
                 space,
                 wanted=best,
@@ -212,32 +212,32 @@ def run(
                 seconds=seconds,
             )
         except SearchInterrupted as ending:
-            found = ending.found()
-        interrupted = found.ended == "interrupt"
+            result = ending.found()
+        interrupted = result.ended == "interrupt"
         cache.save()
-        if found.best is None and not found.ended:
-            if found.failed and all(one.fault for one in found.failed):
-                raise InputError(found.failed[0].fault)
-            seconds -= found.seconds
+        if result.best is None and not result.ended:
+            if result.failed and all(failure.fault for failure in result.failed):
+                raise InputError(result.failed[0].fault)
+            seconds -= result.seconds
             try:
-                near = nearest(found, workers=workers, cache=cache, progress=progress, seconds=seconds)
+                near = nearest(result, workers=workers, cache=cache, progress=progress, seconds=seconds)
             except KeyboardInterrupt:
                 interrupted = True
             cache.save()
-    ranking = Ranking(found, best)
+    ranking = Ranking(result, best)
     if json_:
         say_json(ranking.to_dict() | ({} if near is None else near.to_dict()))
     else:
         say(ranking.text(explain=explain))
         if near is not None:
             say(near.text())
-    if output is not None and found.best is not None:
-        _write(found, written, output, options.hardware, quiet=json_)
+    if output is not None and result.best is not None:
+        _write(result, written, output, options.hardware, quiet=json_)
     if interrupted:
         return 128 + signal.SIGINT
-    if found.best is not None:
+    if result.best is not None:
         return 0
-    return RunError.exit_code if found.ended else 1
+    return RunError.exit_code if result.ended else 1
 
 
 def _space(problem: Problem, choices: Any) -> Space:
@@ -264,23 +264,25 @@ def _share(text: str) -> float | None:
         raise wrong("--host-share", text, "numbers from 0 to 1, or least") from None
 
 
-def _write(found: Found, run: PlannedRun, path: Path, hardware: str, *, quiet: bool) -> None:
+def _write(result: Found, run: PlannedRun, path: Path, hardware: str, *, quiet: bool) -> None:
     """Write the best plan that can run, and say if better plans are estimates only, and what is to be replaced."""
     from evenpipe.plan.runnable import refusal
     from evenpipe.train.config_file import sections
     from evenpipe.train.new_config import how_to_train
     from evenpipe.train.planned_config import planned_tables, write_tables
 
-    assert found.best is not None
-    runnable = (plan for plan in found.plans if not refusal(found.problem, plan.configuration.recipe))
-    plan = next(runnable, found.best)
-    tables = planned_tables(found.problem, plan, run.tables, path.stem, hardware)
-    notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
+    assert result.best is not None
+    runnable = (plan for plan in result.plans if not refusal(result.problem, plan.configuration.recipe))
+    plan = next(runnable, result.best)
+    tables = planned_tables(result.problem, plan, run.tables, path.stem, hardware)
+    notes = f"Planned for {result.problem.gpus} x {result.problem.hardware.name}: {plan.configuration.name}"
     tables = {section: tables[section] for section in sections() if section in tables}
     write_tables(tables, path, f"{notes}\n{how_to_train(path)}", run.comments)
     if quiet:
         return
-    note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: the plans above it are estimates only)"
+    note = (
+        "" if plan is result.best else f" (plan {result.plans.index(plan) + 1}: the plans above it are estimates only)"
+    )
     say(f"wrote {path}{note}; the run will write to {tables['output']['folder']}")
     for remark in run.remarks:
         say(remark)

@@ -25,7 +25,9 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     if stages == wanted:
         return costs
     if costs.slices:
-        return of_slices([costs_for_stages(one, stages, wanted, who) for one in each_slice(costs)], costs.token_factors)
+        return of_slices(
+            [costs_for_stages(part, stages, wanted, who) for part in each_slice(costs)], costs.token_factors
+        )
 
     def cut(name: str, value: Cost) -> Cost:
         if not isinstance(value, tuple):
@@ -72,7 +74,7 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
     and B, and likewise what replicas send. Kinds without a time stay so.
     """
     if costs.slices:
-        return of_slices([with_whole_vocabulary(one, placement) for one in each_slice(costs)], costs.token_factors)
+        return of_slices([with_whole_vocabulary(part, placement) for part in each_slice(costs)], costs.token_factors)
 
     def of_all_devices(name: str, value: Cost | None) -> float:
         return sum(spread(name, value or 0.0, placement.devices, "device") or ())

@@ -90,15 +90,15 @@ def best_bound(
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
-    found = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
+    bounds = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
         whole = _ways(graph, None)
-        found += _rounds(microbatches, graph, limits, of, whole)
-        found += _ramps(microbatches, graph, limits, of, whole)
-        found += _area(microbatches, graph, limits)
+        bounds += _rounds(microbatches, graph, limits, of, whole)
+        bounds += _ramps(microbatches, graph, limits, of, whole)
+        bounds += _area(microbatches, graph, limits)
         if not proved:
-            found += _v_shape(microbatches, graph, limits, split)
-    return max(found, key=lambda bound: bound.value)
+            bounds += _v_shape(microbatches, graph, limits, split)
+    return max(bounds, key=lambda bound: bound.value)
 
 
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
@@ -109,7 +109,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     split = Kind.I in kinds
     each = costs.by_slice(program.slices) if costs.slices else (costs,)
     if split and Kind.B in kinds:
-        each = tuple(either_backward(one, program.placement) for one in each)
+        each = tuple(either_backward(of_slice, program.placement) for of_slice in each)
     limits = None if kinds & OFFLOAD_KINDS or program.forward_only else [max(1, peak) for peak in peak_in_flight]
     microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
     return {
