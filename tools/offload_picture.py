@@ -22,7 +22,9 @@ def draw() -> str:
     """Return the SVG text."""
     found = {}
     for name, offload in (("1f1b", "none"), ("1f1b, activations on the host", "free")):
-        (case,) = plan_cases(["1f1b"], devices=4, microbatches=8, costs=COSTS, offload=offload)
+        (case,) = plan_cases(
+            ["1f1b"], devices=4, microbatches=8, vocabularies=["first-last"], costs=COSTS, offload=offload
+        )
         found[name] = case.simulation.timeline
     return svg(found, width=960, memory=True, unit="forwards of one stage")
 

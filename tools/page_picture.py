@@ -18,7 +18,7 @@ from evenpipe.plan.cases import plan_cases
 from evenpipe.schedule import Costs
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "draw"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("draw", "multiprocess")]
 
 from headless_browser import Browser, find_browser  # noqa: E402
 

@@ -31,7 +31,9 @@ def draw() -> str:
     found = {}
     for name, prefetch, reshard in (("gathered once", None, False), ("freed between uses", 0, True)):
         replicas = Parallelism(dp=2, data_parallel="shard", prefetch=prefetch, reshard=reshard)
-        (case,) = plan_cases(["interleaved"], devices=4, microbatches=8, costs=COSTS, replicas=replicas)
+        (case,) = plan_cases(
+            ["interleaved"], devices=4, microbatches=8, vocabularies=["first-last"], costs=COSTS, replicas=replicas
+        )
         found[f"interleaved, {name}"] = case.simulation.timeline
     return svg(found, width=960, memory=True, unit="forwards of one stage")
 

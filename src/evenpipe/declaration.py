@@ -48,6 +48,8 @@ Number0 = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
+JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], Strict(False)]
 """A tuple that may be written as a list inside of tables and lists, too."""
@@ -486,17 +488,25 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
+def file_schema(kind: type, title: str) -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a file that is one table."""
+    return {"$schema": JSON_SCHEMA, "title": title, **json_schema(kind)}
+
+
 def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a declaration as a table of TOML or JSON."""
-    schema = TypeAdapter(kind).json_schema()
-    del schema["title"]
+    """The JSON schema of a declaration as a table of TOML or JSON."""
+    schema = _adapter(kind).json_schema()
+    schema.pop("title", None)
     schema["description"] = summary(kind)
-    for name, text in docstrings(kind).items():
-        if name in schema.get("properties", {}):
-            schema["properties"][name]["description"] = text
+    texts = docstrings(kind)
     for name, annotation in field_types(kind).items():
-        _allow_toml(schema["properties"][name], annotation)
-    schema["additionalProperties"] = False
+        described = schema["properties"][name]
+        if name in texts:
+            described["description"] = texts[name]
+        if not is_typeddict(kind):
+            _allow_toml(described, annotation)
+    if not is_typeddict(kind):
+        schema["additionalProperties"] = False
     return schema
 
 

@@ -61,8 +61,8 @@ CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
     f"{SIMULATE} --costs bad.toml": [
         ("", "bad.toml", "F is missing"),
         ("F = = 1\n", "bad.toml is not TOML", "line 1"),
-        ("F = 1\nB = -2\n", "bad.toml", "B must be a finite number of at least 0", "-2"),
-        ('F = 1\nB = 2\n[links]\n"F:0-1" = {latency = 1}\n', "links: unknown key 'F:0-1', did you mean F:0>1?"),
+        ("F = 1\nB = -2\n", "bad.toml", "costs.B is -2; it must be a number of at least 0"),
+        ('F = 1\nB = 2\n[links]\n"F:0-1" = {latency = 1}\n', 'costs.links has no field "F:0-1"; known: p2p'),
     ],
     f"{SIMULATE} --costs bad.json": [
         ("", "bad.json is not JSON"),
@@ -70,16 +70,23 @@ CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
     ],
     "draw bad.json": [
         ("", "bad.json is not JSON"),
-        (TOO_LATE, "devices[0] has the time 1.7e+308, expected seconds"),
-        (TRACE.replace("[0]", '["0"]'), "placement is ['0'], expected the device of each stage"),
+        (TOO_LATE, "devices[0].end is 1.7e+308; it must be a number of seconds"),
+        (TRACE.replace("[0]", '["0"]'), 'placement[0] is "0"; it must be an integer'),
     ],
-    "profile --from bad.json": [(TOO_LATE, "bad.json: devices[0] has the time 1.7e+308")],
+    "profile --from bad.json": [(TOO_LATE, "bad.json: devices[0].end is 1.7e+308")],
     "profile -o kept.toml --from bad.json": [("", "bad.json is not JSON")],
     "explain model.json --gpus 4 --hardware bad.toml": [
-        (HARDWARE.replace('name = "H100-80G"', "name = [1]"), "hardware: name is [1], expected a text"),
-        (HARDWARE.replace('torch_device = "cuda"', 'torch_device = "tpu"'), "torch_device is 'tpu'"),
-        (HARDWARE.replace("units = 1\n", "units = 1e300\n"), "units is 1e+300, expected a number above 0"),
-        (HARDWARE.replace("[peak_flops]", "[peaks]"), "unknown key 'peaks', did you mean peak_flops"),
+        (HARDWARE.replace('name = "H100-80G"', "name = [1]"), "hardware.name is [1]; it must be text"),
+        (
+            HARDWARE.replace('torch_device = "cuda"', 'torch_device = "tpu"'),
+            'hardware.torch_device is "tpu"; it must be one of cuda, cpu',
+        ),
+        (HARDWARE.replace("units = 1\n", "units = 1e300\n"), "hardware.units is 1e+300; it must be a finite number"),
+        (
+            HARDWARE.replace("[peak_flops]", "[peaks]"),
+            'hardware has no field "peaks"; known: name',
+            'did you mean "peak_flops"?',
+        ),
     ],
     "estimate --model bad.json": [
         ("", "bad.json"),
@@ -96,14 +103,17 @@ CONTENTS: dict[str, list[tuple[str | bytes, ...]]] = {
 ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     # beginning of the command: its other arguments, words of the sentence
     "": [
-        ("--unknown", "the following arguments are required: COMMAND", "evenpipe --help"),
+        ("--unknown", "evenpipe has no argument --unknown; evenpipe --help lists all options"),
+        ("--", "the command is missing; evenpipe --help"),
+        ("schedule chek", "there is no command 'chek', did you mean check? evenpipe schedule --help"),
         ("tarin config.toml", "there is no command 'tarin', did you mean train?"),
         ("xyz", "there is no command 'xyz', known: explain, init, train,"),
-        ("check", "required: FILE.csv", "evenpipe check --help"),
-        ("train", "required: CONFIG.toml;", "evenpipe train --help"),
-        ("explain model.json", "required: --gpus"),
-        ("search", "required: --devices, --microbatches"),
-        ("draw", "no schedule is given", "--schedule FILE.csv"),
+        ("check", "FILE.csv is missing", "evenpipe check --help"),
+        ("schedule check", "FILE.csv is missing", "evenpipe schedule check --help"),
+        ("train", "CONFIG.toml is missing; evenpipe train --help"),
+        ("explain model.json", "--gpus is missing; evenpipe explain --help"),
+        ("search", "--devices is missing"),
+        ("draw", "--schedule is missing; it must be a name or FILE.csv"),
     ],
     "check": [
         (".", ". cannot be read", "Is a directory"),
@@ -111,27 +121,31 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("'a\nb.csv'", "a\\nb.csv cannot be read", "No such file"),
         ("\udcff.csv", "'\\udcff.csv' is not UTF-8"),
         ("a\0b.csv", "'a\\x00b.csv'", "contains NUL"),
-        (f"order.csv --{ESCAPE}", "has no argument --\\x1b[31m"),
+        (f"order.csv --{ESCAPE}", "check has no argument --\\x1b[31m; evenpipe check --help lists all options"),
+        (f"order.csv {ESCAPE}", "check has no argument \\x1b[31m; evenpipe check --help"),
+        ("order.csv --bytes-limit=-1", "--bytes-limit is -1; it must be a finite number above 0"),
+        ("order.csv --bytes-limit 1", "--costs is missing; --bytes-limit needs its sizes"),
+        ("order.csv --memory-limit 1,2,3", "--memory-limit has 3 numbers; it must have one, or 2, one per device"),
     ],
     "simulate": [
-        ("--schedule zvb", "schedule 'zvb' is unknown, did you mean 'zbv'?", "Accepted: gpipe, 1f1b"),
-        ("--schedule costs.json", "'costs.json' is not the name of a schedule", "must end in .csv"),
+        ("--schedule zvb", 'schedule is "zvb"; it must be one of gpipe, 1f1b', 'did you mean "zbv"?'),
+        ("--schedule costs.json", '--schedule is "costs.json"; it must be the name of a schedule, or', "ends in .csv"),
         ("--schedule order.csv --devices 3", "'order.csv' is for 2 devices", "not 3"),
         ("--schedule transfers.csv --vocabulary vocab-1", "transfers.csv", "has transfers"),
-        ("--schedule 1f1b", "devices: not given", "at least 1"),
+        ("--schedule 1f1b", "--devices is missing; it must be a whole number of at least 1"),
         ("--schedule 1f1b --devices 1000000000 --microbatches 2", "2000000000", "too many to simulate"),
     ],
     "simulate --devices 2 --microbatches 2": [
         ("", "--schedule"),
-        ("--compare 1f1b,zbv --sort x", "--sort: invalid choice: 'x'", "choose from", "--help"),
-        ("--schedule 1f1b,zbv", "takes one schedule", "use --compare 1f1b,zbv for several"),
+        ("--compare 1f1b,zbv --sort x", '--sort is "x"; it must be one of lost, step, span, bubble,'),
+        ("--schedule 1f1b,zbv", "it must be one schedule; --compare 1f1b,zbv takes several"),
         ("--schedule dualpipe-v --slices 2", "must be passes of their own"),
     ],
     SIMULATE: [
-        ("--microbatches 0", "microbatches", "at least 1", "0"),
-        ("--memory-limit many", "--memory-limit is 'many'", "number"),
-        ("--vocabulary vocab-3", "'vocab-3' is unknown, did you mean 'vocab-2'?", "Accepted: first-last"),
-        ("--vocabulary ,", "--vocabulary is ','", "vocab-2"),
+        ("--microbatches 0", "--microbatches is 0; it must be at least 1"),
+        ("--memory-limit many", '--memory-limit is "many"; it must be a number, or one per device'),
+        ("--vocabulary vocab-3", 'vocabulary is "vocab-3"; it must be one of balanced', 'did you mean "vocab-2"?'),
+        ("--vocabulary ,", '--vocabulary is ","; it must be one or several of first-last'),
         ("--sort step", "--sort is given, but there is only one schedule", "--compare"),
         ("--edges 0-1", "'0-1' is not an edge"),
     ],
@@ -149,11 +163,14 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("-o kept.svg --costs nowhere.toml", "nowhere.toml cannot be read"),
     ],
     "search --devices 2 --microbatches 2": [
-        ("-o 'a\nb.txt'", "'a\\nb.txt'", "must end in .csv"),
+        ("-o 'a\nb.txt'", '"a\\nb.txt"; it must end in .csv'),
         ("--placement y", "placement is 'y', expected linear, looped, v"),
         ("--placement v --stages-per-device 3", "placement 'v' has 2 stages per device, not 3"),
-        ("--seconds 0", "seconds", "above 0"),
-        ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "4800 passes"),
+        ("--seconds 0", "--seconds is 0; it must be a finite number above 0"),
+        ("--seed", "--seed has no value; evenpipe search --help lists all options"),
+        ("--split-backward=1", "--split-backward takes no value; "),
+        ("--vocabulary interlaced", "search knows the vocabulary modes"),
+        ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "12800 passes"),
     ],
     "estimate --model": [
         ("nowhere.json", "the model is 'nowhere.json', but there is no such file"),
@@ -162,58 +179,59 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "estimate --model model.json": [
         ("--gpu-memory 1000000000000000000000000000000B", "--gpu-memory", "less than 8 EiB"),
-        ("--gpu-memory 80", "--gpu-memory is '80', which has no unit, expected a number and a unit", "as in 80GiB"),
-        ("--sequence 0", "sequence is 0, expected a whole number of at least 1"),
+        ("--gpu-memory 80", "--gpu-memory is '80', which has no unit; it must be a number and a unit", "as in 80GiB"),
+        ("--sequence 0", "--sequence is 0; it must be at least 1"),
         ("--pp 33", "33 with 33 stages, but the model has 4 layers"),
-        ("--zero 4", "--zero: invalid choice: 4", "choose from 0, 1, 2, 3"),
-        ("--layers-per-stage a", "--layers-per-stage is 'a', expected whole numbers such as 1,2,4"),
-        ("-o x.pdf", "--output is 'x.pdf', but the name of the picture must end in .svg"),
+        ("--zero 4", "--zero is 4; it must be one of 0, 1, 2, 3"),
+        ("--layers-per-stage a", '--layers-per-stage is "a"; it must be one or several whole numbers such as 1,2,4'),
+        ("-o x.pdf", '--output is "x.pdf"; it must end in .svg'),
         ("--gpus 8", "estimate has no argument --gpus, did you mean --"),
     ],
     "explain": [
-        ("model.json --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
-        ("model.json --gpus 1000000000", "--gpus is 1000000000", "at most 100000"),
+        ("model.json --gpus 0", "--gpus is 0; it must be at least 1, at most 100000"),
+        ("model.json --gpus 1000000000", "--gpus is 1000000000; it must be at least 1, at most 100000"),
     ],
     "explain model.json --gpus 4": [
-        ("--hardware H100", "hardware 'H100' is unknown, did you mean 'H100-80G'?"),
+        ("--hardware H100", 'hardware is "H100"; it must be one of A100-40G', 'did you mean "H100-80G"?'),
         ("--tp 3", "tp"),
         ("-o picture.pdf", "picture.pdf"),
     ],
     "plan": [
         ("--model empty --gpus 4", "neither a folder with a config.json nor a model that the hub gives out"),
-        ("--model model --gpus 0", "--gpus is 0, expected a whole number of at least 1"),
+        ("--model model --gpus four", '--gpus is "four"; it must be a whole number of at least 1'),
     ],
     "plan --model model --gpus 4 --no-cache --workers 1": [
-        ("--tp two", "--tp is 'two', expected whole numbers such as 1,2,4"),
-        ("--vocabulary x", "vocabulary mode 'x' is unknown", "Accepted: first-last"),
-        ("--best 0", "--best is 0, expected at least 1"),
-        ("--batch -3", "sequences per step is -3"),
-        ("--minutes 0", "--minutes is "),
-        ("-o plan.json", "must end in .toml"),
-        ("-o kept.toml --batch 0", "sequences per step is 0", "at least 1"),
+        ("--tp two", '--tp is "two"; it must be one or several whole numbers such as 1,2,4'),
+        ("--vocabulary x", 'vocabulary is "x"; it must be one of balanced, first-last'),
+        ("--best 0", "--best is 0; it must be at least 1"),
+        ("--batch -3", "--batch is -3; it must be at least 1"),
+        ("--minutes 0", "--minutes is 0; it must be above 0"),
+        ("-o plan.json", '--output is "plan.json"; it must end in .toml'),
+        ("-o kept.toml --batch 0", "--batch is 0; it must be at least 1"),
     ],
     "profile": [
         ("", "either CONFIG.toml or --from TRACE.json, but neither is given"),
-        ("config.toml --steps 0", "steps is 0, expected a whole number of at least 1"),
-        ("--hardware --processes 0", "processes is 0, expected at least 1"),
+        ("config.toml --steps 0", "--steps is 0; it must be at least 1"),
+        ("config.toml --from trace.json", "either CONFIG.toml or --from TRACE.json, but both are"),
+        ("--hardware --processes 0", "--processes is 0; it must be at least 1"),
         ("--from trace.json -o /proc/x.toml", "/proc/x.toml cannot be written"),
     ],
     "init": [
         ("--data modl.json", '--data is "modl.json", but there is no such file or folder; did you mean "model.json"?'),
         ("--data folder.svg --example zbv", "--example is a complete configuration"),
-        ("--processes 0", "--processes is 0, but must be at least 1"),
+        ("--processes 0", "--processes is 0; it must be at least 1"),
         ("--example zvb", '--example is "zvb"', "must be one of all, experts, quickstart", 'did you mean "zbv"?'),
-        ("-o x.csv", "--output is 'x.csv'", "must end in .toml"),
+        ("-o x.csv", '--output is "x.csv"; it must end in .toml'),
         ("-o kept.toml", '"kept.toml" exists already', "-o names another one"),
     ],
     "export": [
-        ("run", "required: -o/--output"),
+        ("run", "--output is missing; evenpipe export --help"),
         ("empty -o out", "'empty' has no checkpoint", "expected a checkpoint's folder"),
     ],
     "generate": [
-        ("", "required: FOLDER", "evenpipe generate --help"),
+        ("", "FOLDER is missing; evenpipe generate --help"),
         ("empty", '"empty" is not a model folder', "config.json"),
-        ("empty --seed x", "argument --seed: expected a whole number, not 'x'", "evenpipe generate --help"),
+        ("empty --seed x", '--seed is "x"; it must be a whole number'),
     ],
     "train": [
         (f"{ESCAPE}.toml", '"\\x1b[31m.toml" cannot be read'),
@@ -224,11 +242,11 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("optimizer.learning_rate=1e309", "optimizer.learning_rate is inf", "finite number"),
         ("optimizer.learning_rate=1e200", "optimizer.learning_rate is 1e+200", "below 1e+100"),
         ("pipeline.timeout_seconds=1e50", "pipeline.timeout_seconds is 1e+50", "at most 1e+09"),
-        ("tokenizer.vocabulary_size=4000000000", "tokenizer.vocabulary_size is 4000000000", "at most 10000000"),
+        ("tokenizer.vocabulary_size=4000000000", "tokenizer.vocabulary_size is 4000000000", "from 257 to 10000000"),
         ("pipeline.microbatches=1000000000", "order of 2000000000 forwards"),
         ("'pipeline.schedule={a = 1}'", "pipeline.schedule"),
         ("training.callbacks=nowhere:Mine", "training.callbacks[0]", "there is no module nowhere"),
-        ("steps=3", 'the override "steps=3" must be written section.key=value; did you mean training.steps'),
+        ("steps=3", 'the override is "steps=3"; it must be written section.key=value; did you mean training.steps'),
         ("offload.host_memory=1000000000000000000000000000000B", "offload.host_memory", "less than 8 EiB"),
         ("offload.directory=/proc/x", 'offload.directory is "/proc/x"', "an existing directory"),
         ("output.folder=/proc/x", 'output.folder is "/proc/x"', "a folder that can be written"),
@@ -286,7 +304,8 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str]) -> None:
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
             faults.append(fault_of(command.split(), words, capsys))
         file.unlink()
-    assert not list(filter(None, faults))
+    faults = list(filter(None, faults))
+    assert not faults, "\n".join(faults)
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,5 +316,6 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         arguments = [*command.split(), *shlex.split(others)]
         json_too = number % 2 and arguments[0] in WITH_JSON
         faults.append(fault_of([*arguments, *(["--json"] if json_too else [])], words, capsys))
-    assert not list(filter(None, faults))
+    faults = list(filter(None, faults))
+    assert not faults, "\n".join(faults)
     assert Path("kept.svg").read_text() == "<svg/>" and Path("kept.toml").read_text() == FILES["kept.toml"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -30,7 +31,6 @@ def command(monkeypatch):
 
     def run(function, *arguments):
         module = types.ModuleType("evenpipe.cli.generate")
-        module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)
         module.run = function
         monkeypatch.setitem(sys.modules, "evenpipe.cli.generate", module)
         return cli.main(["generate", *arguments])
@@ -40,13 +40,21 @@ def command(monkeypatch):
 
 
 def raising(error):
-    def run(arguments):
+    def run():
         raise error
 
     return run
 
 
-def terminated(arguments):
+def counted(*, number: int) -> int:
+    """Count.
+
+    --number N  the exit code
+    """
+    return number
+
+
+def terminated():
     os.kill(os.getpid(), signal.SIGTERM)
     while True:
         signal.pause()
@@ -54,8 +62,8 @@ def terminated(arguments):
 
 ENDINGS = [
     # what the command does, exit code, what standard error shows
-    (lambda arguments: 0, 0, ""),
-    (lambda arguments: 1, 1, ""),
+    (lambda: 0, 0, ""),
+    (lambda: 1, 1, ""),
     (raising(InputError("the field is wrong")), 2, "evenpipe: the field is wrong\n"),
     (raising(RunError("the disk is full")), 3, "evenpipe: the disk is full\n"),
     (raising(OSError(errno.ENOSPC, "No space left on device")), 3, "evenpipe: the output cannot be written: No space "),
@@ -73,7 +81,7 @@ def test_how_a_command_ends(command, capsys):
     assert command(raising(KeyError("lost"))) == 3, "what nobody expected shows its traceback and is a failed run"
     error = capsys.readouterr().err
     assert "Traceback" in error and "KeyError: 'lost'" in error
-    assert command(lambda arguments: arguments.number, "--number", "1") == 1
+    assert command(counted, "--number", "1") == 1
 
 
 def test_a_terminal_without_a_character_shows_a_question_mark():
@@ -82,7 +90,7 @@ def test_a_terminal_without_a_character_shows_a_question_mark():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "step 3 ?s" in result.stdout
+    assert "step 3.8 ?s" in result.stdout
 
 
 def test_version_and_help(capsys):
@@ -99,19 +107,37 @@ def test_version_and_help(capsys):
     for name in cli.COMMANDS:
         assert cli.main([name, "--help"]) == 0
         text = capsys.readouterr().out
-        assert f"usage: evenpipe {name}" in text
-        assert name != "train" or configuration_help() in text
+        assert f"Usage: evenpipe {name}" in text and cli.COMMANDS[name] in " ".join(text.split())
+        assert name != "train" or textwrap.indent(configuration_help(), "  ") in text
+
+
+def test_a_group_has_the_same_commands(capsys):
+    assert cli.main(["schedule"]) == 2
+    listed = capsys.readouterr().err
+    assert all(f"  {name} " in listed for name in cli.GROUPS["schedule"]) and "train" not in listed
+    for name in cli.GROUPS["schedule"]:
+        helps = []
+        for group in ([], ["schedule"]):
+            assert cli.main([*group, name, "--help"]) == 0
+            helps.append(capsys.readouterr().out.replace("evenpipe schedule ", "evenpipe "))
+        assert helps[0] == helps[1]
+    size = ["--devices", "2", "--microbatches", "2"]
+    assert cli.main(["schedule", "simulate", "--schedule", "1f1b", *size]) == 0
+    assert "1f1b, vocab-2: 2 devices" in capsys.readouterr().out
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed():
     schedule = ["--schedule", "1f1b", "--devices", "2", "--microbatches", "2"]
-    commands = [["--help"], ["train", "--help"], ["train", "missing.toml"], ["search", "--help"], ["check", "no.csv"]]
+    commands = [["--help"], ["--version"], ["train", "--help"], ["train", "missing.toml"], ["search", "--help"]]
+    commands += [["check", "no.csv"], ["simulate", "--help"], ["simulate", *schedule], ["draw", *schedule]]
     code = f"""
 import sys
 from evenpipe.cli.main import main
-for arguments in {[*commands, ["--version"], ["simulate", "--help"], ["simulate", *schedule], ["draw", *schedule]]}:
+for arguments in {commands}:
     main(arguments)
-    heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm", "ortools"}}
+    heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm", "ortools", "rich"}}
+    if arguments in (["--help"], ["--version"]):
+        heavy |= {{"pydantic", "evenpipe.schedule"}}
     if heavy & set(sys.modules):
         sys.exit(f"{{arguments}} imports {{heavy & set(sys.modules)}}")
 """
@@ -124,8 +150,7 @@ def test_a_reader_that_has_gone_ends_the_command_quietly():
 import sys, types
 from evenpipe.cli.main import main
 module = types.ModuleType("evenpipe.cli.generate")
-module.add_arguments = lambda parser: None
-module.run = lambda arguments: print("x" * 1_000_000, flush=True)
+module.run = lambda: print("x" * 1_000_000, flush=True)
 sys.modules["evenpipe.cli.generate"] = module
 sys.exit(main(["generate"]))
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,19 @@ from small_run import as_json, printed, refused
 from transformers import LlamaConfig
 
 from evenpipe.cli.main import main
+from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.recipe.layout import runnable_order
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, generate, plan_order, plan_program, time_order
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    SCHEDULES,
+    Timeline,
+    VocabularyMode,
+    generate,
+    plan_order,
+    plan_program,
+    time_order,
+)
 from evenpipe.schedule.registry import describe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,15 +68,71 @@ def text_of(capsys: pytest.CaptureFixture[str], arguments: str, size: list[str] 
 # --- simulate ------------------------------------------------------------------------------------------------
 
 
+def of_a_step(name: str, mode: str, devices: int = 4, microbatches: int = 8) -> Timeline:
+    """What a named schedule takes if each device does equal work, and the vocabulary layers are part of it."""
+    placement = generate(name, devices, microbatches).placement
+    costs = costs_for_stages(EQUAL_COSTS, devices, placement.stages)
+    if not VocabularyMode.of(mode).sharded:
+        costs = with_whole_vocabulary(costs, placement)
+    return time_order(plan_order(name, devices, microbatches, mode, costs), costs)
+
+
 def test_simulate_gives_the_figures_of_every_schedule(sample, capsys):
     for name in sample(SCHEDULES, 4):
         figures = simulated(capsys, f"--schedule {name}")
-        timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS), EQUAL_COSTS)
-        assert figures["schedule"] == name
+        timeline = of_a_step(name, "vocab-2")
+        assert (figures["schedule"], figures["vocabulary"]) == (name, "vocab-2")
         for field in ("span", "makespan", "skew", "bubble_rate", "busy"):
             assert figures[field] == pytest.approx(getattr(timeline, field)), name
+        assert figures["lost"] == pytest.approx(1 - sum(timeline.busy) / 4 / timeline.makespan)
         assert (figures["peak_in_flight"], figures["peak_bytes"]) == (list(timeline.peak_in_flight), None)
         assert 0 < figures["bounds"]["span"]["value"] <= figures["span"] * (1 + 1e-9)
+
+
+def test_a_step_is_the_same_work_alone_and_beside_others(capsys):
+    """Also in another order, and for a file that says the same as a name."""
+    steps = {
+        ("1f1b", "first-last"): 58.6,
+        ("1f1b", "vocab-2"): 39,
+        ("zbv", "first-last"): 49.6,
+        ("zbv", "vocab-2"): 31.9,
+    }
+    for names in ("1f1b,zbv", "zbv,1f1b"):
+        rows = simulated(capsys, f"--compare {names} --vocabulary first-last,vocab-2")["schedules"]
+        assert {(row["schedule"], row["vocabulary"]): row["makespan"] for row in rows} == pytest.approx(steps)
+    for (name, mode), step in steps.items():
+        assert simulated(capsys, f"--schedule {name} --vocabulary {mode}")["makespan"] == pytest.approx(step)
+        assert of_a_step(name, mode).makespan == pytest.approx(step)
+        Path("file.csv").write_text(plan_order(name, 4, 8, mode).to_csv())
+        (as_file, _) = simulated(capsys, f"--compare file.csv,{name} --vocabulary {mode}")["schedules"]
+        unchanged = simulated(capsys, "--schedule file.csv", [])
+        assert unchanged["vocabulary"] is None and unchanged["makespan"] == as_file["makespan"]
+    plain = simulated(capsys, "--schedule 1f1b --vocabulary first-last --costs plain.toml")
+    assert plain["makespan"] == 33, "without times of the vocabulary layers there are none"
+    assert "E is missing" in refused(capsys, "simulate", "--schedule", "1f1b", *SIZE, "--costs", "plain.toml")
+
+
+def test_the_lost_time_comes_first(capsys):
+    lines = text_of(capsys, "--schedule 1f1b").splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == ["work", "lost", "step", "span", "bubble"]
+    assert lines[2].split()[1] == "22.1"
+    assert "lower bound 36.2 = 3 ramp-up + 27.2 busy + 6 ramp-down on device 3)" in lines[3]
+    rows = text_of(capsys, "--compare 1f1b,zbv").splitlines()[-3:]
+    assert rows[0].split()[:6] == ["schedule", "vocabulary", "device", "lost", "%", "step"]
+    assert [row.split()[3] for row in rows[1:]] == ["22.1", "4.7"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_table_with_rules_in_which_brackets_stay(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    Path("[red]order.csv").write_text(Path("order.csv").read_text())
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["simulate", "--compare", "[red]order.csv,1f1b"]) == 0
+    assert "[red]order.csv" in terminal.getvalue() and "────" in terminal.getvalue()
 
 
 def test_simulate_a_file_as_it_stands(capsys):
@@ -73,7 +140,7 @@ def test_simulate_a_file_as_it_stands(capsys):
         figures = simulated(capsys, f"--schedule {file}", [])
         assert (figures["devices"], figures["microbatches"], figures["schedule"]) == (2, 2, file)
         mode = "vocab-2" if file in ("program.csv", "vocabulary.csv") else "first-last"
-        assert figures["span"] == pytest.approx(time_order(plan_order("1f1b", 2, 2, mode), EQUAL_COSTS).span)
+        assert figures["span"] == pytest.approx(of_a_step("1f1b", mode, 2, 2).span)
         assert simulated(capsys, f"--schedule {file} --vocabulary {mode}", [])["span"] == figures["span"]
     added = simulated(capsys, "--schedule order.csv --vocabulary vocab-2", [])
     assert added["span"] == simulated(capsys, "--schedule vocabulary.csv", [])["span"]
@@ -82,7 +149,7 @@ def test_simulate_a_file_as_it_stands(capsys):
 def test_options_reach_the_schedules_that_have_them(capsys):
     figures = simulated(capsys, "--schedule interleaved --stages-per-device 4")
     assert (figures["stages"], figures["stages_per_device"]) == (16, 4)
-    assert simulated(capsys, "--schedule gis --group-size 2")["peak_in_flight"] == [6, 5, 4, 3]
+    assert simulated(capsys, "--schedule gis --group-size 2 --vocabulary first-last")["peak_in_flight"] == [6, 5, 4, 3]
     assert simulated(capsys, "--schedule zbv --stages-per-device 2")["stages_per_device"] == 2
     compared = simulated(capsys, "--compare 1f1b,interleaved,gis --stages-per-device 4")["schedules"]
     assert [row["stages_per_device"] for row in compared] == [1, 4, 4]
@@ -98,7 +165,7 @@ def test_rows_are_sorted_the_best_first(by, capsys):
 
 
 def test_help_lists_every_schedule_in_a_line(capsys):
-    lines = printed(capsys, "simulate", "--help").partition("\nschedules:\n")[2].splitlines()
+    lines = printed(capsys, "simulate", "--help").partition("\n  schedules:\n")[2].splitlines()
     for name in SCHEDULES:
         (line,) = [line for line in lines if line.split()[:1] == [name]]
         assert describe(name) and line.endswith(describe(name))
@@ -108,7 +175,8 @@ def test_help_lists_every_schedule_in_a_line(capsys):
 
 
 def test_sequences_are_cut_into_slices(capsys):
-    figures = simulated(capsys, "--schedule 1f1b --devices 4 --microbatches 4 --slices 3", [])
+    options = "--devices 4 --microbatches 4 --slices 3 --vocabulary first-last --costs plain.toml"
+    figures = simulated(capsys, f"--schedule 1f1b {options}", [])
     assert (figures["microbatches"], figures["slices"], figures["bubble"]) == (4, 3, 3 * 3)
     assert figures["peak_in_flight"] == [6, 5, 4, 3]
     small = ("--devices", "2", "--microbatches", "2", "--slices", "2")

@@ -307,7 +307,7 @@ NOT_RUN = {
     "--data nowhere -o run.toml": '--data is "nowhere", but there is no such file or folder',
     "--data little.txt -o run.toml --batch 8": "tokens, but one step of 8 sequences of 64 tokens needs",
     "--tokenizer 'too large' -o run.toml": "but the model has only 1000 rows for them",
-    "--data texts -o run.toml --sequence 257": "evenpipe train takes at most 256, the model's longest",
+    "--data texts -o run.toml --sequence 257": "--sequence is 257; it must be at most 256, the model's",
     "--tokenizer nowhere -o run.toml": 'the tokenizer "nowhere" cannot be loaded',
     "--model narrow -o run.toml": "the model has a vocabulary of 200, but a tokenizer that is trained",
     "--model own.toml --data texts -o run.toml": "but own.toml has its own",

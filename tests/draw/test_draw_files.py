@@ -151,7 +151,7 @@ def test_a_limit_is_drawn_over_a_curve_of_its_unit(
     arguments: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("costs.toml").write_text("F = 1\nI = 1\nW = 1\nO = 0.5\nL = 0.5\nbytes = 1024\n")
+    Path("costs.toml").write_text("F = 1\nI = 1\nW = 1\nO = 0.5\nL = 0.5\nS = 1\nT = 1\nE = 0\nG = 0\nbytes = 1024\n")
     size = ["--devices", "3", "--microbatches", "6", "--memory"]
     assert main(["draw", *arguments, *size, "-o", "step.svg"]) == 0
     shown = [text for text in words(Path("step.svg").read_text()) if "limit" in text]
@@ -201,7 +201,8 @@ def test_what_a_trace_says_of_itself_is_text(tmp_path, capsys):
     assert "<script>alert" not in text
     assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; + \\x1b[31m" in text
     assert main(["profile", "--from", file, "-o", costs]) == 0
-    assert main(["simulate", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--costs", costs]) == 0
+    case = ["--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--vocabulary", "first-last"]
+    assert main(["simulate", *case, "--costs", costs]) == 0
     assert main(["profile", "--from", file]) == 0
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out

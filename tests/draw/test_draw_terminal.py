@@ -26,7 +26,7 @@ WIDTH = 9 + 36 + 6  # names, a column per unit of time, percentages
 def test_letters_say_kind_and_microbatch() -> None:
     assert terminal({"first": timeline(*ROWS)}, width=WIDTH, colour="none") == (
         "first\n"
-        "step 36, busy 66.7 %, peak 2 in flight, span 36\n"
+        "lost 33.3 %, step 36, peak 2 in flight, span 36\n"
         "bubble of the slowest device 33.3 %\n"
         "device 0 F0--F1--........B0------....B1------  67 %\n"
         "device 1 ....F0--B0------F1--B1------........  67 %\n"

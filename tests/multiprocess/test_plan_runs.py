@@ -81,7 +81,7 @@ def test_the_machine_is_measured(processes: int, capsys: pytest.CaptureFixture[s
 NOT_MEASURED = [
     (["--hardware", "--processes", "0"], "processes is 0"),
     (["--hardware", "--from", "trace.json"], "--from"),
-    (["--hardware", "--microbatch-sizes", "1"], "no CONFIG.toml"),
+    (["--hardware", "--microbatch-sizes", "1"], "CONFIG.toml is missing"),
     (["train.toml", "--hardware", "--microbatch-sizes", "0"], "microbatch sizes are [0]"),
     (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
     (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),

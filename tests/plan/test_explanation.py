@@ -3,7 +3,6 @@ train them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -13,7 +12,7 @@ import planned_problems
 import pytest
 from planned_problems import MODELS
 
-from evenpipe.cli.main import COMMANDS, _module, main
+from evenpipe.cli.main import _app, _module_of, main
 from evenpipe.errors import InputError
 from evenpipe.plan.explanation import Explanation, explain
 from evenpipe.plan.problem import Problem
@@ -131,11 +130,9 @@ def test_it_says_what_it_does_and_the_commands_to_go_on_with_are_commands() -> N
     for command in found.commands():
         program, name, *arguments = shlex.split(command)
         assert program == "evenpipe"
-        parser = argparse.ArgumentParser()
-        assert name in COMMANDS
-        _module(name).add_arguments(parser)
-        given = parser.parse_args(arguments)
-        assert getattr(given, "model", "folder/with model") == "folder/with model"
+        app = _app(_module_of([name]), wants_help=False)
+        context = app.commands[name].make_context(name, arguments)
+        assert context.args == [] and context.params.get("model", "folder/with model") == "folder/with model"
 
 
 def test_what_cannot_be_is_one_sentence() -> None:

@@ -168,12 +168,13 @@ def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing(
 def test_a_slow_link_of_one_hop_proves_nothing_about_orders_timed_without_it() -> None:
     even = Costs(F=1, B=2, links={"p2p": {"latency": 1}})
     uneven = Costs(F=1, B=2, links={"p2p": {"latency": 1}, "F:0>1": {"latency": 50}})
-    bounds = [lower_bound(order_problem_of(devices=2, microbatches=3, costs=costs)) for costs in (even, uneven)]
+    size = {"devices": 2, "microbatches": 3, "vocabulary": "first-last"}
+    bounds = [lower_bound(order_problem_of(**size, costs=costs)) for costs in (even, uneven)]
     assert bounds[0] == bounds[1]
 
 
 def test_when_nothing_takes_time_the_first_order_is_best() -> None:
-    result = search(order_problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=0)))
+    result = search(order_problem_of(devices=2, microbatches=2, vocabulary="first-last", costs=Costs(F=0, B=0)))
     assert result is not None
     assert (result.value, result.gap, result.proved) == (0, 0, True)
     assert "span 0: no order is shorter" in result.text()
@@ -181,8 +182,12 @@ def test_when_nothing_takes_time_the_first_order_is_best() -> None:
 
 WRONG = [
     ({"microbatches": 10**9}, "this one has 4000000000 passes, expected at most 4000"),
-    ({"costs": Costs(F=1)}, "B is missing"),
-    ({"costs": Costs(F=1, B=(1, 1, 1))}, "B has 3 numbers for 2 stages"),
+    (
+        {"costs": Costs(F=1, B=1)},
+        "E is missing, but vocabulary mode vocab-2 has such passes; .* or take mode first-last",
+    ),
+    ({"costs": Costs(F=1), "vocabulary": "first-last"}, "B is missing"),
+    ({"costs": Costs(F=1, B=(1, 1, 1)), "vocabulary": "first-last"}, "B has 3 numbers for 2 stages"),
     ({"vocabulary": "interlaced"}, "not interlaced"),
     ({"placement": "0,1,1,0", "stages_per_device": 1}, "has 4 stages, not 1 on each of 2 devices"),
     ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 numbers"),
@@ -194,4 +199,4 @@ def test_what_cannot_be_searched() -> None:
         with pytest.raises(InputError, match=message):
             search(order_problem_of(**{"devices": 2, "microbatches": 2, **arguments}))
     with pytest.raises(InputError, match="F of stage 0 takes no time"):
-        solve(order_problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=1)))
+        solve(order_problem_of(devices=2, microbatches=2, vocabulary="first-last", costs=Costs(F=0, B=1)))

@@ -106,7 +106,8 @@ def test_transfers_over_links_take_as_long_in_whole_numbers() -> None:
 
 
 def test_each_device_does_the_same_work_in_every_schedule() -> None:
-    cases = plan_cases(["1f1b", "interleaved", "v-half"], devices=4, microbatches=8, costs=Costs(F=4, I=4, W=4))
+    size = {"devices": 4, "microbatches": 8, "vocabularies": ["first-last"]}
+    cases = plan_cases(["1f1b", "interleaved", "v-half"], **size, costs=Costs(F=4, I=4, W=4))
     assert {case.simulation.timeline.busy for case in cases} == {(96.0,) * 4}
     assert [case.stages_per_device for case in cases] == [1, 2, 2]
 
@@ -131,11 +132,12 @@ def test_errors_name_the_schedule_where_there_are_several() -> None:
     for names, given, message in ERRORS:
         options = {name: value for name, value in given.items() if name != "costs"}
         with pytest.raises(InputError) as error:
-            plan_cases(names, devices=4, microbatches=8, costs=given.get("costs"), options=options)
+            modes = ["first-last"] if "costs" in given else []
+            plan_cases(names, devices=4, microbatches=8, vocabularies=modes, costs=given.get("costs"), options=options)
         assert str(error.value).startswith(message)
 
 
 def test_numbers_of_one() -> None:
     cases = plan_cases(["1f1b"], devices=1, microbatches=1)
-    assert summary(cases[0], None).startswith("1f1b: 1 device, 1 microbatch, 1 stage\n")
-    assert table(cases, None).startswith("1 device, 1 microbatch\n")
+    assert summary(cases[0], None).startswith("1f1b, vocab-2: 1 device, 1 microbatch, 1 stage\n")
+    assert table(cases, None).text().startswith("1 device, 1 microbatch\n")

@@ -51,16 +51,37 @@ def test_schedules_that_no_other_can_beat(schedule: str, of: str, value: float, 
     ("placement", "microbatches", "options", "value", "name", "why"),
     [
         # One stage of 3 on each of 4 devices, one microbatch at a time: 5 x 12.
-        (Placement.linear(4), 5, {"memory_limit": 1}, 60, "rounds", "device 0 holds at most 1 activation of stage 0"),
+        (
+            Placement.linear(4),
+            5,
+            {"memory_limit": 1},
+            60,
+            "rounds",
+            "60 = 48 in 4 lifespans of 12 + 12 after them on device 0, which holds at most 1 activation of stage 0",
+        ),
         # Two at a time, 5 of them: rounds of 12, 12, and 12 for the last; two more on any device make no difference.
-        (Placement.linear(4), 5, {"memory_limit": 2}, 36, "rounds", "each for at least 12"),
+        (Placement.linear(4), 5, {"memory_limit": 2}, 36, "rounds", "36 = 24 in 2 lifespans of 12 + 12 after"),
         # In each round of 3 the other two follow within 3 each: 12 + 12 + 6.
         (Placement.linear(4), 6, {"memory_limit": 3}, 30, "rounds", ""),
         # As many as the pipeline is long: only the ramp counts.
-        (Placement.linear(4), 6, {"memory_limit": 4}, 27, "one device", "3 before, 18 during and 6 after"),
+        (
+            Placement.linear(4),
+            6,
+            {"memory_limit": 4},
+            27,
+            "one device",
+            "lower bound 27 = 3 ramp-up + 18 busy + 6 ramp-down on device 3",
+        ),
         (Placement.linear(4), 6, {"memory_limit": [4, 1, 1, 1]}, 54 + 4 - 1, "rounds", "device 1"),
         # Device 0 holds stage 0 for 4 p + 1 and the last for 3: 36 in all, with 6 activations at most.
-        (Placement.v_shape(8), 100, {"split": True, "memory_limit": 5}, 720, "area", "each microbatch's for 36"),
+        (
+            Placement.v_shape(8),
+            100,
+            {"split": True, "memory_limit": 5},
+            720,
+            "area",
+            "100 microbatches x 36 / 5 on device 0, which holds at most 5 activations",
+        ),
         (Placement.linear(3), 4, {"forward_only": True}, 6, "one device", ""),
     ],
 )
@@ -85,7 +106,10 @@ def test_a_slow_device_waits_at_the_start_and_at_the_end() -> None:
     # Its first backward ends after 15, with 4 forwards before it: 4 * 2 + 4. After the last forward it is busy.
     bound = best_bound(Placement.linear(4), 16, costs, memory_limit=4)
     assert (bound.value, bound.name) == (16 * 6 + 3, "ramps")
-    assert "waits for its first backward 3 and after its last forward 0" in bound.why
+    assert (
+        "lower bound 99 = 96 busy + 3 waiting for its first backward on device 0, which holds at most 4 activations"
+        in bound.why
+    )
     assert simulate(order, costs).makespan == bound.value
 
 

@@ -13,7 +13,7 @@ import pytest
 from refusals import missing_words, refusal, wrong_refusals
 from transformers import LlamaConfig, PreTrainedConfig
 
-from evenpipe.cli.model_argument import read_model
+from evenpipe.cli.options import read_model
 from evenpipe.declaration import describe_fields
 from evenpipe.errors import InputError
 from evenpipe.model import Description, describe

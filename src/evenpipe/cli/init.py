@@ -2,77 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from evenpipe.cli.declarations import Count
+from evenpipe.cli.options import check_output
 from evenpipe.cli.printing import say
-from evenpipe.cli.values import check_output
 from evenpipe.errors import InputError
 from evenpipe.given import beside, check_new, plain
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the data, or the name of an example."""
-    parser.add_argument(
-        "--model",
-        metavar="NAME|FOLDER|FILE.json",
-        help="hub name, folder or config.json (default: a small model with fresh weights)",
-    )
-    parser.add_argument(
-        "--data",
-        metavar="FOLDER|FILE",
-        help="text, JSON lines, parquet, or a folder that save_to_disk wrote (default: sources of Python's library)",
-    )
-    parser.add_argument("--processes", type=int, help="devices of the pipeline (default: the GPUs, or the cores)")
-    parser.add_argument(
-        "--example",
-        metavar="NAME",
-        help="write an example instead: quickstart, v_half, zbv; all: every example, with models and loops of your own",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE.toml",
-        help="the configuration to write (default: train.toml, or NAME.toml; all: the folder examples)",
-    )
+def run(
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    processes: Count | None = None,
+    example: str | None = None,
+    output: str | None = None,
+) -> int:
+    """Write a complete configuration, or examples.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write a complete configuration, or examples. Mistakes are found before torch is imported, where possible."""
+    --model NAME|FOLDER|FILE.json  hub name, folder or config.json; default: a small model with fresh weights
+    --data FOLDER|FILE             text, JSON lines, parquet, or a folder that save_to_disk wrote; default: sources of
+                                   Python's library
+    --processes N                  devices of the pipeline; default: the GPUs, or the cores
+    --example NAME                 write an example instead: quickstart, v_half, zbv; all: every example, with models
+                                   and loops of your own
+    -o, --output FILE.toml         the configuration to write; default: train.toml, or NAME.toml; all: the folder
+                                   examples
+    """
     from evenpipe.train.examples import ALL, write_example, write_examples
 
-    if arguments.example and (arguments.model or arguments.data or arguments.processes):
+    if example and (model or data or processes):
         raise InputError(
             "--example is a complete configuration, so it cannot be combined with --model, --data or --processes"
         )
-    if arguments.processes is not None and arguments.processes < 1:
-        raise InputError(f"--processes is {arguments.processes}, but must be at least 1")
-    all_examples = arguments.example == ALL
-    path = Path(arguments.output or ("examples" if all_examples else f"{arguments.example or 'train'}.toml"))
-    if not all_examples:
-        check_output(path, ".toml", "a configuration")
+    path = Path(output or ("examples" if example == ALL else f"{example or 'train'}.toml"))
+    if example != ALL:
+        check_output(path, ".toml")
     check_new(path)
-    data = None
-    if not arguments.example:
-        _check_model(arguments.model)
-        if arguments.data is not None:
-            from evenpipe.train.found_data import find_data
-
-            data = find_data(arguments.data)
-    if all_examples:
+    if example == ALL:
         write_examples(path)
         say(f"wrote {path}")
         return 0
-    if arguments.example:
-        write_example(arguments.example, path)
+    remarks: tuple[str, ...] = ()
+    if example:
+        write_example(example, path)
     else:
-        from evenpipe.train.new_config import new_tables, write_new
-
-        write_new(new_tables(arguments.model, data, arguments.processes, path.stem), path)
-    for remark in () if data is None else data.remarks:
+        remarks = _write(path, model, data, processes)
+    for remark in remarks:
         say(remark)
     say(f"wrote {path}; next: evenpipe train {path}")
     return 0
+
+
+def _write(path: Path, model: str | None, data: str | None, processes: int | None) -> tuple[str, ...]:
+    """Write the configuration, and return what is to be said about the data. Mistakes are found before torch is
+    imported, where possible."""
+    _check_model(model)
+    source = None
+    if data is not None:
+        from evenpipe.train.found_data import find_data
+
+        source = find_data(data)
+    from evenpipe.train.new_config import new_tables, write_new
+
+    write_new(new_tables(model, source, processes, path.stem), path)
+    return () if source is None else tuple(source.remarks)
 
 
 def _check_model(model: str | None) -> None:

@@ -1,16 +1,16 @@
 """`evenpipe COMMAND ...`: find the command, run it, and turn the outcome into an exit code.
 
 Exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed, 130 and 143 ended by Ctrl-C or SIGTERM.
-Only the file of the given command is imported, and it imports torch only when it runs.
+Only the file of the command is imported, and it imports torch only when it runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import errno
 import importlib
 import io
+import itertools
 import os
 import re
 import signal
@@ -18,11 +18,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Annotated, Any
+
+import typer
 
 from evenpipe import __version__
+from evenpipe.cli.declarations import accepted, for_typer
+from evenpipe.cli.options import COMMON
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import is_text, plain, plain_lines, shortened, shown
+from evenpipe.words import show
 
 COMMANDS = {
     "explain": "show the imbalance of a model and what would help; a good first command",
@@ -37,8 +42,12 @@ COMMANDS = {
     "search": "find the best schedule for a small case",
     "generate": "generate text with an exported model",
     "export": "write a checkpoint as a Hugging Face folder",
+    "schema": "print the JSON schema of a configuration or another file, for editors",
 }
-"""Command -> summary; the module `evenpipe.cli.COMMAND` has `add_arguments(parser)` and `run(arguments)`."""
+"""Command -> summary; the function `run` of the module `evenpipe.cli.COMMAND` declares and does it."""
+
+GROUPS = {"schedule": ("simulate", "draw", "check", "search")}
+"""Commands that can also be written behind the name of a group, as in `evenpipe schedule check`."""
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """Start of an argument that replaces a value of the configuration."""
@@ -46,42 +55,41 @@ OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 MOST = 2000
 """Longest line of an error message, in characters."""
 
+SUMMARY = "Pipeline-parallel training for Hugging Face language models, with nothing out of balance."
+EXIT_CODES = "exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed"
+TYPER: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "no_args_is_help": True}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+MORE = {"allow_extra_args": True}  # to refuse them in a sentence
+USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has no public name for it
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. `arguments` defaults to those of the process."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    name = next((argument for argument in arguments if not argument.startswith("-")), None)
-    command = name if name in COMMANDS else None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal whose encoding lacks µ shows a question mark
     try:
         for argument in arguments:
             if not is_text(argument):  # it cannot be printed or stored in a file
                 raise InputError(f"the argument {shown(argument)} is not UTF-8, or contains NUL")
-        if command is None and name is not None:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            known = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)};"
-            raise InputError(f"there is no command {shown(name)}, {known} evenpipe --help says what each does")
-        parser, of_command = _parser(command)
-        if not arguments:
-            parser.print_help(sys.stderr)
-            return InputError.exit_code
-        parsed, unknown = parser.parse_known_args(arguments)
-        assert command is not None, "the parser ends without a command"
-        if hasattr(parsed, "overrides"):  # argparse takes them only before the first option
-            late = [argument for argument in unknown if OVERRIDE.match(argument)]
-            parsed.overrides += late
-            unknown = [argument for argument in unknown if argument not in late]
-        if unknown:
-            field = _override_for(unknown) if hasattr(parsed, "overrides") else None
-            meant = field or _nearest(unknown[0], of_command)
-            raise InputError(f"{command} has no argument {plain(unknown[0])}{meant}")
+        module = _module_of(arguments)
+        arguments = getattr(module, "prepare", list)(arguments)
+        app = _app(module, wants_help=not {"-h", "--help"}.isdisjoint(arguments))
         if "RANK" not in os.environ:  # torchrun sends it to the other processes; the watch names the failed one
             signal.signal(signal.SIGTERM, _terminated)
-        exit_code: int = _module(command).run(parsed)
-        return exit_code
-    except SystemExit as ending:  # from argparse (0 help, 2 wrong arguments) and from SIGTERM
+        with app.make_context("evenpipe", list(arguments)) as context:
+            exit_code: int = context.command.invoke(context)
+            return exit_code
+    except typer.Exit as ending:  # --help and --version
+        return ending.exit_code
+    except SystemExit as ending:  # from SIGTERM
         return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help(), file=sys.stderr)
+        else:
+            _say(_what_is_wrong(error, arguments))
+        return InputError.exit_code
     except (InputError, RunError) as error:
         _say(str(error))
         return error.exit_code
@@ -104,68 +112,115 @@ def _say(text: str) -> None:
     print("\n".join(shortened(line, MOST) for line in f"evenpipe: {plain_lines(text)}".split("\n")), file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises InputError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise InputError with one sentence, without the lines of usage."""
-        for kind, words in (("int", "a whole number"), ("float", "a number")):
-            message = message.replace(f"invalid {kind} value:", f"expected {words}, not")
-        raise InputError(f"{message}; {self.prog} --help lists the accepted arguments")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        lines = plain_lines(message or "").split("\n")
-        super()._print_message("\n".join(shortened(line, MOST) for line in lines), file)
-
-
-def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The main parser and the parser of `command`; other commands get no arguments."""
-    parser = _Parser(
-        prog="evenpipe",
-        description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
-        epilog="exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed",
-    )
-    parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    of_command = parser
-    for name, line in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=line, description=line, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        if name == command:
-            _module(name).add_arguments(subparser)
-            of_command = subparser
-    return parser, of_command
+def _module_of(arguments: Sequence[str]) -> ModuleType | None:
+    """The module of the command; None without one. Raises InputError for an unknown name."""
+    path, known = "evenpipe", (*COMMANDS, *GROUPS)
+    for name in arguments:
+        if name.startswith("-"):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            which = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)};"
+            raise InputError(f"there is no command {shown(name)}, {which} {path} --help says what each does")
+        if name in COMMANDS:
+            return importlib.import_module(f"evenpipe.cli.{name}")
+        path, known = f"evenpipe {name}", GROUPS[name]
+    return None
 
 
-def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
-    """The end of a sentence about an unknown argument: the nearest option, and how to list all of them."""
-    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    near = difflib.get_close_matches(argument.partition("=")[0], options, n=1, cutoff=0.6)
-    return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists all of them"
+def _app(module: ModuleType | None, *, wants_help: bool) -> Any:
+    """`evenpipe` with the options of the command of `module`. All others are listed, but not imported."""
+    app = typer.Typer(**TYPER, help=SUMMARY, epilog=EXIT_CODES, context_settings=SETTINGS)
+    app.callback()(_no_command)
+    groups = {name: typer.Typer(**TYPER) for name in GROUPS}
+    for name, summary in COMMANDS.items():
+        run: Any = _not_imported
+        epilog = ""
+        if module is not None and module.__name__ == f"evenpipe.cli.{name}":
+            run = for_typer(module.run, COMMON)
+            if wants_help:
+                epilog = f"{run.__doc__}\n\n{getattr(module, 'epilog', str)()}".strip("\n")
+                epilog = re.sub(r"(^|\n\n+)", "\\1\b\n", epilog)  # \b keeps the lines of a paragraph
+        for place in (app, *(group for of, group in groups.items() if name in GROUPS[of])):
+            place.command(name, help=summary, short_help=summary, epilog=epilog, context_settings=MORE)(run)
+    for name, group in groups.items():
+        app.add_typer(group, name=name, help=f"{', '.join(GROUPS[name])}, by topic")
+    return typer.main.get_command(app)
 
 
-def _override_for(unknown: Sequence[str]) -> str | None:
-    """The end of a sentence about an option that is a field of the configuration, as `--steps 3`, or None."""
-    from evenpipe.train.config_file import fields_called
-
-    name, equals, value = unknown[0].lstrip("-").partition("=")
-    if not equals:
-        value = next((argument for argument in unknown[1:2] if not argument.startswith("--")), "VALUE")
-    fields = fields_called(name.replace("-", "_"))
-    if not fields:
-        return None
-    forms = " or ".join(plain(f"{field}={value}") for field in fields)
-    return f"; fields of the configuration are written without dashes: {forms}"
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"evenpipe {__version__}")
+        raise typer.Exit
 
 
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"evenpipe.cli.{command}")
+VERSION = typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+
+
+def _no_command(*, version: Annotated[bool, VERSION] = False) -> None:
+    """Take the options before a command."""
+
+
+def _not_imported() -> None:
+    """Stand for a command that is only listed."""
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     """Exit on SIGTERM by unwinding the stack, so that child processes end and temporary files are removed."""
     raise SystemExit(128 + number)
+
+
+def _what_is_wrong(error: Any, arguments: Sequence[str]) -> str:
+    """An error of typer in one sentence."""
+    kind, parameter, context = type(error).__name__, getattr(error, "param", None), error.ctx
+    path = context.command_path if context else f"evenpipe {next(word for word in arguments if word in COMMANDS)}"
+    options = f"{path} --help lists all options"
+    if kind == "NoSuchOption":
+        return f"{_no_such_option(error.option_name, context, arguments)} {options}"
+    if kind == "BadOptionUsage":
+        has_one = any(word.startswith(f"{error.option_name}=") for word in arguments)
+        return f"{error.option_name} {'takes' if has_one else 'has'} no value; {options}"
+    if parameter is None:
+        return f"the command is missing; {options}"
+    name = parameter.metavar if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
+    if kind == "MissingParameter":
+        return f"{name} is missing; {options}"
+    value = _value_of(parameter.opts, arguments)
+    if parameter.param_type_name == "argument" and (quoted := re.search(r"'(.*)' is not", error.message)):
+        value = quoted[1]
+    what = value if re.fullmatch(r"[+-]?[\d.]+", value) else show(value)
+    return f"{name} is {what}; it must be {accepted(context.command.callback, parameter.name, value)}"
+
+
+def _value_of(names: Sequence[str], arguments: Sequence[str]) -> str:
+    """The value of an option in the arguments."""
+    value = ""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, rest = argument.partition("=")
+        if name in names:
+            value = rest if equals else following
+    return value
+
+
+def _no_such_option(name: str, context: Any, arguments: Sequence[str]) -> str:
+    """The sentence about an unknown option, which may be a field of the configuration, as in `--steps 3`."""
+    command = context.command
+    position = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == name or name in word)
+    sentence = f"{context.info_name} has no argument {plain(arguments[position])}"
+    if any(parameter.name == "overrides" for parameter in command.params):
+        from evenpipe.train.config_file import fields_called
+
+        following = next(
+            (word for word in arguments[position + 1 : position + 2] if not word.startswith("--")), "VALUE"
+        )
+        value = arguments[position].partition("=")[2] or following
+        fields = fields_called(name.lstrip("-").replace("-", "_"))
+        if fields:
+            forms = " or ".join(plain(f"{field}={value}") for field in fields)
+            return f"{sentence}; fields of the configuration are written without dashes: {forms};"
+    options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    return f"{sentence}, did you mean {near[0]}?" if near else f"{sentence};"
 
 
 if __name__ == "__main__":

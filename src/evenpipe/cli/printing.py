@@ -8,9 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.given import plain, plain_lines
+
+if TYPE_CHECKING:
+    from evenpipe.plan.case_report import CaseTable
 
 EVERY_SECONDS = 60.0
 """Time between two lines of progress where stderr is no terminal."""
@@ -24,6 +27,34 @@ def say(text: str, end: str = "\n") -> None:
 def say_json(values: Mapping[str, Any]) -> None:
     """Print one JSON object for programs."""
     print(json.dumps(values), flush=True)
+
+
+def say_report(report: Any, *, as_json: bool) -> None:
+    """Print what has both forms: `text()` for people, `to_dict()` for programs."""
+    if as_json:
+        say_json(report.to_dict())
+    else:
+        say(report.text())
+
+
+def say_table(table: CaseTable) -> None:
+    """Print a table: with rules and colours on a terminal, and as aligned plain text elsewhere."""
+    if not sys.stdout.isatty():
+        say(table.text())
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    say("\n".join(table.above))
+    shown = Table(box=SIMPLE_HEAD)
+    for place, name in enumerate(table.head):
+        is_word = place < table.left or not name
+        shown.add_column(Text(name), justify="left" if is_word else "right", no_wrap=is_word)
+    for row in table.rows:  # Text, since names of files may have brackets, which would be markup
+        shown.add_row(*(Text(plain(word)) for word in row), style="bold" if row[-1] else "")
+    Console(file=sys.stdout, highlight=False).print(shown)
 
 
 @contextmanager

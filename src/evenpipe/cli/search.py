@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Literal
 
+from evenpipe.cli.declarations import Count
+from evenpipe.cli.options import BALANCED, check_output, check_positive, limits, read_costs, refuse_too_large
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, add_size, costs, refuse_too_large
-from evenpipe.cli.values import check_output, numbers
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the search problem, its limits, and the output."""
-    add_size(parser, required=True)
-    parser.add_argument("--stages-per-device", metavar="V", type=int, help="1 is linear, more are looped (default: 1)")
-    parser.add_argument(
-        "--placement", metavar="WHICH", help="linear, looped, v, or the device of each stage such as 0,1,1,0"
-    )
-    parser.add_argument("--split-backward", action="store_true", help="I and W instead of B")
-    parser.add_argument(
-        "--vocabulary",
-        metavar="MODE",
-        default="first-last",
-        help="first-last, vocab-1 or vocab-2 (default: %(default)s)",
-    )
-    add_costs(parser, "default: equal times")
-    add_memory_limit(parser, "most stage activations that a device may hold: one number, or one per device")
-    parser.add_argument(
-        "--objective",
-        choices=("span", "makespan"),
-        default="span",
-        help="minimise the longest time of any device, or the whole step (default: %(default)s)",
-    )
-    parser.add_argument("--seconds", metavar="N", type=float, default=30.0, help="at most (default: %(default)g)")
-    parser.add_argument("--workers", metavar="N", type=int, default=1, help="threads (default: %(default)s)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the solver (default: %(default)s)")
-    parser.add_argument("-o", "--output", metavar="FILE.csv", type=Path, help="write the order")
-    add_json(parser)
-    parser.epilog = (
-        "Starts from the best named schedule and searches for a shorter order with OR-tools (pip install\n"
-        "'evenpipe[search]') until it proves that there is none, or reaches the time limit. For small cases: some\n"
-        "hundred passes. A search that ends before its time limit gives the same order every time.\n\n"
-        "exit codes: 0 an order, 1 no order fits the memory limit, 2 the input is wrong"
-    )
+def run(
+    *,
+    devices: Count,
+    microbatches: Count,
+    stages_per_device: Count | None = None,
+    placement: str | None = None,
+    split_backward: bool = False,
+    vocabulary: str = BALANCED,
+    costs: str | None = None,
+    memory_limit: str | None = None,
+    objective: Literal["span", "makespan"] = "span",
+    seconds: float = 30.0,
+    workers: Count = 1,
+    seed: int = 0,
+    output: Path | None = None,
+    json_: bool = False,
+) -> int:
+    """Search, print the result and write the order.
 
+    --devices P            devices of the pipeline
+    --microbatches M       microbatches of the step
+    --stages-per-device V  1 is linear, more are looped; default: 1
+    --placement WHICH      linear, looped, v, or the device of each stage such as 0,1,1,0
+    --split-backward       I and W instead of B
+    --vocabulary MODE      first-last, vocab-1, vocab-2 or balanced (= vocab-2)
+    --objective            minimise the longest time of any device, or the whole step
+    --seconds N            at most
+    --workers N            threads
+    --seed N               of the solver
+    -o, --output FILE.csv  write the order
 
-def run(arguments: argparse.Namespace) -> int:
-    """Search, print the result and write the order."""
+    Starts from the best named schedule and searches for a shorter order with OR-tools (pip install 'evenpipe[search]')
+    until it proves that there is none, or reaches the time limit. For small cases: some hundred passes. A search that
+    ends before its time limit gives the same order every time.
+
+    exit codes: 0 an order, 1 no order fits the memory limit, 2 the input is wrong
+    """
     from evenpipe.plan.search import order_problem_of, search
     from evenpipe.schedule.files import write_schedule
 
-    if arguments.output is not None:
-        check_output(arguments.output, ".csv", "a schedule's file")
-    refuse_too_large(arguments)
+    check_output(output, ".csv")
+    refuse_too_large(devices, microbatches, stages_per_device)
+    check_positive("--seconds", seconds)
     problem = order_problem_of(
-        devices=arguments.devices,
-        microbatches=arguments.microbatches,
-        stages_per_device=arguments.stages_per_device,
-        placement=arguments.placement,
-        split_backward=arguments.split_backward,
-        vocabulary=arguments.vocabulary,
-        costs=costs(arguments),
-        memory_limit=numbers("memory-limit", arguments.memory_limit),
-        objective=arguments.objective,
+        devices=devices,
+        microbatches=microbatches,
+        stages_per_device=stages_per_device,
+        placement=placement,
+        split_backward=split_backward,
+        vocabulary=vocabulary,
+        costs=read_costs(costs),
+        memory_limit=limits("memory_limit", memory_limit),
+        objective=objective,
     )
-    result = search(problem, seconds=arguments.seconds, workers=arguments.workers, seed=arguments.seed)
-    if result is not None and arguments.output is not None:
-        write_schedule(result.order, arguments.output)
-    if arguments.json:
+    result = search(problem, seconds=seconds, workers=workers, seed=seed)
+    if result is not None and output is not None:
+        write_schedule(result.order, output)
+    if json_:
         say_json({"possible": False} if result is None else {"possible": True, **result.to_dict()})
     else:
         say("no order fits the memory limit" if result is None else result.text())

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Literal
 
-from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import COSTS, add_cases, add_json, cases, schedules_help
+from evenpipe.cli.options import COSTS_HELP, CaseOptions, schedules_help
+from evenpipe.cli.printing import say, say_json, say_table
 from evenpipe.errors import InputError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the schedules to simulate."""
-    from evenpipe.plan.case_report import SORTED_BY
-
-    add_cases(parser)
-    parser.add_argument(
-        "--sort",
-        choices=tuple(SORTED_BY),
-        help="sort the rows of the table, the best first; default: as given",
-    )
-    add_json(parser)
-    parser.epilog = f"{schedules_help()}\n{COSTS}"
+def epilog() -> str:
+    """The end of the help."""
+    return f"{schedules_help()}\n{COSTS_HELP}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print one schedule in detail, or several in a table."""
-    planned = cases(arguments)
+def run(
+    *,
+    options: CaseOptions,
+    sort: Literal["lost", "step", "span", "bubble", "in-flight", "on-device", "bytes"] | None = None,
+    json_: bool = False,
+) -> int:
+    """Print one schedule in detail, or several in a table.
+
+    --sort  sort the rows of the table, the least first; default: as written
+    """
+    planned, costs = options.cases(), options.costs
 
     from evenpipe.plan import case_report
 
-    several = arguments.compare is not None or len(planned) > 1
-    if arguments.sort is not None and not several:
+    several = options.compare is not None or len(planned) > 1
+    if sort is not None and not several:
         raise InputError("--sort is given, but there is only one schedule; give several with --compare or --vocabulary")
-    if arguments.json:
-        say_json(case_report.to_dict(planned, arguments.costs, several=several, sort=arguments.sort))
+    if json_:
+        say_json(case_report.to_dict(planned, costs, several=several, sort=sort))
     elif several:
-        say(case_report.table(planned, arguments.costs, sort=arguments.sort))
+        say_table(case_report.table(planned, costs, sort=sort))
     else:
-        say(case_report.summary(planned[0], arguments.costs))
+        say(case_report.summary(planned[0], costs))
     return 0

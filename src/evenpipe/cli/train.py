@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 from dataclasses import replace
 
 from evenpipe.cli.main import OVERRIDE
@@ -11,44 +11,40 @@ TRACED_STEP = 3
 """Default traced step of --trace: memory and connections are warmed up by then."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the configuration and its overrides; the help lists every field."""
+def epilog() -> str:
+    """The end of the help: every field of the configuration."""
     from evenpipe.train.config_help import configuration_help
 
-    parser.add_argument("config", metavar="CONFIG.toml", help="the configuration")
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="replace a value of the configuration"
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FOLDER",
-        nargs="?",
-        const="",
-        help="write traces of the steps output.trace_steps (default: step 3) into FOLDER (default: traces in"
-        " output.folder)",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="train even if another run writes to the folders; the next checkpoint of that run then fails",
-    )
-    parser.epilog = "fields of the configuration:\n\n" + configuration_help()
+    return "fields of the configuration:\n\n" + configuration_help()
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train. A repeated run continues from the last checkpoint."""
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments with an empty FOLDER behind a `--trace` that has none: at the end, before options and overrides."""
+    prepared = []
+    for argument, following in itertools.pairwise([*arguments, "-"]):
+        alone = argument == "--trace" and (following.startswith("-") or OVERRIDE.match(following))
+        prepared.append("--trace=" if alone else argument)
+    return prepared
+
+
+def run(config: str, overrides: list[str] | None = None, *, trace: str | None = None, force: bool = False) -> int:
+    """Train. A repeated run continues from the last checkpoint.
+
+    CONFIG.toml             the configuration
+    [section.key=value]...  replace values of the configuration
+    --trace [FOLDER]        write traces of the steps output.trace_steps (default: step 3) into FOLDER (default: traces
+                            in output.folder)
+    --force                 train even if another run writes to the folders; the next checkpoint of that run then fails
+    """
     from evenpipe.train.config_file import load_config
 
-    if OVERRIDE.match(arguments.trace or ""):  # an override after --trace is not its folder
-        arguments.overrides.append(arguments.trace)
-        arguments.trace = ""
-    config = load_config(arguments.config, arguments.overrides)
-    if arguments.trace is not None:
-        steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps or TRACED_STEP),)
-        folder = arguments.trace or config.output.trace_folder
-        config = replace(config, output=replace(config.output, trace_steps=steps, trace_folder=folder))
+    settings = load_config(config, overrides or [])
+    if trace is not None:
+        steps = settings.output.trace_steps or (min(TRACED_STEP, settings.training.steps or TRACED_STEP),)
+        folder = trace or settings.output.trace_folder
+        settings = replace(settings, output=replace(settings.output, trace_steps=steps, trace_folder=folder))
 
     from evenpipe.train.start import run_training
 
-    run_training(config, force=arguments.force)
+    run_training(settings, force=force)
     return 0

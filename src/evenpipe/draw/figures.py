@@ -43,8 +43,10 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
     return [
+        Figure(
+            "lost", share_text(1 - timeline.mean_busy), "Part of the step in which devices do not compute, on average"
+        ),
         Figure("step", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
-        Figure("busy", share_text(timeline.mean_busy), "Part of the step that devices compute, on average over all"),
         Figure("peak", peak_text(panel), "Highest memory of any device"),
         Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
         Figure("bubble of the slowest device", share_text(timeline.bubble_rate), "Idle part of that span"),

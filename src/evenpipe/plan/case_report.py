@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evenpipe import words
 from evenpipe.words import count
 
-from .cases import WHOLE, Case
+from .cases import Case
 
-EQUAL = "equal (F = I = W = 1 per stage, B = 2; S = T = 0.4 per device; no transfer takes time)"
-EQUAL_REPLICAS = "replicas: UNSHARD 1, REDUCE_GRAD 2 per stage; of E and S 0.4 and 0.8 per device"
-EQUAL_COPIES = "copies to the host and back: 0.75 each; bytes: a forward of a stage stores 1"
+EQUAL = "F = I = W = 1 and B = 2 for all stages of a device, S = T = 0.4 per device; no transfer takes time"
+EQUAL_REPLICAS = "replicas: UNSHARD 1 and REDUCE_GRAD 2 for all stages of a device; of E and S 0.4 and 0.8 per device"
+EQUAL_COPIES = "copies to the host and back: 0.75 each for all stages of a device, whose forwards store 1 byte"
+WHOLE = "without sharding, the first and last stage do the vocabulary work of all devices"
 
 
 def summary(case: Case, costs: str | None) -> str:
-    """Return one case in detail. `costs`: the name of their file, None for equal ones."""
+    """One case in detail. `costs`: the name of their file, None for equal ones."""
     simulation, timeline = case.simulation, case.simulation.timeline
     schedule = case.schedule
+    first, *more = _work([case], costs)
     lines = [
         f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
-        f"costs      {EQUAL if costs is None else costs}",
-        *([f"           {EQUAL_COPIES}"] if costs is None and timeline.on_device else []),
-        *([f"           {EQUAL_REPLICAS}"] if costs is None and case.costs.sharding else []),
+        f"work       {first}",
+        *(f"           {line}" for line in more),
+        f"lost       {100 * case.lost:.1f} % of the step, in which devices do not compute, on average",
         f"step       {_number(simulation.makespan)}{_bound(case, 'makespan')}",
-        f"busy       {100 * timeline.mean_busy:.1f} % of the step, on average over devices",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
         f"bubble     {_number(timeline.bubble)}, {100 * timeline.bubble_rate:.1f} % of the span of the slowest device",
         "",
@@ -54,82 +56,99 @@ def summary(case: Case, costs: str | None) -> str:
     return "\n".join(lines)
 
 
+def _work(cases: Sequence[Case], costs: str | None) -> list[str]:
+    """What a step consists of, in lines. `costs` as in `summary`."""
+    lines = [EQUAL if costs is None else f"{costs}, with the vocabulary layers"]
+    if costs is None and any(case.simulation.timeline.on_device for case in cases):
+        lines.append(EQUAL_COPIES)
+    if costs is None and cases[0].costs.sharding:
+        lines.append(EQUAL_REPLICAS)
+    if costs is not None and len({case.schedule.placement.stages for case in cases}) > 1:
+        lines.append(f"costs are those of a stage of {cases[0].name}; in all schedules a device does the same work")
+    if any(not case.schedule.vocabulary.sharded for case in cases):
+        lines.append(WHOLE)
+    return lines
+
+
 SORTED_BY: dict[str, Callable[[Case], float]] = {
+    "lost": lambda case: case.lost,
     "step": lambda case: case.simulation.makespan,
-    "busy": lambda case: -case.simulation.timeline.mean_busy,
     "span": lambda case: case.simulation.span,
     "bubble": lambda case: case.simulation.bubble_rate,
     "in-flight": lambda case: _microbatches(case, max(case.simulation.timeline.peak_in_flight)),
     "on-device": lambda case: _microbatches(case, max(case.simulation.timeline.peak_on_device)),
     "bytes": lambda case: max(case.simulation.timeline.peak_bytes or (math.inf,)),
 }
-"""Sort keys for the rows of `table`, the best first: least, or busiest."""
+"""Sort keys for the rows of `table`, the least first."""
 
 _EQUALLY_SHORT = 1e-9
 """Steps with a smaller relative difference count as equal."""
 
 
 def sorted_cases(cases: Sequence[Case], by: str | None) -> list[Case]:
-    """Return `cases` sorted by a name of `SORTED_BY`, or unsorted. Equal cases keep their order."""
+    """`cases` sorted by a name of `SORTED_BY`, or unsorted. Equal cases keep their order."""
     return list(cases) if by is None else sorted(cases, key=SORTED_BY[by])
 
 
-def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> str:
-    """Return one row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
-    modes = any(case.mode not in (None, *WHOLE) for case in cases)
+@dataclass(frozen=True, slots=True)
+class CaseTable:
+    """One row per case; `above`: what to know before the table. Headings may have two lines; `left`: the number of
+    columns, the first ones, that are words."""
+
+    above: list[str]
+    head: list[str]
+    rows: list[list[str]]
+    left: int = 2
+
+    def text(self) -> str:
+        """The table in plain text."""
+        return "\n".join([*self.above, "", *_table(self.head, self.rows, left=self.left)])
+
+
+def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> CaseTable:
+    """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     copied = any(case.simulation.timeline.on_device for case in cases)
-    first = cases[0]
-    head = ["schedule", *_if(modes, "vocabulary"), "stages per\ndevice", "step", "bound", "busy %", "span"]
+    head = ["schedule", "vocabulary", "stages per\ndevice", "lost %", "step", "bound", "span"]
     head += ["bubble % of the\nslowest device", "stages\nin flight", *_if(copied, "on the\ndevice")]
     head += ["microbatches\nin flight", *_if(copied, "on the\ndevice"), *_if(with_bytes, "peak\nbytes"), ""]
     shortest = min(case.simulation.makespan for case in cases)
     rows = []
     for case in sorted_cases(cases, sort):
         timeline = case.simulation.timeline
-        count = case.stages_per_device
-        peak, here = max(timeline.peak_in_flight), max(timeline.peak_on_device)
-        row = [case.name, *_if(modes, case.mode or "unchanged")]
-        row += ["-" if count is None else str(count), _number(timeline.makespan)]
-        row += [_number(case.simulation.bounds["makespan"].value), f"{100 * timeline.mean_busy:.1f}"]
+        stages = case.stages_per_device
+        peak, held = max(timeline.peak_in_flight), max(timeline.peak_on_device)
+        row = [case.name, _mode(case), "-" if stages is None else str(stages), f"{100 * case.lost:.1f}"]
+        row += [_number(timeline.makespan), _number(case.simulation.bounds["makespan"].value)]
         row += [_number(timeline.span), f"{100 * timeline.bubble_rate:.1f}"]
-        row += [str(peak), *_if(copied, str(here))]
-        row += [_number(_microbatches(case, peak)), *_if(copied, _number(_microbatches(case, here)))]
+        row += [str(peak), *_if(copied, str(held))]
+        row += [_number(_microbatches(case, peak)), *_if(copied, _number(_microbatches(case, held)))]
         if with_bytes:
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
         row.append("<- shortest" if timeline.makespan <= shortest * (1 + _EQUALLY_SHORT) and len(cases) > 1 else "")
         rows.append(row)
-    notes = [EQUAL_COPIES] if costs is None and copied else []
-    if len({case.schedule.placement.stages for case in cases}) > 1:
-        notes.append(f"costs are those of a stage of {first.name}; in all schedules a device does the same work")
-    if modes and any(case.mode in WHOLE for case in cases):
-        notes.append("without sharding, the first and last stage also do the vocabulary work")
-    return "\n".join(
-        [
-            _size(first),
-            f"costs: {EQUAL if costs is None else costs}",
-            *notes,
-            "step: from the first start to the last end; bound: lower bound for all orders of these passes",
-            "busy: share of the step that devices compute, on average over all of them",
-            "in flight: most activations on a device, counted per stage, and as microbatches through all its layers",
-            "",
-            *_table(head, rows, left=2 if modes else 1),
-        ]
-    )
+    first, *more = _work(cases, costs)
+    above = [_size(cases[0]), f"work: {first}", *more]
+    above += [
+        "lost: share of the step in which devices do not compute, on average over all of them",
+        "step: from the first start to the last end; bound: lower bound for all orders of these passes",
+        "in flight: most activations on a device, counted per stage, and as microbatches through all its layers",
+    ]
+    return CaseTable(above, head, rows)
 
 
 def _if(condition: object, column: str) -> list[str]:
-    """Return a column that only some tables have."""
+    """A column that only some tables have."""
     return [column] if condition else []
 
 
 def _microbatches(case: Case, stages: float) -> float:
-    """Return stage activations converted to microbatches through all layers of a device."""
+    """Stage activations converted to microbatches through all layers of a device."""
     return stages * case.schedule.devices / case.schedule.placement.stages / case.schedule.slices
 
 
 def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: str | None = None) -> dict[str, Any]:
-    """Return a dict for JSON: a case, or with `several` a list of them under "schedules", sorted as in `table`."""
+    """A dict for JSON: a case, or with `several` a list of them under "schedules", sorted as in `table`."""
     source = {"costs": costs or "equal"}
     if several:
         return {**source, "schedules": [case.to_dict() for case in sorted_cases(cases, sort)]}
@@ -137,9 +156,13 @@ def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: st
 
 
 def labels(cases: Sequence[Case]) -> list[str]:
-    """Return names, with modes if any of them adds passes."""
-    modes = any(case.mode not in (None, *WHOLE) for case in cases)
-    return [f"{case.name}, {case.mode}" if modes and case.mode else case.name for case in cases]
+    """Names with vocabulary modes. Files as they stand have only names, if there is no other case."""
+    modes = any(case.mode is not None for case in cases)
+    return [f"{case.name}, {_mode(case)}" if modes else case.name for case in cases]
+
+
+def _mode(case: Case) -> str:
+    return case.mode or case.schedule.vocabulary.value
 
 
 QUEUES = ("communicator", "link", "engine")
@@ -155,7 +178,7 @@ def _bound(case: Case, what: str) -> str:
     above = _share(getattr(case.simulation, what) - bound.value, bound.value)
     if above < 0.05:
         return f"  (no order is shorter: {bound.why})"
-    return f"  ({above:.1f} % above the bound of {_number(bound.value)}: {bound.why})"
+    return f"  ({above:.1f} % above the {bound.why})"
 
 
 def _critical_path(case: Case) -> list[str]:
@@ -170,7 +193,7 @@ def _critical_path(case: Case) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings
+    """Aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings
     may have two lines."""
     above = [name.rpartition("\n")[0] for name in head]
     lines = [*([above] if any(above) else []), [name.rpartition("\n")[2] for name in head], *rows]
@@ -178,7 +201,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def _number(value: float) -> str:
-    """Return a number with at most six digits, with thousands separators."""
+    """A number with at most six digits, with thousands separators."""
     if abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.6g}"

@@ -1,8 +1,12 @@
 """Simulate schedules that a user names: at one size, with costs, in vocabulary modes.
 
-Several schedules are compared for one model: each device does the same work in every schedule, so costs per stage,
-which are those of the first schedule, are divided if another has more stages (`stage_costs`). Likewise, if modes with
-and without sharded vocabulary layers are compared, the latter do the vocabulary work in the first and last stage.
+A step always means the same work, whether a schedule is simulated alone or beside others:
+
+* Costs per stage belong to a stage of the first schedule, which is the only one if it stands alone. Equal costs, the
+  default, belong to a device. A schedule with more stages divides them, so that a device does the same work
+  (`costs_for_stages`).
+* The vocabulary layers are part of every step: as passes of all devices where the mode shards them, and else in the
+  passes of the first and last stage (`with_whole_vocabulary`), also in a file that is used as it stands.
 """
 
 from __future__ import annotations
@@ -28,17 +32,15 @@ from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.simulate import Simulation, simulate
 from evenpipe.words import count
 
-from .stage_costs import costs_for_stages, with_whole_vocabulary
-
-WHOLE = tuple(mode.value for mode in VocabularyMode if not mode.sharded)
-"""Modes with whole vocabulary layers, on the first and last stage."""
+from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One schedule in one vocabulary mode, and its simulation.
 
-    name: as the user wrote it. mode: None for an unchanged file. costs: those of its own stages.
+    name: as the user wrote it. mode: None for an unchanged file. costs: those of its own stages, including whole
+    vocabulary layers.
     """
 
     name: str
@@ -54,12 +56,19 @@ class Case:
         counts = {len(placement.stages_of(device)) for device in range(placement.devices)}
         return counts.pop() if len(counts) == 1 else None
 
+    @property
+    def lost(self) -> float:
+        """The share of the step in which devices do not compute, averaged over devices."""
+        return 1 - self.simulation.timeline.mean_busy
+
     def to_dict(self) -> dict[str, Any]:
+        """The case as a dict for JSON."""
         return {
             "schedule": self.name,
             "vocabulary": self.mode,
             "stages_per_device": self.stages_per_device,
             "stage_device": list(self.schedule.placement.stage_device),
+            "lost": self.lost,
             **self.simulation.to_dict(),
         }
 
@@ -77,13 +86,13 @@ def plan_cases(
     edges: Sequence[Edge] = (),
     replicas: Parallelism | None = None,
 ) -> list[Case]:
-    """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
+    """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
-    devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules get no vocabulary
-    passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
-    options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
-    programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of
-    files; chains by default. replicas: what they share, and when; None: there is one.
+    devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules are balanced, and
+    files are unchanged. costs: equal ones by default; with `offload`, one forward of a device stores 1 byte. options:
+    of the generators; with several schedules each takes those that it has. offload: as for `plan_order`; programs stay
+    unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of files; chains by
+    default. replicas: what they share, and when; None: there is one.
 
     Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
@@ -93,40 +102,32 @@ def plan_cases(
         microbatches = schedule.microbatches if microbatches is None else microbatches
     if devices is None or microbatches is None:
         missing = "devices" if devices is None else "microbatches"
-        raise InputError(f"{missing}: not given, expected a whole number of at least 1")
-    modes = list(dict.fromkeys(VocabularyMode.of(name).value for name in vocabularies))
-    mixed = any(mode in WHOLE for mode in modes) and any(mode not in WHOLE for mode in modes)
-    if costs is None:
-        costs = EQUAL_COSTS if offload in ("scheduled", "none") else HOST_COSTS
-        if replicas is not None:
-            costs = replace(costs, links={REPLICAS: Link(bandwidth=1.0)}, sharding=EQUAL_SHARDING)
-    given = dict(options or {})
-    taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
-    for option in given:
-        if not any(option in options for options in taken.values()):
+        raise InputError(f"{missing} is missing; it must be a whole number of at least 1")
+    modes = list(dict.fromkeys(VocabularyMode.of(name) for name in vocabularies))
+    all_options = dict(options or {})
+    own_options = {name: _options(name, all_options, alone=len(names) == 1) for name in names}
+    for option in all_options:
+        if not any(option in own for own in own_options.values()):
             raise InputError(f"{option} is given, but none of {', '.join(names)} has this option")
-    stages = None
+    stages = None if costs is not None else devices
+    costs = _equal_costs(offload, replicas) if costs is None else costs
     cases = []
     for name in names:
         with _errors_of(name, among=names):
-            base = files.get(name)
-            if base is None and (mixed or len(names) > 1):
-                base = generate(name, devices, microbatches, **taken[name])
-            own_costs = costs
-            if base is not None:
-                if (base.devices, base.microbatches) != (devices, microbatches):
-                    size = f"{count(base.devices, 'device')} and {count(base.microbatches, 'microbatch')}"
-                    raise InputError(f"schedule '{name}' is for {size}, not {devices} and {microbatches}")
-                if slices is not None and name in files and base.slices != slices:
-                    raise InputError(f"schedule '{name}' has sequences of {count(base.slices, 'slice')}, not {slices}")
-                stages = base.placement.stages if stages is None else stages
-                own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
-            own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
+            file = files.get(name)
+            if file is not None:
+                _check_size(name, file, devices, microbatches, slices)
+            base = file or generate(name, devices, microbatches * (slices or 1), **own_options[name])
+            stages = base.placement.stages if stages is None else stages
+            own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
+            own_modes: list[VocabularyMode | None] = [*modes] or [
+                VocabularyMode.of("balanced") if file is None else None
+            ]
             for mode in own_modes:
-                used = own_costs
-                if mixed and mode in WHOLE and base is not None:
-                    used = with_whole_vocabulary(own_costs, base.placement)
-                file = files.get(name)
+                sharded = (mode or base.vocabulary).sharded
+                used = own_costs if sharded else with_whole_vocabulary(own_costs, base.placement)
+                if mode is not None and sharded:
+                    check_vocabulary_times(used, mode)
                 if mode is None:
                     assert file is not None, "only files stay unchanged"
                     schedule = with_offload(file, used, offload) if isinstance(file, Order) else file
@@ -134,14 +135,31 @@ def plan_cases(
                     schedule = _program_in_mode(name, file, mode, used)
                 else:
                     source = name if file is None else file
-                    more = {**taken[name], "slices": slices, "offload": offload}
+                    more = {**own_options[name], "slices": slices, "offload": offload}
                     schedule = plan_order(source, devices, microbatches, mode, used, **more)
                 if replicas is not None:
                     program = schedule if isinstance(schedule, Program) else add_communication(schedule, used)
                     schedule = for_replicas(program, replicas, tied=False)
                 simulation = simulate(schedule, used)
-                cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
+                value = None if mode is None else mode.value
+                cases.append(Case(name=name, mode=value, schedule=schedule, costs=used, simulation=simulation))
     return cases
+
+
+def _check_size(name: str, file: Order | Program, devices: int, microbatches: int, slices: int | None) -> None:
+    if (file.devices, file.microbatches) != (devices, microbatches):
+        size = f"{count(file.devices, 'device')} and {count(file.microbatches, 'microbatch')}"
+        raise InputError(f"schedule '{name}' is for {size}, not {devices} and {microbatches}")
+    if slices not in (None, file.slices):
+        raise InputError(f"schedule '{name}' has sequences of {count(file.slices, 'slice')}, not {slices}")
+
+
+def _equal_costs(offload: str | float, replicas: Parallelism | None) -> Costs:
+    """The default costs of a device, as if it had one stage."""
+    costs = EQUAL_COSTS if offload in ("scheduled", "none") else HOST_COSTS
+    if replicas is None:
+        return costs
+    return replace(costs, links={REPLICAS: Link(bandwidth=1.0)}, sharding=EQUAL_SHARDING)
 
 
 @contextmanager
@@ -165,7 +183,7 @@ def _sound(path: str, edges: Sequence[Edge]) -> Order | Program:
     return schedule
 
 
-def _program_in_mode(name: str, program: Program, mode: str, costs: Costs) -> Program:
+def _program_in_mode(name: str, program: Program, mode: VocabularyMode, costs: Costs) -> Program:
     """A program has fixed passes; another mode would also need other transfers."""
     order = program.order
     if plan_order(order, order.devices, order.microbatches, mode, costs) != order:
@@ -173,9 +191,9 @@ def _program_in_mode(name: str, program: Program, mode: str, costs: Costs) -> Pr
     return program
 
 
-def _options(name: str, given: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Return the options for a schedule: all, for `generate` to refuse, or, among several schedules, those that it
-    has."""
+def _options(name: str, options: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The options for a schedule: all, for `generate` to refuse, or, among several schedules, those that it has."""
     if name.endswith(".csv"):
         return {}
-    return dict(given) if alone else {option: value for option, value in given.items() if option in options_of(name)}
+    known = options if alone else options_of(name)
+    return {option: value for option, value in options.items() if option in known}

@@ -25,6 +25,7 @@ from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
 from .optimal_order import OrderProblem, refuse_large, solve
+from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in interlaced mode S and T leave no choice."""
@@ -72,7 +73,7 @@ class SearchResult:
     def text(self) -> str:
         what = self.problem.objective
         timeline = self.timeline
-        step = f"step {timeline.makespan:g}, devices busy {100 * timeline.mean_busy:.1f} % of it on average"
+        step = f"step {timeline.makespan:g}, of which devices lose {100 - 100 * timeline.mean_busy:.1f} % on average"
         if self.proved:
             verdict = f"{what} {self.value:g}: no order is shorter"
         else:
@@ -159,20 +160,21 @@ def order_problem_of(
     stages_per_device: int | None = None,
     placement: str | None = None,
     split_backward: bool = False,
-    vocabulary: str = "first-last",
+    vocabulary: str = "balanced",
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
     objective: str = "span",
 ) -> OrderProblem:
-    """Return the problem for the values of a user; costs are equal by default. Raises InputError for impossible
-    ones."""
+    """The problem for the values of a user. `costs` mean the same work as in `plan_cases`: those of a stage, by default
+    equal ones of a device; without sharding, the first and last stage do the vocabulary work. Raises InputError for
+    impossible values."""
     for name, value in (
         ("devices", devices),
         ("microbatches", microbatches),
         ("stages_per_device", 1 if stages_per_device is None else stages_per_device),
     ):
         if value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value}")
+            raise InputError(f"{name} is {value}; it must be at least 1")
     refuse_large(2 * devices * microbatches * (stages_per_device or 1))
     mode = VocabularyMode.of(vocabulary)
     if mode not in SEARCHED:
@@ -182,10 +184,14 @@ def order_problem_of(
     limits = None
     if memory_limit is not None:
         limits = tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))
+    stages = placement_of(placement, devices, stages_per_device)
+    if costs is None:
+        costs = costs_for_stages(EQUAL_COSTS, devices, stages.stages)
+    check_vocabulary_times(costs, mode)
     return OrderProblem(
-        placement=placement_of(placement, devices, stages_per_device),
+        placement=stages,
         microbatches=microbatches,
-        costs=EQUAL_COSTS if costs is None else costs,
+        costs=costs if mode.sharded else with_whole_vocabulary(costs, stages),
         vocabulary=mode,
         split_backward=split_backward,
         memory_limit=limits,

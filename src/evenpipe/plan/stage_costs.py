@@ -10,6 +10,7 @@ from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.costs import Cost, Costs, is_per_stage
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.slice_costs import each_slice, of_slices
+from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.words import count
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
@@ -24,7 +25,9 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     if stages == wanted:
         return costs
     if costs.slices:
-        return of_slices([costs_for_stages(one, stages, wanted, who) for one in each_slice(costs)], costs.token_factors)
+        return of_slices(
+            [costs_for_stages(part, stages, wanted, who) for part in each_slice(costs)], costs.token_factors
+        )
 
     def cut(name: str, value: Cost) -> Cost:
         if not isinstance(value, tuple):
@@ -53,15 +56,25 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
     return replace(costs, **changed)
 
 
+def check_vocabulary_times(costs: Costs, mode: VocabularyMode) -> None:
+    """Raise InputError if `costs` have no times for the passes of a sharded mode, which may be the default."""
+    for kind in mode.kinds(forward_only=False):
+        if getattr(costs, kind.value) is None:
+            raise InputError(
+                f"costs: {kind.value} is missing, but vocabulary mode {mode} has such passes; give a number or a list,"
+                " or take mode first-last"
+            )
+
+
 def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
-    """Return `costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
+    """`costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
 
     An output layer is three products of equal size (logits, their gradients with respect to its input and its
     weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
     and B, and likewise what replicas send. Kinds without a time stay so.
     """
     if costs.slices:
-        return of_slices([with_whole_vocabulary(one, placement) for one in each_slice(costs)], costs.token_factors)
+        return of_slices([with_whole_vocabulary(part, placement) for part in each_slice(costs)], costs.token_factors)
 
     def of_all_devices(name: str, value: Cost | None) -> float:
         return sum(spread(name, value or 0.0, placement.devices, "device") or ())

@@ -29,7 +29,7 @@ V           (memory) Unit times, V placement, split backward, transfers without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -53,7 +53,7 @@ _Ways = tuple[list[float], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound `value`, with the `name` of the argument and `why` in a sentence."""
+    """A lower bound `value`, with the `name` of the argument and `why` as a sum in words."""
 
     value: float
     name: str
@@ -90,15 +90,15 @@ def best_bound(
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
-    found = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
+    bounds = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
         whole = _ways(graph, None)
-        found += _rounds(microbatches, graph, limits, of, whole)
-        found += _ramps(microbatches, graph, limits, of, whole)
-        found += _area(microbatches, graph, limits)
+        bounds += _rounds(microbatches, graph, limits, of, whole)
+        bounds += _ramps(microbatches, graph, limits, of, whole)
+        bounds += _area(microbatches, graph, limits)
         if not proved:
-            found += _v_shape(microbatches, graph, limits, split)
-    return max(found, key=lambda bound: bound.value)
+            bounds += _v_shape(microbatches, graph, limits, split)
+    return max(bounds, key=lambda bound: bound.value)
 
 
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
@@ -109,7 +109,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     split = Kind.I in kinds
     each = costs.by_slice(program.slices) if costs.slices else (costs,)
     if split and Kind.B in kinds:
-        each = tuple(either_backward(one, program.placement) for one in each)
+        each = tuple(either_backward(of_slice, program.placement) for of_slice in each)
     limits = None if kinds & OFFLOAD_KINDS or program.forward_only else [max(1, peak) for peak in peak_in_flight]
     microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
     return {
@@ -142,17 +142,16 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
     work = [in_passes + more for in_passes, more in zip(graph.work, again, strict=True)]
     busiest = _busiest(work)
     value = work[busiest] * microbatches
-    yield Bound(value, "work", f"device {busiest} has {value:g} of work")
+    yield Bound(value, "work", f"lower bound {_sum({'busy': value})} on device {busiest}")
     work_of_all = [microbatches * mean for mean in graph.mean]
     for reference in _references(placement, work, of):
         ways = _ways(graph, reference)
-        whose = "the step" if reference is None else f"device {reference}"
         yield max(
             (
                 Bound(
                     value,
                     "one device",
-                    f"{whose} needs {head:g} before, {time:g} during and {tail:g} after passes of device {device}",
+                    f"lower bound {_sum({'ramp-up': head, 'busy': time, 'ramp-down': tail})} on device {device}",
                 )
                 for device in range(placement.devices)
                 for more in [microbatches * again[device]]
@@ -160,6 +159,12 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
             ),
             key=lambda bound: bound.value,
         )
+
+
+def _sum(parts: Mapping[str, float]) -> str:
+    """A sum in words, as in "33 = 3 ramp-up + 24 busy + 6 ramp-down"; parts of 0 are left out."""
+    terms = [f"{value:g} {name}" for name, value in parts.items() if value] or ["0"]
+    return f"{sum(parts.values()):g} = {' + '.join(terms)}"
 
 
 def _ways(graph: Microbatch, reference: int | None) -> _Ways:
@@ -225,11 +230,13 @@ def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of:
         last = max(_one_device(graph, other, work, (before, behind))[0] for other in range(placement.devices))
         # Time before the first of these forwards, and after the last of these releases.
         around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
+        parts = {f"in {count(rounds, 'lifespan')} of {lifespan:g}": rounds * lifespan}
+        parts |= {"after them": max(last, lifespan), "ramp-up and ramp-down": max(0.0, *around)}
         yield Bound(
-            rounds * lifespan + max(last, lifespan) + max(0.0, *around),
+            sum(parts.values()),
             "rounds",
-            f"device {device} holds at most {count(most, 'activation')} of stage {stage}, each for at least"
-            f" {lifespan:g}",
+            f"lower bound {_sum(parts)} on device {device}, which holds at most {count(most, 'activation')} of stage"
+            f" {stage}",
         )
 
 
@@ -262,11 +269,12 @@ def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: 
                 max(0.0, of_forward[release] + takes[release] - behind),
             ]
             around = earliest[forward] + min(latest[node] for node in nodes) if of == "makespan" else 0.0
+            parts = {"ramp-up and ramp-down": around, "busy": microbatches * sum(takes[node] for node in nodes)}
+            parts |= {"waiting for its first backward": idle[0], "waiting after its last forward": idle[1]}
             yield Bound(
-                around + sum(idle) + microbatches * sum(takes[node] for node in nodes),
+                sum(parts.values()),
                 "ramps",
-                f"device {device} waits for its first backward {idle[0]:g} and after its last forward {idle[1]:g}, as"
-                f" it holds at most {count(most, 'activation')}",
+                f"lower bound {_sum(parts)} on device {device}, which holds at most {count(most, 'activation')}",
             )
 
 
@@ -276,10 +284,12 @@ def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> It
         for stage in graph.placement.stages_of(device):
             release = graph.release[stage]
             lifespan += graph.before([graph.forward[stage]])[release] + graph.takes[release]
+        value = lifespan * microbatches / limits[device]
         yield Bound(
-            lifespan * microbatches / limits[device],
+            value,
             "area",
-            f"device {device} holds at most {count(limits[device], 'activation', 'g')}, and each microbatch's for"
+            f"lower bound {value:g} = {count(microbatches, 'microbatch')} x {lifespan:g} / {limits[device]:g} on device"
+            f" {device}, which holds at most {count(limits[device], 'activation', 'g')}, those of a microbatch for"
             f" {lifespan:g}",
         )
 
@@ -300,4 +310,5 @@ def _v_shape(microbatches: int, graph: Microbatch, limits: tuple[float, ...], sp
     ):
         most = math.floor(max(limits))
         value = (6 * microbatches + 6 * p - 3 * most - 1) * unit
-        yield Bound(value, "V", f"V schedules with a peak of {count(most, 'stage activation')} (2405.15362)")
+        peak = count(most, "stage activation")
+        yield Bound(value, "V", f"lower bound {value:g} of V schedules with a peak of {peak} (arXiv 2405.15362)")

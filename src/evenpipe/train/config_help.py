@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from evenpipe.declaration import describe_fields, json_schema, summary
+from evenpipe.declaration import JSON_SCHEMA, describe_fields, json_schema, summary
 from evenpipe.train.config_file import sections
 
 WIDTH = 110
@@ -25,7 +25,7 @@ def configuration_help() -> str:
 def configuration_schema() -> dict[str, Any]:
     """The JSON schema of a configuration."""
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": JSON_SCHEMA,
         "title": "evenpipe configuration",
         "type": "object",
         "properties": {name: json_schema(section) for name, section in sections().items()},
