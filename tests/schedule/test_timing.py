@@ -226,7 +226,6 @@ def _counts(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (lambda v: v.update(format="chrome"), 'not a trace of evenpipe; those begin with "format"'),
     "a later version": (lambda v: v.update(version=3), "version 3 of the format, but this evenpipe reads version 2"),
-    "no devices": (_without("devices"), "devices is missing; it must be a list of tables"),
     "no order": (_device(_without("row")), r"devices\[1\].row is missing; it must be text"),
     "a word that is no pass": (_device(lambda d: d.update(row="1F0,9Z9")), "row 2, column 2 .*: '9Z9' is not a pass"),
     "another placement": (
@@ -251,22 +250,13 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         _device(lambda d: d["passes"][0].__setitem__(1, "soon")),
         r'devices\[1\].passes\[0\]\[1\] is "soon"; it must be a number of seconds',
     ),
-    "a time that is not finite": (
-        _device(lambda d: d["passes"][0].__setitem__(1, float("nan"))),
-        "is nan; it must be a number of seconds",
-    ),
     "an end before its start": (_device(lambda d: d["passes"][0].__setitem__(2, 1.0)), "before its start at 3.0 s"),
     "three of four": (
         _device(lambda d: d["waits"][0].pop()),
         "it must be a list of text, text, number of seconds, number of seconds",
     ),
     "no clock": (_device(_without("clock")), r"devices\[1\].clock is missing; it must be a table"),
-    "allocations without a table": (
-        _device(lambda d: d.update(allocations=[9])),
-        r"allocations is \[9\]; it must be a table",
-    ),
     "a count left out": (_counts(retries=None), r"devices\[1\].allocations.retries is missing"),
-    "half a call": (_counts(device_frees=0.5), "allocations.device_frees is 0.5; it must be an integer of at least 0"),
     "fewer calls than none": (_counts(requests=-1), "allocations.requests is -1; it must be an integer of at least 0"),
     "costs that are none": (lambda v: v.update(costs={"F": -1}), "costs.F is -1; it must be a number of at least 0"),
 }
