@@ -1,4 +1,4 @@
-"""Which models can be trained on pieces of rows and on separate documents: the check, and what it refuses.
+"""Which models can be trained on pieces of rows and on separate documents: the check, what it refuses, and the carry.
 
 tests/fuzz compares gradients of pieces with transformers, tests/multiprocess those of documents.
 """
@@ -12,6 +12,7 @@ from families import FAMILIES as DENSE
 from family_configs import Configuration
 
 from evenpipe.attention import function
+from evenpipe.attention.carry import Carries
 from evenpipe.attention.check import check_pieces, looks_across_documents
 from evenpipe.attention.function import adopt
 from evenpipe.attention.sight import Alone, Mask, Sight, seeing
@@ -115,3 +116,18 @@ def test_the_check_finds_documents_that_see_each_other(monkeypatch) -> None:
     ):
         with pytest.raises(InputError, match="computes something else"):
             check()
+
+
+def test_a_carry_is_empty_once_all_backwards_are_done() -> None:
+    """Two slices of one layer: the later one adds its gradients to the keys of both."""
+    carries, keys = Carries((2, 5)), torch.arange(5.0).view(1, 1, 5, 1)
+    slices = [carries.exchange(0, index, Alone()) for index in range(2)]
+    for piece, own, end in zip(slices, (slice(0, 2), slice(2, 5)), (2, 5), strict=True):
+        key, value = piece.keys(0, keys[:, :, own], -keys[:, :, own])
+        assert torch.equal(key, keys[:, :, :end]) and torch.equal(value, -key)
+    for index, end, tokens in ((1, 5, 3), (0, 2, 2)):
+        assert not carries.empty, "keys without gradients, and both"
+        key, value = slices[index].gradients(0, torch.ones(1, 1, end, 1), torch.ones(1, 1, end, 1), torch.float32)
+        carries.end_backward(0, index)
+        assert key.flatten().tolist() == value.flatten().tolist() == [2.0 - index] * tokens
+    assert carries.empty

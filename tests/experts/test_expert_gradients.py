@@ -23,6 +23,7 @@ from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import alone, spread
 from evenpipe.experts.load import Load
 from evenpipe.experts.products import Groups, fill_grouped, grouped_outer, grouped_product
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.model import gradient_errors
 from evenpipe.parallel.running import Running
@@ -276,6 +277,20 @@ def test_experts_train_where_nothing_before_them_does() -> None:
     adopt_experts(experts, WeightGradients())
     experts(hidden, chosen, weights).backward(gradient)
     assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
+def test_checkpointed_experts_repeat_only_their_first_products() -> None:
+    """Three experts have tokens; each has 2 products in F and 4 in the backward."""
+    experts = experts_of("mixtral")
+    adopt_experts(experts, WeightGradients())
+    results, counts = [], []
+    for choice in ("none", "full"):
+        checkpoint_layer(experts, choice, Switch(), torch.device("cpu"))
+        with torch.autograd.profiler.profile() as profile:
+            results.append(gradients(experts, routed(experts)))
+        counts.append(sum(event.name == "aten::mm" for event in profile.function_events))
+    assert counts == [3 * (2 + 4), 3 * (2 + 1 + 4)]
+    assert all(torch.equal(results[1][name], value) for name, value in results[0].items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

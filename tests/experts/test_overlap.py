@@ -46,6 +46,20 @@ def test_formulas_are_within_10_percent_of_a_virtual_clock() -> None:
             assert [1e3 * seconds for seconds in ours] == pytest.approx(theirs, rel=0.1), (name, speed)
 
 
+def test_products_of_one_process_by_hand() -> None:
+    """Each row is copied once for itself, and once for each of its experts."""
+    for name, sizes in LAYERS.items():
+        work, h, f = work_of(layer(name, members=1), rates(45)), sizes["hidden_size"], sizes["width"]
+        pairs = sizes["tokens"] * sizes["choices"]
+        products = work.arrives, work.leaves, work.gradient_arrives, work.gradient_leaves
+        for product, into, out in zip(products, (h, f, h, 2 * f), (2 * f, h, f, h), strict=True):
+            elements = pairs * (into + out), sizes["experts"] * into * out, (sizes["tokens"] + pairs) * h
+            assert product.operations == pytest.approx(2 * pairs * into * out / 500e12)
+            assert (product.pairs, product.weights, product.copies) == pytest.approx(
+                tuple(2 * number / 2.5e12 for number in elements)
+            )
+
+
 def test_what_is_chosen_is_nearly_the_best() -> None:
     for name, speed, members in itertools.product(LAYERS, (10, 45, 100, 300, 900), (2, 4, 8)):
         work = work_of(layer(name, members), rates(speed))

@@ -9,6 +9,7 @@ import pytest
 from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
+from evenpipe.memory.pieces import Piece
 from evenpipe.model.shape import AttentionShape, LayerShape, MlpShape, RotaryShape
 
 FUSED, UNFUSED = PRESETS["fused"], replace(PRESETS["fused"], activation="eager")
@@ -78,7 +79,8 @@ def test_published_models_without_statistics() -> None:
 
 def test_what_other_choices_keep() -> None:
     few, enough = SHAPE, llama(512, 1792, 8, 8)
-    assert of(few, tp=8).saved == of(enough, tp=8).saved, "every GPU has a whole head of keys and values"
+    for options in ({"tp": 8}, {"piece": Piece(ends=(SEQUENCE,), ranks=8, exchange="heads")}):
+        assert of(few, **options).saved == of(enough, **options).saved, "every GPU has a whole head of keys and values"
     r, q, tokens, tp = 1 / 4, 3.5, BATCH * SEQUENCE, 2
     whole_stream = kept(of(SHAPE, tp=tp, sequence_parallel=False))  # T h (8 + (4 + 4r + 6q) / t)
     assert whole_stream == tokens * 512 * (8 + (4 + 4 * r + 6 * q) / tp) + 4 * tokens * 8 / tp + 8 * tokens

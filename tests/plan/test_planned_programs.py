@@ -141,7 +141,9 @@ def test_slices_are_timed_with_the_cut_points_of_the_runtime(long: Problem) -> N
     forwards = [part.F[1] for part in costs.by_slice(4)]  # type: ignore[index]
     assert max(forwards) / min(forwards) < 1.1, "slices take equal time, not equal length"
     assert max(costs.slices["tokens"]) / min(costs.slices["tokens"]) > 1.3
-    assert work_of(program_of(long, one, one.steps[0]), costs) == pytest.approx(least_work(long, one))
+    for case in (one, configuration(long, "1f1b", "vocab-2", 8, slices=4)):
+        work = work_of(program_of(long, case, case.steps[0]), costs_of(long, case))
+        assert work == pytest.approx(least_work(long, case)), case.name
 
 
 def test_written_plans_say_how_sequences_are_cut(long: Problem) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from family_configs import SETTINGS, small_config
 from small_families import CONFIGS, WHOLE
-from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, MixtralConfig, Phi3Config
 
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -78,6 +78,12 @@ def test_sizes_of_a_large_model() -> None:
         assert key is not None and key.copied_along == ({"tp"} if rank == 5 else set())
     assert shares[4]["self_attn.q_proj.weight"] == [range(2048, 2560)]
     assert shares[4]["self_attn.k_proj.weight"] == shares[5]["self_attn.k_proj.weight"] == [range(256, 384)]
+    config = MixtralConfig(**sizes)  # all ranks have some columns of each expert
+    experts = placements(find_model_cut(small_model(describe(config))[0]), config, 3, 8)
+    gate_up, down = (experts[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+    assert gate_up is not None and down is not None
+    assert gate_up.ranges(1) == [range(10752, 14336), range(28672 + 10752, 28672 + 14336)]
+    assert down.ranges(2) == [range(10752, 14336)]
 
 
 def test_ranks_that_cannot_share_heads_or_columns() -> None:
