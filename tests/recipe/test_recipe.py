@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from refusals import wrong_refusals
 
+from evenpipe.declaration import field_types
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model import RowWork
@@ -17,7 +18,7 @@ from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.layout import Layout, ModelCosts
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
-from evenpipe.recipe.recipe import Recipe
+from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.recipe.slice_choice import with_slices
 from evenpipe.recipe.sliced_costs import sliced_costs, whole_costs
 from evenpipe.recipe.unused_options import unused_options
@@ -40,6 +41,11 @@ def test_one_table_of_options_is_the_same_as_its_parts() -> None:
     assert flat == parts and hash(flat) == hash(parts)
     assert flat.options == {"stages_per_device": 2}
     assert replace(flat, vocabulary="vocab-1").schedule_options == flat.schedule_options
+
+
+def test_one_table_has_the_fields_of_all_parts() -> None:
+    parts = {*field_types(Recipe), *field_types(Parallelism), *field_types(BatchShape)}
+    assert parts - {"parallelism", "batch", "dp", "pp"} == {*RecipeOptions.__annotations__}
 
 
 def test_the_number_of_microbatches_is_always_known() -> None:
@@ -75,11 +81,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, "pp is 0; it must be an integer of at least 1"),
     ({"dp": 4, "ep": 3}, "ep is 3; it must be a divisor of dp, 4"),
     ({"reshard": True}, 'reshard is true; it must be left out unless data_parallel is "shard"'),
-    ({"prefetch": 0}, 'prefetch is 0; it must be left out unless data_parallel is "shard"'),
     ({"context_exchange": "star"}, 'context_exchange is "star"; it must be one of auto, keys, heads'),
     ({"slices": "all"}, 'slices is "all"; it must be an integer of at least 1 or "auto"'),
     ({"microbatch_size": True}, "microbatch_size is true; it must be an integer of at least 1"),
-    ({"sequence_length": 1.5}, "sequence_length is 1.5; it must be an integer of at least 1 or none"),
     ({"communicators": "two"}, 'communicators is "two"; it must be one of per-pair, per-kind, one'),
     ({"layers_per_stage": [1, -1]}, "layers_per_stage[1] is -1; it must be an integer of at least 0"),
     ({"costs": 3}, "costs is 3; it must be a Costs or none"),
