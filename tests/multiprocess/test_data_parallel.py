@@ -175,7 +175,7 @@ def bad_input() -> None:
         "replicas: 3, expected a divisor of 4": {"replicas": 3},
         "replicas: 0, expected a whole number": {"replicas": 0},
         "replicas: 4, expected 2": {"mesh": mesh((2, 2), "dp", "pp"), "replicas": 4},
-        "data_parallel: 'sharded', expected 'replicate' or 'shard'": {"data_parallel": "sharded"},
+        'data_parallel is "sharded"; it must be one of replicate': {"data_parallel": "sharded"},
     }.items():
         with pytest.raises(InputError) as caught:
             Pipeline(described(VOCABULARY, False, FP64), microbatches=1, **options)

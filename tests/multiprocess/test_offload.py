@@ -213,8 +213,8 @@ def test_resident_memory_falls() -> None:
 
 WRONG: list[tuple[Any, str]] = [
     (OffloadOptions(activations=1e9), "a limit needs costs with bytes"),
-    (OffloadOptions(layers=("keep",)), "offload.layers: 1 choice, expected one for each of the 8 layers"),
-    ({"activations": "all"}, "expected OffloadOptions, or None"),
+    (OffloadOptions(layers=("keep", "keep")), "it must be one choice, or one for each of the 8 layers"),
+    ({"activations": "all"}, "it must be an OffloadOptions"),
 ]
 
 

@@ -116,12 +116,12 @@ BAD_OPTIONS = {
     "torch_device: 'meta', expected 'cpu' or 'cuda'": {"torch_device": "meta"},
     "torch_device: 7 is not a device": {"torch_device": 7},
     "timeout_seconds: '9', expected a number": {"timeout_seconds": "9"},
-    "vocabulary: None, expected the name": {"mode": None},
+    "vocabulary is none; it must be text": {"mode": None},
     "schedule: <lambda>(devices, microbatches) cannot": {"schedule": lambda: None},
-    "schedule_options: 5, expected a dictionary": {"schedule_options": 5},
-    "layers_per_stage: 2, expected whole numbers": {"layers_per_stage": 2},
+    "schedule_options is 5; it must be a dictionary": {"schedule_options": 5},
+    'layers_per_stage is "2"; it must be a list of integers': {"layers_per_stage": "2"},
     "loss: 5, expected LossOptions": {"loss": 5},
-    "compile_layers: 'no', expected True or False": {"compile_layers": "no"},
+    'compile_layers is "no"; it must be true or false': {"compile_layers": "no"},
 }
 if not torch.cuda.is_available():
     BAD_OPTIONS["torch_device: 'cuda', but torch finds no GPU"] = {"torch_device": "cuda"}

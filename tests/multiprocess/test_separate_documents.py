@@ -111,7 +111,7 @@ def other_labels_and_refusals() -> None:
     assert joined.keeps_documents_apart is None
     assert joined.step(ids, position_ids=POSITIONS).tokens == 4 * (TOKENS - 1)
     joined.close()
-    with pytest.raises(InputError, match=r"^documents: 'apart', expected 'joined' or 'separate'"):
+    with pytest.raises(InputError, match=r'^documents is "apart"; it must be one of joined, separate'):
         Pipeline(model, documents="apart")
     embedding, head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
     with pytest.raises(InputError, match=r'^documents: plain modules do not say .*, expected "joined" with them'):

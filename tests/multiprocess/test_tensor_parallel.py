@@ -263,7 +263,7 @@ def what_is_said() -> None:
         assert said(tensor_overlap="ring", compile_layers=True) == "none, because layers are compiled"
     with pytest.raises(InputError, match="tensor_overlap: 'fused', but torch's fused operations need GPUs; expected"):
         said(tensor_overlap="fused")
-    with pytest.raises(InputError, match="tensor_overlap: 'rings', expected one of auto, none, ring, fused"):
+    with pytest.raises(InputError, match='tensor_overlap is "rings"; it must be one of auto, none, ring, fused'):
         said(tensor_overlap="rings")
     with fused_on_gloo():
         assert "fused operations" in said(tensor_overlap="auto")
