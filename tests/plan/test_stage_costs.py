@@ -124,7 +124,7 @@ ERRORS = [
     (["1f1b", "v-half"], {"costs": Costs(F=[1, 2, 1, 1], B=2)}, "costs.F is a list for 4 stages, but"),
     (["1f1b", "zb-h1"], {"costs": Costs(F=1, B=2)}, "schedule 'zb-h1': costs.I is missing"),
     (["1f1b", "gpipe"], {"group_size": 4}, "group_size is given, but none of 1f1b, gpipe has this option"),
-    (["1f1b", "zz"], {}, "schedule 'zz': schedule is \"zz\"; it must be one of"),
+    (["1f1b", "zz"], {}, 'schedule is "zz"; it must be one of'),
 ]  # fmt: skip
 
 
