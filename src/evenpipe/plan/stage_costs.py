@@ -61,7 +61,7 @@ def check_vocabulary_times(costs: Costs, mode: VocabularyMode) -> None:
     for kind in mode.kinds(forward_only=False):
         if getattr(costs, kind.value) is None:
             raise InputError(
-                f"costs: {kind.value} is missing, but vocabulary mode {mode} has such passes; give a number or a list,"
+                f"costs.{kind.value} is missing, but vocabulary mode {mode} has such passes; give a number or a list,"
                 " or take mode first-last"
             )
 
