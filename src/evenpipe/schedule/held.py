@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
-from .passes import Item, Pass
+from .passes import Item, Pass, parts_in
 from .rules import IN_FLIGHT
 
 Curve = tuple[tuple[float, float], ...]
@@ -39,21 +39,22 @@ def peak_activations(
     A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
     and stores nothing.
     """
-    trains = False
+    row = tuple(row)
+    if not any(IN_FLIGHT.get(part.kind, 0) < 0 for part in parts_in(row)):
+        return 0.0
 
-    def change(part: Pass) -> float:
-        nonlocal trains
+    def stored(part: Pass) -> float:
+        return IN_FLIGHT.get(part.kind, 0)
+
+    def weighed(part: Pass) -> float:
         by = IN_FLIGHT.get(part.kind, 0)
-        trains = trains or by < 0
-        if by and weights is not None and part.stage is not None:
-            return by * weights[part.stage] * factor_of(part, factors)
-        return by
+        return by * weights[part.stage] * factor_of(part, factors) if by and weights and part.stage is not None else by
 
     peak = 0.0
-    for _, most, _ in held_along(row, change):
+    for _, most, _ in held_along(row, stored if weights is None else weighed):
         if most > peak:  # noqa: PLR1730
             peak = most
-    return peak if trains else 0.0
+    return peak
 
 
 def factor_of(part: Pass, factors: tuple[float, ...]) -> float:

@@ -166,24 +166,26 @@ class Loop:
 
     def _carry(self, transfer: int, now: float) -> None:
         self.start[transfer] = now
-        self._slow_down(transfer, 1, now)
-        if self._is_on_network(transfer):
+        if self.slowdown > 1:
+            self._slow_down(transfer, 1, now)
+        if self.network.shared and self._is_on_network(transfer):
             members = self.numbered.route(transfer).members
             self.network.carry(transfer, members, self.work.takes[transfer], now)
         else:
             heappush(self.heap, (now + self.work.takes[transfer], transfer))
 
     def _is_on_network(self, transfer: int) -> bool:
-        """Whether it is a hop that shares a link with collectives over replicas."""
+        """Whether it is a hop that shares a link with collectives over replicas, if such hops do."""
         route = (transfer - self.first_transfer) // self.units
-        return self.network.shared and self.work.queue[route] >= 0 and self.routes[route].is_hop
+        return self.work.queue[route] >= 0 and self.routes[route].is_hop
 
     def _carried(self, transfer: int, now: float) -> None:
-        if self._is_on_network(transfer) and not self.network.done(transfer, now):
+        if self.network.shared and self._is_on_network(transfer) and not self.network.done(transfer, now):
             return
         self.end[transfer] = now
         self.ended.append(transfer)
-        self._slow_down(transfer, -1, now)
+        if self.slowdown > 1:
+            self._slow_down(transfer, -1, now)
         queue = self.work.queue[(transfer - self.first_transfer) // self.units]
         if queue >= 0:
             self.carrying[queue] = None
@@ -197,7 +199,7 @@ class Loop:
     def _slow_down(self, transfer: int, added: int, now: float) -> None:
         """Count a collective that begins or ends on its members."""
         route = self.numbered.route(transfer)
-        if self.slowdown > 1 and not route.is_hop and self.work.takes[transfer] > 0:
+        if not route.is_hop and self.work.takes[transfer] > 0:
             for member in route.members:
                 self.active[member] += added
                 self._change_speed(member, now)

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from evenpipe.schedule import Cause, Costs, Event, Item, Program, Slack, Timeline, Transfer
 
-from .loop import START, Loop
+from .loop import DEVICE, START, Loop
 from .memory import memory_curves
 from .slack import Slacks
 from .work import COPIES, Work
@@ -24,14 +24,20 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Sl
     late: the slack of all events, if they are to have it.
     """
     events, beside = [], []
+    behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
         computed: list[Event] = []
         others: list[Event] = []
         present = (item for item in program.rows[device] if item is not None)
         items: dict[int, Item] = dict(zip(row, present, strict=True))
         for n, item in items.items():
-            cause = cause_of(work, loop, n, device, items)
-            event = Event(device, item, loop.start[n], loop.end[n], cause, _slack(work, late, n))
+            cause = behind.get(loop.who[n]) if loop.why[n] == DEVICE else None
+            if cause is None:
+                cause = cause_of(work, loop, n, device, items)
+                if cause.resource == DEVICE:
+                    behind[loop.who[n]] = cause
+            slack = _slack(work, *late[n]) if late else None
+            event = Event(device, item, loop.start[n], loop.end[n], cause, slack)
             (others if n in work.beside or isinstance(item, Transfer) else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
@@ -53,10 +59,7 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Sl
     )
 
 
-def _slack(work: Work, late: Slacks, n: int) -> Slack | None:
-    if n not in late:
-        return None
-    time, first = late[n]
+def _slack(work: Work, time: float, first: int | None) -> Slack:
     return Slack(time) if first is None else Slack(time, work.item(first), work.numbered.device(first))
 
 
