@@ -246,7 +246,7 @@ def _inside(annotation: Any) -> tuple[dict[str, Any], tuple[str, ...], Any, tupl
         kind = _bare(part)[0]
         if get_origin(kind) in (dict, Mapping):
             key, of_values = get_args(kind)
-            keys = tuple(name for mark in _bare(key)[1] if isinstance(mark, Names) for name in mark.names)
+            keys = _names(*_bare(key))
         elif get_origin(kind) in (tuple, list):
             items = get_args(kind) if get_origin(kind) is tuple else (*get_args(kind), ...)
         elif hasattr(kind, "declared_path") or is_typeddict(kind):
@@ -262,8 +262,8 @@ def unknown_key(where: str, key: str, known: Iterable[str]) -> InputError:
 
 def _not_accepted(where: str, value: Any, annotation: Any) -> InputError:
     kind, marks = _bare(optional(annotation)[0])
-    if get_origin(kind) is Literal and isinstance(value, str):
-        return unknown(where, value, get_args(kind))
+    if isinstance(value, str) and (names := _names(kind, marks)):
+        return unknown(where, value, names)
     of_fields, keys, _, _ = _inside(kind)
     if known := keys or (of_fields if AsTable() in marks else ()):
         return refused(where, value, f"a table of {', '.join(known)}")
@@ -324,8 +324,15 @@ def words(annotation: Any) -> str:
 
 
 def _choices(kind: Any, marks: tuple[Any, ...]) -> list[str]:
-    """The values of a literal, or any other type in words."""
-    return [show(value) for value in get_args(kind)] if get_origin(kind) is Literal else [_type_words(kind, marks)]
+    """The values of a literal or of names, or any other type in words."""
+    return [show(value) for value in _names(kind, marks)] or [_type_words(kind, marks)]
+
+
+def _names(kind: Any, marks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of a literal or of `Names`."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(name for mark in marks if isinstance(mark, Names) for name in mark.names)
 
 
 def _type_words(kind: Any, marks: tuple[Any, ...]) -> str:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from evenpipe.declaration import Accepts, Declared, Number0, Positive, declare
+from evenpipe.declaration import Accepts, Declared, Names, Number0, Positive, declare
 from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.links import OneOrTwo
-from evenpipe.sizes import parse_size
+from evenpipe.schedule.planning import OFFLOAD
+from evenpipe.sizes import MOST, parse_size
 from evenpipe.words import count, refused
 
 LayerChoice = Literal["offload", "keep"]
-if TYPE_CHECKING:
-    Activations = str | float  # plans and commands compute it
-else:
-    Activations = Literal["scheduled", "none", "free", "all"] | Positive
+Activations = Annotated[str, Names(OFFLOAD)] | Positive
 
 PAGE = 4096
 """Bytes; host memory is allocated in whole pages."""
-
-MOST_BYTES = 2**63
-"""8 EiB, the most bytes that a system can count."""
 
 
 def _bytes(value: Any, where: str) -> Any:
@@ -33,7 +28,7 @@ def _bytes(value: Any, where: str) -> Any:
 Bytes = Annotated[
     int,
     Ge(PAGE),
-    Lt(MOST_BYTES),
+    Lt(MOST),
     Accepts(f'number of bytes, at least {PAGE} and below 8 EiB, or a size such as "24GiB"', _bytes),
 ]
 

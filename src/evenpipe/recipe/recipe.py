@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
-from evenpipe.declaration import Instance, Whole0, declare
+from evenpipe.declaration import Instance, Names, Whole0, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import ContextExchange, DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import Costs, Order, Program, Schedule, VocabularyMode
+from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, VocabularyMode
 from evenpipe.words import count, nearest, refused
 
 ARRANGE = ("auto", "flops")
 """Choices of `Recipe.arrange` that name no hardware."""
 
-Communicators = Literal["per-pair", "per-kind", "one"]
+Communicators = Annotated[str, Names(SHARING)]
 
 SEPARATE = ("name", "devices", "microbatches", "costs")
 """Arguments of generators that are no options."""
@@ -100,7 +100,7 @@ class Recipe:
     outside the layers are not compiled."""
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     """Which activations go to the host, and the memory that they use there."""
-    communicators: Communicators = "per-pair"
+    communicators: Communicators = PER_PAIR
     """Transfers that share a communicator. "per-pair": all from one device to another, and each kind of collective.
     "per-kind": all forward hops, all backward hops, and each kind of collective. "one": all. Fewer communicators take
     less memory (with NCCL about 0.5 GB each), but their transfers wait for each other."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
-from evenpipe.declaration import Declared, Number0, Positive, Whole0, Whole1, declare
+from evenpipe.declaration import Declared, Names, Number0, Positive, Whole0, Whole1, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.recipe.batch_shape import BatchShape, Documents
@@ -16,7 +16,7 @@ from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import ContextExchange, Parallelism, TensorOverlap
 from evenpipe.recipe.recipe import ARRANGE, Communicators, Recipe, RecipeOptions
-from evenpipe.schedule import MODES, SCHEDULES
+from evenpipe.schedule import MODES, PER_PAIR, SCHEDULES
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.registry import options_of
 from evenpipe.words import count
@@ -74,7 +74,7 @@ class PipelineConfig(Declared):
     of the run if it is known, else FLOPs; or "measured": so at the start, and anew by the passes of steps 3 to 6,
     between two steps, if a step is predicted to become more than 1 % shorter without more activations on a device, and
     again when passes drift. Orders of models with tied vocabulary matrices stay, since results depend on them."""
-    vocabulary: str = "balanced"
+    vocabulary: Annotated[str, Names(("balanced", *MODES))] = "balanced"
     microbatches: Whole1 | None = None
     slices: Whole1 | Literal["auto"] = 1
     microbatch_size: Whole1 = 1
@@ -84,7 +84,7 @@ class PipelineConfig(Declared):
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
     layer."""
     compile_layers: bool = False
-    communicators: Communicators = "per-pair"
+    communicators: Communicators = PER_PAIR
     nccl_high_priority: bool = True
     """On GPUs, run communication before queued compute. No effect on gloo."""
     nccl_channels: Annotated[int, Ge(1), Le(MOST_CHANNELS)] | None = None
@@ -149,7 +149,6 @@ class PipelineConfig(Declared):
         for name in ("group_size", "memory_limit"):  # every schedule may be told how many stages it has
             if name not in options:
                 self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
-        self.known("vocabulary", ("balanced", *MODES))
         if self.arrange not in (*ARRANGE, "measured"):
             try:
                 find_hardware(self.arrange)
