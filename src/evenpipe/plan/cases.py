@@ -117,7 +117,8 @@ def plan_cases(
             file = files.get(name)
             if file is not None:
                 _check_size(name, file, devices, microbatches, slices)
-            base = file or generate(name, devices, microbatches * (slices or 1), **own_options[name])
+            # Placements do not depend on the number of microbatches.
+            base = file or generate(name, devices, min(microbatches, 2 * devices), **own_options[name])
             stages = base.placement.stages if stages is None else stages
             own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
             own_modes: list[VocabularyMode | None] = [*modes] or [
