@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from fractions import Fraction
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_defaults() -> None:
     """A whole backward is its halves, kinds that are not there need no time, and what cannot be added up is nothing."""
     assert time_order(generate("1f1b", 2, 1), Costs.from_dict({"F": 1, "I": [1, 2], "W": 3})).busy == (5.0, 6.0)
     assert time_order(generate("1f1b", 2, 2), Costs.from_dict({"F": 1, "B": 2})).span == 9
-    assert Costs(F=[1e-99, 1e-101], p2p=5e-324) == Costs(F=[1e-99, 0])
+    assert Costs(F=[1e-99, 1e-101], p2p=5e-324, B=Fraction(1, 2)) == Costs(F=[1e-99, 0], B=0.5)
 
 
 NUMBER = "a number of at least 0"

@@ -53,8 +53,9 @@ def run(
     --waits            show what idle devices wait for (.html, .json and traces: always)
     --unit-seconds X   length of the time unit of the costs, for axes in seconds
     """
+    from evenpipe.declaration import LARGEST
     from evenpipe.draw import check_file, draw, terminal
-    from evenpipe.schedule.cost_values import LARGEST, SMALLEST
+    from evenpipe.schedule.cost_values import SMALLEST
 
     if unit_seconds is not None and not SMALLEST <= unit_seconds <= LARGEST:
         raise refused("--unit-seconds", unit_seconds, f"a number from {SMALLEST:g} to {LARGEST:g}")

@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator
 
 from evenpipe.declaration import Many, Names, Table, Whole0, Whole1, declare, from_table
 from evenpipe.errors import InputError
@@ -35,6 +36,13 @@ profile on A100 best (tests/costs/test_analytic.py)."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
 Fraction = Annotated[float, Gt(0), Le(1)]
+
+
+def _whole(value: Any) -> Any:
+    """A file may have 80e9."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one number, by dtype."""
 
@@ -68,7 +76,7 @@ class Hardware:
     """Fraction of the peak that large matrix products reach."""
     attention_fraction: Fraction
     """Fraction of the peak that the forward of fused attention reaches; masked products are not counted."""
-    memory_bytes: Whole1
+    memory_bytes: Annotated[int, Ge(1), BeforeValidator(_whole)]
     """Memory that a program can allocate, including the context."""
     memory_bandwidth: Rate
     """Bytes per second, read and written, of operations on large tensors."""

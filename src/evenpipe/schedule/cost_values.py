@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import AfterValidator
+from pydantic import BeforeValidator
 
 from evenpipe import words
-from evenpipe.declaration import Accepts, Some
+from evenpipe.declaration import LARGEST, Accepts, Some
 from evenpipe.errors import InputError
 
-SMALLEST, LARGEST = 1e-100, 1e100
-"""Between these limits, sums, products and quotients of costs cannot overflow or underflow."""
+SMALLEST = 1e-100
+"""Between this and `LARGEST`, sums, products and quotients of costs cannot overflow or underflow."""
 
 
-def _flushed(value: float) -> float:
-    return value if abs(value) >= SMALLEST else 0.0
+def _number(value: Any) -> Any:
+    """Numbers of other libraries as floats, and those below `SMALLEST` as 0. What is no number stays, to be refused."""
+    if type(value) not in (float, int):
+        if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+            return value
+        value = float(value)
+    return 0.0 if abs(value) < SMALLEST else value
 
 
-Time = Annotated[float, Ge(0), Lt(LARGEST), AfterValidator(_flushed), Accepts("number of at least 0")]
-Rate = Annotated[float, Gt(0), Lt(LARGEST), AfterValidator(_flushed), Accepts("number above 0")]
-Factor = Annotated[float, Ge(1), Lt(LARGEST), Accepts("number of at least 1")]
-Signed = Annotated[float, Gt(-LARGEST), Lt(LARGEST), AfterValidator(_flushed), Accepts("finite number")]
+_NUMBER = Lt(LARGEST), BeforeValidator(_number)
+Time = Annotated[float, Ge(0), *_NUMBER, Accepts("number of at least 0")]
+Rate = Annotated[float, Gt(0), *_NUMBER, Accepts("number above 0")]
+Factor = Annotated[float, Ge(1), *_NUMBER, Accepts("number of at least 1")]
+Signed = Annotated[float, Gt(-LARGEST), *_NUMBER, Accepts("finite number")]
 
 Cost = Time | Some[Time]
 """One number for all stages (or devices), or one for each."""

@@ -39,12 +39,11 @@ from annotated_types import Gt, Lt
 from pydantic import Strict
 from typing_extensions import TypedDict
 
-from evenpipe.declaration import Accepts, Whole0, check_table, strict_table
+from evenpipe.declaration import LARGEST, Accepts, Whole0, check_table, strict_table
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_json, shown
 from evenpipe.words import count, refused
 
-from .cost_values import LARGEST
 from .costs import Costs
 from .passes import Kind, Pass, Transfer
 from .placement import Placement
