@@ -72,23 +72,23 @@ def test_what_several_ranks_hold_keeps_the_same_bits(sample) -> None:
     check_cases(run_cases, sample(cases, 2))
 
 
+def losses_in_bf16() -> None:
+    for family in ("gpt2", "gpt-oss"):  # biases that only the first rank holds
+        with contextlib.closing(tensor_pipeline(family, compute_dtype=torch.bfloat16)) as pipeline:
+            assert pipeline.evaluate(*batch()).loss == pipeline.step(*batch()).loss
+
+
+def test_an_evaluation_in_bf16_has_the_loss_of_a_step() -> None:
+    run_processes(losses_in_bf16, 2)
+
+
 # --- torch's fused operations -----------------------------------------------------------------------------------------
 
 FALLBACKS = (symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback)
 FUSED = [
     *(
         Case(family, tensor_ranks=2, schedule=schedule, checkpointing=checkpointing, tied=family == "llama")
-        for family in (
-            "llama",
-            "starcoder2",
-            "phi3",
-            "gpt2",
-            "olmo2",
-            "mixtral",
-            "gpt-neox",
-            "qwen2-moe",
-            "deepseek-v3",
-        )
+        for family in (*FAMILIES, "starcoder2", "olmo2", "gpt-neox", "qwen2-moe", "deepseek-v3")
         for schedule in ("1f1b", "zb-h1")
         for checkpointing in ("none", "full", "selective")
     ),
@@ -245,8 +245,8 @@ def collectives_of(number: int, schedule: str, checkpointing: str) -> dict[str, 
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def tensor_pipeline(**options: Any) -> Pipeline:
-    return Pipeline(noisy("llama", torch.float32), microbatches=1, tensor_parallel=2, self_check=False, **options)
+def tensor_pipeline(family: str = "llama", **options: Any) -> Pipeline:
+    return Pipeline(noisy(family, torch.float32), microbatches=1, tensor_parallel=2, self_check=False, **options)
 
 
 def said(**options: Any) -> list[str]:

@@ -112,6 +112,7 @@ class Stage(nn.Module):
         relay = self._relay = Relay(structure.layer_argument)
         own = range(part.first, part.last)
         whole = copies(description, part.dtype).of(own)
+        self._compute_dtype = part.compute_dtype
         self.kept = copies(description, part.compute_dtype).kept
         """Names of parameters, perhaps of other stages, that stay in fp32 in a model of the computing dtype."""
         if wide := self.kept.intersection(description.vocabulary_names):
@@ -160,6 +161,11 @@ class Stage(nn.Module):
         """Return this stage's part of a whole parameter or buffer."""
         placement = self.held.get(name)
         return whole if placement is None else placement.of(whole)
+
+    def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
+        """Return the dtype in which products read each parameter, before the caller replaces any by a copy."""
+        kept = self.kept
+        return {one: one.dtype if name in kept else self._compute_dtype for name, one in self.named_parameters()}
 
     def train(self, mode: bool = True) -> Stage:
         """Set training or evaluation mode, also for the model around the modules."""

@@ -122,6 +122,7 @@ class ModelCut:
 
         checkpointed: numbers of layers that repeat their forward in the backward.
         """
+        dtypes = stage.computing_dtypes()
         for index, layer in layers.items():
             for name, block in self._of(layer).items():
                 module = layer.get_submodule(name)
@@ -129,7 +130,8 @@ class ModelCut:
                     keep_whole(module, exchange, block.hidden)
                 else:
                     groups, keeps = count_of(module, block.cut.groups[0]), index in checkpointed
-                    make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps)
+                    dtype_of = dtypes.__getitem__
+                    make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps, dtype_of=dtype_of)
         if stage.is_first:
             stage.layers[0].register_forward_pre_hook(
                 partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True

@@ -6,9 +6,10 @@ The exchange stands in hooks, which torch.compile leaves out: it compiles what i
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ def make_local(
     *,
     groups: int,
     keeps: bool = False,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = attrgetter("dtype"),
 ) -> None:
     """Change a block, whose parameters are already those of a rank.
 
@@ -40,6 +42,7 @@ def make_local(
         groups: units of its first group, of all ranks.
         keeps: whether layers save their gathered input, and not a rank's rows: the block belongs to a checkpointed
             layer, so its forward is repeated at the beginning of the backward.
+        dtype_of: returns the dtype in which products read a parameter.
     """
     _divide_counts(block, cut, exchange.size, groups)
     for group in cut.groups:
@@ -53,7 +56,7 @@ def make_local(
             weight = next(one for one in module.parameters() if one.dim() > 1)
             experts = weight.shape[:1] if weight.dim() == 3 else ()
             size = block_width(module, weight)
-            module.__dict__[leaf] = weight.new_zeros((*experts, size), requires_grad=False)
+            module.__dict__[leaf] = weight.new_zeros((*experts, size), dtype=dtype_of(weight), requires_grad=False)
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
     layers = [module for module in block.modules() if type(module) in (nn.Linear, Conv1D)]
