@@ -18,6 +18,7 @@ from evenpipe.cli.options import (
 )
 from evenpipe.cli.printing import say
 from evenpipe.errors import InputError
+from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.words import refused
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def epilog() -> str:
     return f"{schedules_help()}\n{TRACES}\n{COSTS_HELP}"
 
 
+@collecting_rarely()
 def run(
     trace: str | None = None,
     *,

@@ -7,6 +7,7 @@ from typing import Literal
 from evenpipe.cli.options import COSTS_HELP, CaseOptions, schedules_help
 from evenpipe.cli.printing import say, say_json, say_table
 from evenpipe.errors import InputError
+from evenpipe.schedule.collection import collecting_rarely
 
 
 def epilog() -> str:
@@ -14,6 +15,7 @@ def epilog() -> str:
     return f"{schedules_help()}\n{COSTS_HELP}"
 
 
+@collecting_rarely()
 def run(
     *,
     options: CaseOptions,
