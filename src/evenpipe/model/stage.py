@@ -164,8 +164,7 @@ class Stage(nn.Module):
 
     def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
         """Return the dtype in which products read each parameter, before the caller replaces any by a copy."""
-        kept = self.kept
-        return {one: one.dtype if name in kept else self._compute_dtype for name, one in self.named_parameters()}
+        return {one: one.dtype if name in self.kept else self._compute_dtype for name, one in self.named_parameters()}
 
     def train(self, mode: bool = True) -> Stage:
         """Set training or evaluation mode, also for the model around the modules."""

@@ -122,7 +122,7 @@ class ModelCut:
 
         checkpointed: numbers of layers that repeat their forward in the backward.
         """
-        dtypes = stage.computing_dtypes()
+        dtype_of = stage.computing_dtypes().__getitem__
         for index, layer in layers.items():
             for name, block in self._of(layer).items():
                 module = layer.get_submodule(name)
@@ -130,7 +130,6 @@ class ModelCut:
                     keep_whole(module, exchange, block.hidden)
                 else:
                     groups, keeps = count_of(module, block.cut.groups[0]), index in checkpointed
-                    dtype_of = dtypes.__getitem__
                     make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps, dtype_of=dtype_of)
         if stage.is_first:
             stage.layers[0].register_forward_pre_hook(
