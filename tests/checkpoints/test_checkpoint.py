@@ -173,7 +173,7 @@ def test_what_cannot_be_saved_is_refused(three: Path) -> None:
     odd.optimizer.state[odd.shards["model.norm.weight"].tensor] = {"rounds": 3}
     for of_run, changes, says in (
         (run, {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected JSON values"),
-        (run, {"keep": 0}, "keep is 0, expected at least 1"),
+        (run, {"keep": 0}, "keep is 0; it must be at least 1"),
         (run, {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
         (odd, {}, r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"),
     ):
@@ -440,7 +440,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused() -> None:
     holder.optimizer.param_groups[0]["owner"] = object()
     apart = through_json(Holder(["a", "c", "b"], a=1, c=2, b=1))
     for call, says in (
-        (holder.describe, "'owner' of a group is object, expected numbers, texts"),
+        (holder.describe, "'owner' of a group is object; it must be a number, a text"),
         (
             lambda: Holder(["bac"]).load(apart),
             "'b' and 'c' are in one group, but have different options in the checkpoint 'x'",

@@ -105,7 +105,7 @@ def test_other_values_are_refused() -> None:
         ({"columns": 2.0}, f"experts.columns is 2.0; {whole}"),
         ({"arrivals": "all"}, f'experts.arrivals is "all"; {whole}'),
         ({"arrivals": -1}, f"experts.arrivals is -1; {whole}"),
-        ({"arrivals": 3}, "experts.arrivals: 3, expected 1, 2 or 4, the members of an expert group"),
+        ({"arrivals": 3}, "experts.arrivals is 3; it must be 1, 2 or 4, the members of an expert group"),
     ]
     for options, sentence in refused:
         with pytest.raises(InputError) as caught:

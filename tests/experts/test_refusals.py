@@ -56,7 +56,7 @@ def refusal(description: Description, ep: int) -> str:
     with pytest.raises(InputError) as caught:
         check_experts(description, ep)
     sentence = str(caught.value)
-    assert sentence.startswith(f"expert_parallel: {ep}, expected ") and sentence.count(". ") == 0
+    assert sentence.startswith(f"expert_parallel is {ep}; it must be ") and sentence.count(". ") == 0
     assert description.architecture in sentence or description.config is None
     return sentence
 
@@ -67,7 +67,7 @@ def test_types_whose_experts_can_be_shared(sample) -> None:
         description = described(config) if model_type in NOT_CUT else describe(config)
         for ep in range(1, EXPERTS + 1):
             check_experts(description, ep)
-        assert "expected at most 4, the number of experts in " in refusal(description, EXPERTS + 1)
+        assert "must be at most 4, the number of experts in " in refusal(description, EXPERTS + 1)
 
 
 @pytest.mark.slow

@@ -80,10 +80,10 @@ def test_a_family_without_closed_form_is_traced() -> None:
     assert min(peaks(estimated(bloom, pp=2, sequence=32, microbatches=4))) > 0
     shared = estimated(bloom, pp=2, tp=2, sequence=32, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
-    with pytest.raises(InputError, match="cp: 2, expected 1: BloomForCausalLM takes no position ids"):
+    with pytest.raises(InputError, match="cp is 2; it must be 1: BloomForCausalLM takes no position ids"):
         estimated(bloom, sequence=32, cp=2)
     for family, changes, words in (
-        ("bloom", {}, "'bloom' has layers that are not known in closed form, expected one of cohere2, gemma2, gemma3"),
+        ("bloom", {}, "layers that are not known in closed form; it must be one of cohere2, gemma2, gemma3"),
         ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
     ):
         with pytest.raises(InputError, match=words):
@@ -199,12 +199,12 @@ WRONG = [
     ({"sequence": 0}, "sequence_length is 0; it must be an integer of at least 1 or none"),
     ({"microbatch_size": 0}, "microbatch_size is 0"),
     ({"microbatches": 0}, "microbatches is 0"),
-    ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
-    ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
+    ({"cp": 3}, "sequence is 64; it must be a multiple of cp = 3"),
+    ({"tp": 3}, "tp is 3; it must be a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
     ({"cp": 2, "traced": True, "kernels": "megatron"}, "traced: with cp = 2 and kernels of Megatron-LM, expected 1"),
-    ({"slices": 2, "kernels": "megatron"}, "slices: 2, expected 1 with kernels of Megatron-LM"),
-    ({"slices": 80}, "sequence is 64, expected a multiple of 1 and at least 80"),
+    ({"slices": 2, "kernels": "megatron"}, "slices is 2; it must be 1 with kernels of Megatron-LM"),
+    ({"slices": 80}, "sequence is 64; it must be a multiple of 1 and at least 80"),
     (
         {"tp": 2, "traced": True, "kernels": "megatron"},
         "traced: with tp = 2 and layers cut as in Megatron-LM, expected",
@@ -215,17 +215,17 @@ WRONG = [
     ),
     ({"schedule": "2f2b"}, 'schedule is "2f2b"; it must be one of gpipe'),
     ({"vocabulary": "all"}, 'vocabulary is "all"; it must be one of'),
-    ({"kernels": "triton"}, "kernels is 'triton', expected one of transformers, fused, megatron, transformer-engine"),
-    ({"checkpointing": "some"}, "checkpointing: 'some', expected one of"),
+    ({"kernels": "triton"}, "kernels is 'triton'; it must be one of transformers, fused, megatron, transformer-engine"),
+    ({"checkpointing": "some"}, "checkpointing is 'some'; it must be one of"),
     ({"checkpointing": ["full", "none"]}, 'checkpointing is ["full", "none"]; it must be one choice, or one for each'),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
-    ({"optimizer": "lion"}, "optimizer is 'lion', expected one of adamw, muon, adafactor, sgd"),
-    ({"dp": 2, "ep": 2}, "expert_parallel: 2, expected 1, since Qwen3ForCausalLM has no experts"),
+    ({"optimizer": "lion"}, "optimizer is 'lion'; it must be one of adamw, muon, adafactor, sgd"),
+    ({"dp": 2, "ep": 2}, "expert_parallel is 2; it must be 1, since Qwen3ForCausalLM has no experts"),
 ]
 WRONG_WITH_EXPERTS = [
-    ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5, expected a number of at least 1"),
-    ({"dp": 8, "ep": 8}, "expert_parallel: 8, expected at most 4, the number of experts in"),
-    ({"dp": 2, "ep": 2, "kernels": "megatron"}, "expert_parallel: 2, expected 1 with kernels of Megatron-LM"),
+    ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5; it must be a number of at least 1"),
+    ({"dp": 8, "ep": 8}, "expert_parallel is 8; it must be at most 4, the number of experts in"),
+    ({"dp": 2, "ep": 2, "kernels": "megatron"}, "expert_parallel is 2; it must be 1 with kernels of Megatron-LM"),
 ]
 
 

@@ -77,7 +77,7 @@ def test_llama_is_cut_by_the_formula(llama_8b: Parameters) -> None:
         layer = (2 * h * a * d + 2 * h * d * max(k, tp) + 3 * h * f) // tp + 2 * h
         assert llama_8b.stage(0, 3, tp, **ENDS).elements == 3 * layer, tp
     for tp in (3, 5):
-        with pytest.raises(InputError, match=f"tp is {tp}, expected a divisor of the model's 32 attention heads"):
+        with pytest.raises(InputError, match=f"tp is {tp}; it must be a divisor of the model's 32 attention heads"):
             llama_8b.check(tp)
 
 
@@ -136,7 +136,7 @@ def test_bytes_per_parameter() -> None:
         assert total == pytest.approx(N * per_parameter, abs=3), (dtypes, zero)
     offloaded = state_bytes(HELD, Dtypes(), MEGATRON, zero=1, replicas=D, offloaded=0.75)
     assert offloaded.optimizer == pytest.approx(N * 12 / D / 4, abs=1)
-    with pytest.raises(InputError, match=r"offloaded is 1\.5, expected a share between 0 and 1"):
+    with pytest.raises(InputError, match=r"offloaded is 1\.5; it must be a share between 0 and 1"):
         state_bytes(HELD, offloaded=1.5)
 
 

@@ -170,9 +170,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lists": (
         {"input_ids": IDS.tolist()},
         {},
-        "input_ids: list, expected a torch.Tensor or a mapping of tensors by name",
+        "input_ids is list; it must be a torch.Tensor or a mapping of tensors by name",
     ),
-    "other labels": ({"input_ids": IDS, "labels": IDS[:1]}, {}, "labels: [1, 6] torch.int64, expected [2, 6]"),
+    "other labels": ({"input_ids": IDS, "labels": IDS[:1]}, {}, "labels is [1, 6] torch.int64; it must be [2, 6]"),
 }
 
 
@@ -266,23 +266,23 @@ def test_labels_are_counted_as_steps_count_them() -> None:
         assert counted == [1, 4 * 14, 0]
 
 
-EXPECTED = "expected the number of labels that all steps of the update count"
+EXPECTED = "it must be the number of labels that all steps of the update count"
 OF_ALL = "expected the number of all steps of the update, over all replicas"
 NOTHING = (None, None)
 REFUSED_TOTALS = [
     # with routers, total by replica, number of steps by replica, and what is said
-    (False, ("60", 60), NOTHING, f"total_tokens: '60', {EXPECTED}"),
-    (False, (-1, -1), NOTHING, f"total_tokens: -1, {EXPECTED}"),
-    (False, (True, True), NOTHING, f"total_tokens: True, {EXPECTED}"),
-    (False, (float("nan"), 1), NOTHING, f"total_tokens: nan, {EXPECTED}"),
-    (False, (torch.ones(2), 1), NOTHING, f"total_tokens: tensor([1., 1.]), {EXPECTED}"),
+    (False, ("60", 60), NOTHING, f"total_tokens is '60'; {EXPECTED}"),
+    (False, (-1, -1), NOTHING, f"total_tokens is -1; {EXPECTED}"),
+    (False, (True, True), NOTHING, f"total_tokens is True; {EXPECTED}"),
+    (False, (float("nan"), 1), NOTHING, f"total_tokens is nan; {EXPECTED}"),
+    (False, (torch.ones(2), 1), NOTHING, f"total_tokens is tensor([1., 1.]); {EXPECTED}"),
     (False, (59, 59), NOTHING, f"total_tokens: 59, but this step alone counts 60, {OF_ALL}"),
     (False, (0, torch.tensor(0)), NOTHING, f"total_tokens: 0, but this step alone counts 60, {OF_ALL}"),
     (False, (60, 61), NOTHING, "total_tokens: [60.0, 61.0] by replica, expected in all of them that of all replicas"),
     (False, (60, None), NOTHING, "total_tokens: [60.0, None] by replica"),
     (True, (60, 60), NOTHING, "total_tokens: 60 without accumulate, but the routers of MixtralForCausalLM add a loss"),
     *(
-        (False, NOTHING, (steps, 2), f"accumulate: {steps!r}, expected a whole number of steps, 1 or more")
+        (False, NOTHING, (steps, 2), f"accumulate is {steps!r}; it must be a whole number of steps, 1 or more")
         for steps in (0, -1, 1.5, True, "2")
     ),
     (False, NOTHING, (4, 2), "accumulate: [4, 2] by replica, expected the same number of steps in all of them"),
@@ -308,7 +308,7 @@ def refusals() -> None:
         assert said.startswith(words) or (pipeline.replica and said == elsewhere.format("another")), words
     with pytest.raises(InputError) as caught:
         pipelines[0].count_labels(batch if pipelines[0].replica else batch.float())
-    wrong = "input_ids: [2, 16] torch.float32, expected [batch, sequence] torch.int64, not empty"
+    wrong = "input_ids is [2, 16] torch.float32; it must be [batch, sequence] torch.int64, not empty"
     assert str(caught.value) == (elsewhere.format("a") if pipelines[0].replica else wrong)
 
 

@@ -156,25 +156,26 @@ class WithNumber(nn.Linear):
 
 
 def bad_input() -> None:
-    def mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    def on_mesh(shape: tuple[int, ...], *names: str) -> dict[str, Any]:
         table = torch.arange(math.prod(shape)).view(shape)
-        return DeviceMesh("cpu", table, mesh_dim_names=names, _init_backend=False)  # without groups, which take time
+        mesh = DeviceMesh("cpu", table, mesh_dim_names=names, _init_backend=False)  # without groups, which take time
+        return {"mesh": mesh, "replicas": None}
 
     for text, options in {
-        'one named "pp"': {"mesh": mesh((2, 2), "dp", "tp"), "replicas": None},
-        "axes {'sp': 2} beside": {"mesh": mesh((2, 2), "sp", "pp"), "replicas": None},
-        "tensor_parallel: 3, expected a divisor of 2": {"tensor_parallel": 3, "replicas": 2},
-        "tensor_parallel: 0, expected a whole number": {"tensor_parallel": 0},
-        "tensor_parallel: 4, expected 2": {"mesh": mesh((2, 2), "tp", "pp"), "tensor_parallel": 4, "replicas": None},
-        "context_parallel: 4, expected 2": {"mesh": mesh((2, 2), "cp", "pp"), "context_parallel": 4, "replicas": None},
-        "expert_parallel: 4, expected 1, since LlamaForCausalLM": {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
+        'one named "pp"': on_mesh((2, 2), "dp", "tp"),
+        "axes {'sp': 2} beside": on_mesh((2, 2), "sp", "pp"),
+        "tensor_parallel is 3; it must be a divisor of 2": {"tensor_parallel": 3, "replicas": 2},
+        "tensor_parallel is 0; it must be a whole number": {"tensor_parallel": 0},
+        "tensor_parallel is 4; it must be 2": on_mesh((2, 2), "tp", "pp") | {"tensor_parallel": 4},
+        "context_parallel is 4; it must be 2": on_mesh((2, 2), "cp", "pp") | {"context_parallel": 4},
+        "expert_parallel is 4; it must be 1, since LlamaForCausalLM": on_mesh((4, 1), "ep", "pp"),
         "1 x 2 processes (dp x pp, ranks": {
             "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"],
             "replicas": None,
         },
-        "replicas: 3, expected a divisor of 4": {"replicas": 3},
-        "replicas: 0, expected a whole number": {"replicas": 0},
-        "replicas: 4, expected 2": {"mesh": mesh((2, 2), "dp", "pp"), "replicas": 4},
+        "replicas is 3; it must be a divisor of 4": {"replicas": 3},
+        "replicas is 0; it must be a whole number": {"replicas": 0},
+        "replicas is 4; it must be 2": on_mesh((2, 2), "dp", "pp") | {"replicas": 4},
         'data_parallel is "sharded"; it must be one of replicate': {"data_parallel": "sharded"},
     }.items():
         with pytest.raises(InputError) as caught:

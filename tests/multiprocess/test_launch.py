@@ -255,7 +255,7 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
 
 def test_what_cannot_be_launched_is_refused(monkeypatch):
     for processes in (0, -2):
-        with pytest.raises(InputError, match=f"processes: {processes}, expected at least 1"):
+        with pytest.raises(InputError, match=f"processes is {processes}; it must be at least 1"):
             launch(everyone_fails, processes=processes)
     # In a program with a file; a worker of pytest-xdist has none.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)

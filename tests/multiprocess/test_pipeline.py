@@ -38,9 +38,9 @@ BAD_STEPS = {
     "input_ids: the first process": {"input_ids": None},
     "multiple of the 2 microbatches": {"input_ids": torch.zeros(3, 4, dtype=torch.int64)},
     "at most 32": {"input_ids": torch.zeros(2, 33, dtype=torch.int64)},
-    "labels: contains -1": {"input_ids": IDS, "labels": IDS - 1},
+    "labels contains -1": {"input_ids": IDS, "labels": IDS - 1},
     "padding on the right": {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
-    "position_ids: from -1 to -1, expected at least 0": {"input_ids": IDS, "position_ids": IDS - 1},
+    "position_ids run from -1 to -1; they must be at least 0": {"input_ids": IDS, "position_ids": IDS - 1},
     "rows of ones followed by zeros": {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0.5]] * 2)},
     "not a finite number": {"input_ids": IDS, "token_weights": torch.full((2, 4), float("nan"))},
 }
@@ -56,7 +56,7 @@ def bad_steps() -> None:
     cases = [
         *((pipeline, text, arguments) for text, arguments in BAD_STEPS.items()),
         *((plain, text, {"input_ids": IDS, name: IDS + 1}) for text, name in NOT_OF_PLAIN_MODULES.items()),
-        (learned, "position_ids: from 10000", {"input_ids": IDS, "position_ids": IDS + 10_000}),
+        (learned, "position_ids run from 10000", {"input_ids": IDS, "position_ids": IDS + 10_000}),
     ]
     for refusing, text, arguments in cases:
         with pytest.raises(InputError) as caught:
@@ -65,7 +65,7 @@ def bad_steps() -> None:
     for stepping in (pipeline, plain, learned):
         stepping.step(IDS)
     for wrong in ("1", 0, None, True):
-        with pytest.raises(InputError, match=f"max_norm: {wrong!r}, expected a number above 0"):
+        with pytest.raises(InputError, match=f"max_norm is {wrong!r}; it must be a number above 0"):
             pipeline.clip_gradients(wrong)
     pipeline.close()
     for method in (pipeline.step, pipeline.evaluate):
@@ -108,23 +108,23 @@ def test_autocast_is_refused(processes: int) -> None:
 # --- options; others are refused in tests/runtime/test_bad_arguments.py -----------------------------------------------
 
 BAD_OPTIONS = {
-    "layers_per_stage: [1, 2]": {"layers_per_stage": [1, 2]},
-    "compute_dtype: torch.float32, expected torch.float64": {"compute_dtype": torch.float32},
-    "ignore_index is -1, expected -100": {"loss": LossOptions(ignore_index=-1)},
-    "soft_cap is 30.0, expected None": {"loss": LossOptions(soft_cap=30.0)},
+    "layers_per_stage is [1, 2]": {"layers_per_stage": [1, 2]},
+    "compute_dtype is torch.float32; it must be torch.float64": {"compute_dtype": torch.float32},
+    "ignore_index is -1; it must be -100": {"loss": LossOptions(ignore_index=-1)},
+    "soft_cap is 30.0; it must be None": {"loss": LossOptions(soft_cap=30.0)},
     "0D0 is missing": {"mode": "first-last", "schedule": Order.from_csv("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1")},
-    "torch_device: 'meta', expected 'cpu' or 'cuda'": {"torch_device": "meta"},
-    "torch_device: 7 is not a device": {"torch_device": 7},
-    "timeout_seconds: '9', expected a number": {"timeout_seconds": "9"},
+    "torch_device is 'meta'; it must be 'cpu' or 'cuda'": {"torch_device": "meta"},
+    "torch_device is 7, which is no device": {"torch_device": 7},
+    "timeout_seconds is '9'; it must be a number": {"timeout_seconds": "9"},
     "vocabulary is none; it must be text": {"mode": None},
     "schedule: <lambda>(devices, microbatches) cannot": {"schedule": lambda: None},
     "schedule_options is 5; it must be a dictionary": {"schedule_options": 5},
     'layers_per_stage is "2"; it must be a list of integers': {"layers_per_stage": "2"},
-    "loss: 5, expected LossOptions": {"loss": 5},
+    "loss is 5; it must be LossOptions": {"loss": 5},
     'compile_layers is "no"; it must be true or false': {"compile_layers": "no"},
 }
 if not torch.cuda.is_available():
-    BAD_OPTIONS["torch_device: 'cuda', but torch finds no GPU"] = {"torch_device": "cuda"}
+    BAD_OPTIONS["torch_device is 'cuda', but torch finds no GPU"] = {"torch_device": "cuda"}
 TOO_MANY_DEVICES = [("4 layers", {"mode": mode}) for mode in MODES]
 
 

@@ -48,14 +48,14 @@ PLACES = torch.arange(16).expand(2, -1)
 STEPS: list[tuple[dict[str, Any], str]] = [
     (
         {"input_ids": IDS[:, :4]},
-        r"4 tokens per sequence, expected a multiple of 4 and at least 8 \(two chunks for each",
+        r"4 tokens per sequence; it must have a multiple of 4 and at least 8 \(two chunks for each",
     ),
-    ({"input_ids": IDS[:, :14]}, r"14 tokens per sequence, expected a multiple of 4 and at least 8"),
-    ({"position_ids": PLACES.double()}, r"position_ids: \[2, 16\] torch.float64, expected \[2, 16\] torch.int64 as"),
-    ({"position_ids": PLACES.expand(3, 2, -1)}, r"position_ids: \[3, 2, 16\] torch.int64, expected \[2, 16\]"),
-    ({"position_ids": PLACES[:, :8]}, r"position_ids: \[2, 8\] torch.int64, expected \[2, 16\]"),
-    ({"position_ids": PLACES - 1}, "position_ids: from -1 to 14, expected at least 0"),
-    ({"position_ids": PLACES.tolist()}, "position_ids: list, expected a torch.Tensor"),
+    ({"input_ids": IDS[:, :14]}, r"14 tokens per sequence; it must have a multiple of 4 and at least 8"),
+    ({"position_ids": PLACES.double()}, r"position_ids is .* torch.float64; it must be \[2, 16\] torch.int64, as"),
+    ({"position_ids": PLACES.expand(3, 2, -1)}, r"position_ids is \[3, 2, 16\] torch.int64; it must be \[2, 16\]"),
+    ({"position_ids": PLACES[:, :8]}, r"position_ids is \[2, 8\] torch.int64; it must be \[2, 16\]"),
+    ({"position_ids": PLACES - 1}, "position_ids run from -1 to 14; they must be at least 0"),
+    ({"position_ids": PLACES.tolist()}, "position_ids is list; it must be a torch.Tensor"),
 ]
 
 
@@ -93,8 +93,8 @@ PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
     (lambda: _llama(slices=2, schedule=Schedule1F1B), "slices is 2; it must be 1, as in the order: only a schedule"),
     (lambda: _llama(slices=2, schedule=generate("1f1b", 2, 2)), "slices is 2; it must be 1, as in the order"),
     (lambda: _llama(slices=0), "slices is 0; it must be an integer of at least 1"),
-    (lambda: _llama(slices=2, compile_layers=True, checkpointing="full"), "compile_layers: True, expected False with"),
-    (lambda: _llama(slices=2, attention_dropout=0.1), "slices: attention_dropout is 0.1 in the model's config, expec"),
+    (lambda: _llama(slices=2, compile_layers=True, checkpointing="full"), "compile_layers is True; it must be False"),
+    (lambda: _llama(slices=2, attention_dropout=0.1), "slices: attention_dropout is 0.1 in the model's config; it m"),
     (lambda: _llama(**PAIR, attention_dropout=0.1), "context_parallel: attention_dropout is 0.1 in the model's config"),
     (
         lambda: _llama(**PAIR, context_exchange="heads", num_attention_heads=1, num_key_value_heads=1),
@@ -104,9 +104,9 @@ PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
         lambda: _llama(
             context_parallel=1, mesh=DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("pp", "cp"))
         ),
-        'context_parallel: 1, expected 2, the length of the mesh\'s axis "cp", or None',
+        'context_parallel is 1; it must be 2, the length of the mesh\'s axis "cp", or None',
     ),
-    (lambda: _llama(context_parallel=3), "context_parallel: 3, expected a divisor of 2, the number of processes"),
+    (lambda: _llama(context_parallel=3), "context_parallel is 3; it must be a divisor of 2, the number of processes"),
 ]
 
 

@@ -280,7 +280,7 @@ def test_the_status_says_what_runs_and_why_not() -> None:
 
 def bad_input() -> None:
     pipeline = tensor_pipeline()
-    says = r"7 tokens per sequence, expected a multiple of 2 \(2 tensor ranks\)|refused by"
+    says = r"7 tokens per sequence; it must have a multiple of 2 \(2 tensor ranks\)|refused by"
     with pytest.raises(InputError, match=says):
         pipeline.step(torch.ones(1, 7, dtype=torch.int64))
     assert pipeline.step(torch.ones(1, 8, dtype=torch.int64)).loss > 0

@@ -97,10 +97,10 @@ def test_a_mesh_with_an_axis_of_experts_has_blocks_beside_it(world: None) -> Non
 
 
 def test_what_is_no_grid_is_refused(world: None) -> None:
-    with pytest.raises(InputError, match="expert_parallel: 4, expected a divisor of 6, the number of replicas"):
+    with pytest.raises(InputError, match="expert_parallel is 4; it must be a divisor of 6, the number of replicas"):
         Grid.from_sizes(0, dp=6, ep=4)
     for names, shape, text in (
-        (("dp", "tp"), (4, 12), 'expected one named "pp"'),
+        (("dp", "tp"), (4, 12), 'must have one named "pp"'),
         (("pp", "sp"), (4, 12), r"axes \{'sp': 12\} beside dp, ep, pp, cp, tp are unknown"),
         (("pp", "tp"), (4, 3), r"1 x 4 x 3 processes \(dp x pp x tp, ranks .*expected all 48 of the run, each once"),
     ):

@@ -51,19 +51,19 @@ def test_layouts_multiply_up_and_divide(small: Problem) -> None:
 
 
 FIELDS = (
-    ("gpus", 0, "gpus is 0, expected a whole number of at least 1"),
+    ("gpus", 0, "gpus is 0; it must be a whole number of at least 1"),
     ("sequence", -1, "sequence is -1"),
     ("kernels", "magic", "kernels is 'magic'"),
     ("dtype", "fp7", "dtype is 'fp7'"),
 )
-OFFLOAD = "offload: 'some' is unknown, expected some of scheduled, none, free, all, l"
+OFFLOAD = "offload: 'some' is unknown; it must be some of scheduled, none, free, all, l"
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: layouts(problem(gpus=7), Space(pp=(1,))), r"gpus is 7 with 64 sequences per step and pp .*, but nothing"),
     *[(lambda name=name, value=value: problem(**{name: value}), message) for name, value, message in FIELDS],
     (lambda: Space(schedules=("zigzag",)), "schedules: 'zigzag' is unknown"),
     (lambda: Space(offload=("some",)), OFFLOAD),
-    (lambda: Space(host_shares=(-0.5,)), "host share is -0.5, expected numbers between 0 and 1, or least"),
-    (lambda: Space(host_shares=(1.5,)), "host share is 1.5, expected numbers between 0 and 1, or least"),
+    (lambda: Space(host_shares=(-0.5,)), "host share is -0.5; it must be between 0 and 1, or least"),
+    (lambda: Space(host_shares=(1.5,)), "host share is 1.5; it must be between 0 and 1, or least"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_it_says_what_it_does_and_the_commands_to_go_on_with_are_commands() -> N
 
 def test_what_cannot_be_is_one_sentence() -> None:
     for gpus, options, message in (
-        (1, {}, "gpus is 1, expected at least 2"),
+        (1, {}, "gpus is 1; it must be at least 2"),
         (7, {"pp": 3}, "gpus is 7"),
         (8, {"tp": 3}, "tp"),
         (67, {}, "gpus is 67, but no pipeline of at least 4 devices divides"),
@@ -173,7 +173,7 @@ def test_a_command_answers(command: str, path: Path, capsys: pytest.CaptureFixtu
     code = main([command, *PIPELINE, *OPTIONS[command], str(path)])
     out, err = capsys.readouterr()
     if code == 2:  # it says in a sentence what is missing
-        assert out == "" and err.startswith("evenpipe: error: ") and "expected" in err and err.count("\n") == 1, err
+        assert out == "" and err.startswith("evenpipe: error: ") and "must be" in err and err.count("\n") == 1, err
         return
     found = json.loads(out)
     if command == "estimate":

@@ -46,9 +46,9 @@ def test_replicas_share_experts_in_all_even_numbers() -> None:
 
 
 def test_what_cannot_share_experts_is_one_sentence() -> None:
-    with pytest.raises(InputError, match="expert_parallel: 8, expected 1 with kernels of Megatron-LM"):
+    with pytest.raises(InputError, match="expert_parallel is 8; it must be 1 with kernels of Megatron-LM"):
         layouts(problem(kernels="megatron"), Space(ep=(8,)))
-    with pytest.raises(InputError, match="expected at most 16, the number of experts"):
+    with pytest.raises(InputError, match="must be at most 16, the number of experts"):
         layouts(problem(gpus=64), Space(ep=(32,)))
     assert {one.parallelism.ep for one in layouts(problem(kernels="megatron"), SMALL)} == {1}
     with pytest.raises(InputError, match="LlamaForCausalLM has no experts"):

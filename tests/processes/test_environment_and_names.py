@@ -16,7 +16,7 @@ from evenpipe.processes.signs import Board, Cause, Waiting, cause_of
 from evenpipe.processes.watch import Watch
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-WRONG = "environment variable {}, expected a whole number {}"
+WRONG = "environment variable {}; it must be a whole number {}"
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -27,15 +27,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"RANK": None}, "RANK is missing, WORLD_SIZE is '4'"),
     ({"MASTER_ADDR": None}, "MASTER_ADDR is missing, MASTER_PORT is '29500'; expected all four"),
     ({"MASTER_PORT": None, "MASTER_ADDR": None}, "MASTER_ADDR is missing, MASTER_PORT is missing"),
-    ({"RANK": "one"}, WRONG.format("RANK: 'one'", "from 0 to 3 (WORLD_SIZE is 4)")),
-    ({"RANK": "4"}, WRONG.format("RANK: '4'", "from 0 to 3 (WORLD_SIZE is 4)")),
-    ({"RANK": "-1"}, WRONG.format("RANK: '-1'", "from 0 to 3")),
-    ({"WORLD_SIZE": "0"}, WRONG.format("WORLD_SIZE: '0'", "at least 1")),
-    ({"WORLD_SIZE": "4.0"}, WRONG.format("WORLD_SIZE: '4.0'", "at least 1")),
-    ({"MASTER_PORT": "http"}, WRONG.format("MASTER_PORT: 'http'", "from 1 to 65535")),
-    ({"MASTER_PORT": "70000"}, WRONG.format("MASTER_PORT: '70000'", "from 1 to 65535")),
-    ({"LOCAL_RANK": "x"}, WRONG.format("LOCAL_RANK: 'x'", "at least 0")),
-    ({"LOCAL_WORLD_SIZE": "all"}, WRONG.format("LOCAL_WORLD_SIZE: 'all'", "at least 0")),
+    ({"RANK": "one"}, WRONG.format("RANK is 'one'", "from 0 to 3 (WORLD_SIZE is 4)")),
+    ({"RANK": "4"}, WRONG.format("RANK is '4'", "from 0 to 3 (WORLD_SIZE is 4)")),
+    ({"RANK": "-1"}, WRONG.format("RANK is '-1'", "from 0 to 3")),
+    ({"WORLD_SIZE": "0"}, WRONG.format("WORLD_SIZE is '0'", "at least 1")),
+    ({"WORLD_SIZE": "4.0"}, WRONG.format("WORLD_SIZE is '4.0'", "at least 1")),
+    ({"MASTER_PORT": "http"}, WRONG.format("MASTER_PORT is 'http'", "from 1 to 65535")),
+    ({"MASTER_PORT": "70000"}, WRONG.format("MASTER_PORT is '70000'", "from 1 to 65535")),
+    ({"LOCAL_RANK": "x"}, WRONG.format("LOCAL_RANK is 'x'", "at least 0")),
+    ({"LOCAL_WORLD_SIZE": "all"}, WRONG.format("LOCAL_WORLD_SIZE is 'all'", "at least 0")),
 ]
 
 

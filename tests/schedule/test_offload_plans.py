@@ -69,7 +69,7 @@ def test_wrong_limits_and_words() -> None:
             plan_offload(generate("1f1b", 2, 4), costs, limit=limit)
     for offload in ("some", 0, True, float("nan")):
         with pytest.raises(
-            InputError, match=r"offload: .*, expected one of scheduled, none, free, all, or bytes above"
+            InputError, match=r"offload is .*; it must be one of scheduled, none, free, all, or bytes above"
         ):
             plan_order("1f1b", 2, 4, "first-last", offload=offload)  # type: ignore[arg-type]
 

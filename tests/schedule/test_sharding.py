@@ -172,7 +172,7 @@ def test_recomputation_stands_right_before_each_backward_of_its_stages() -> None
     for before, stages, after in RECOMPUTED:
         assert add_recompute(Order.from_csv(before), stages).to_csv().strip() == after
     for stage in (-1, 2):
-        with pytest.raises(InputError, match=f"recompute: stage {stage}, expected 0 to 1"):
+        with pytest.raises(InputError, match=f"recompute has stage {stage}; each must be 0 to 1"):
             add_recompute(Order.from_csv("0F0,1F0,1B0,0B0"), [stage])
 
 

@@ -153,7 +153,7 @@ REFUSED = [
     (lambda: Order.from_csv("0F2,0F2.1,0B2.1,0B2"), "microbatch 2 appears, but 4 passes leave no room"),
     (lambda: Order(Placement.linear(1), 1, ((),), slices=0), "slices must be at least 1, not 0"),
     (lambda: plan_order("dualpipe-v", 2, 4, "first-last", slices=2), "forwards and backwards must be passes of their"),
-    (lambda: add_slices(generate("1f1b", 2, 3), 2), "slices is 2, expected a number that divides the 3 units"),
+    (lambda: add_slices(generate("1f1b", 2, 3), 2), "slices is 2; it must be a number that divides the 3 units"),
     (lambda: add_slices(cut("1f1b", 2, 2, 2), 2), "sequences of 2 slices already"),
     (lambda: add_slices(recompute.add_recompute(generate("1f1b", 2, 2), [0]), 2), "expected F, B, I and W only"),
     (lambda: add_slices(Order.from_csv("0F1,0F0,0B1,0B0"), 2), "stage 0 does not run its F in the order of"),

@@ -66,7 +66,7 @@ def test_what_cannot_be_made_is_a_sentence(folder):
     assert make_callbacks([mine, ready]) and not make_callbacks([])
     with pytest.raises(InputError, match="callback callbacks_found_here:NeedsMore cannot be made without arguments"):
         make_callbacks([needs_more])
-    with pytest.raises(InputError, match=r"callbacks: int, expected instances of evenpipe\.Callback"):
+    with pytest.raises(InputError, match=r"callbacks has int; each must be an instance of evenpipe\.Callback"):
         make_callbacks([3])
 
 

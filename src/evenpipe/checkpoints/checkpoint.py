@@ -117,7 +117,7 @@ def save(  # noqa: PLR0917
             files are removed, and earlier checkpoints have not changed.
     """
     if keep is not None and keep < 1:
-        raise InputError(f"keep is {keep}, expected at least 1 checkpoint, or None for all")
+        raise InputError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
     folder, team = Path(folder), Team(process_group)
     state: State = {}
 

@@ -131,7 +131,9 @@ def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
     if scheduler is None:
         return
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise InputError(f"scheduler: {type(scheduler).__name__}, expected one of torch.optim.lr_scheduler, or None")
+        raise InputError(
+            f"scheduler is {type(scheduler).__name__}; it must be one of torch.optim.lr_scheduler, or None"
+        )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise InputError("scheduler: it schedules another optimizer, expected a scheduler of the optimizer given")
 
@@ -192,7 +194,7 @@ def _to_json(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
         items = [[_to_json(key, what), _to_json(item, what)] for key, item in value.items()]
         return {"counts" if isinstance(value, Counter) else "items": items}
-    raise InputError(f"{what} is {type(value).__name__}, expected numbers, texts, and lists and tables of them")
+    raise InputError(f"{what} is {type(value).__name__}; it must be a number, a text, or a list or table of them")
 
 
 def _from_json(value: Any) -> Any:

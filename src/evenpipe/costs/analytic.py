@@ -412,7 +412,7 @@ class HeadTime:
 def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     """Return the time of `rows` rows of the output layer, split over the tensor axis too."""
     if setting.loss not in LOSS_BYTES:
-        raise InputError(f"loss is '{setting.loss}', expected one of {', '.join(LOSS_BYTES)}")
+        raise InputError(f"loss is '{setting.loss}'; it must be one of {', '.join(LOSS_BYTES)}")
     matrix = Product(hidden_size, max(1, round(rows)))
     plain = setting.loss == "evenpipe" and setting.hardware.torch_device == "cpu"
     forward, backward = (

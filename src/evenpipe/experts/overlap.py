@@ -273,7 +273,8 @@ def choose(options: ExpertOptions, layer: Layer, rates: Rates | None = None) -> 
         return Chosen(Overlap(), "nothing travels")
     if options.arrivals != "auto" and options.arrivals > 2 and options.arrivals != layer.members:
         raise InputError(
-            f"experts.arrivals: {options.arrivals}, expected 1, 2 or {layer.members}, the members of an expert group"
+            f"experts.arrivals is {options.arrivals}; it must be 1, 2 or {layer.members}, the members of an expert"
+            " group"
         )
     work = None if rates is None else work_of(layer, rates)
     columns, why_columns = _columns(options, layer, work)

@@ -274,7 +274,8 @@ def activations_engine(options: OffloadOptions, torch_device: torch.device) -> A
     if torch_device.type == "cuda":
         if options.directory is not None:
             raise InputError(
-                f"offload.directory: {str(options.directory)!r}, expected None on a GPU, which copies to pinned memory"
+                f"offload.directory is {str(options.directory)!r}; it must be None on a GPU, which copies to pinned"
+                " memory"
             )
         pool = HostPool(PinnedSlab, options.host_memory, powers=True)
         return Activations(pool, StreamCopies(pool, torch_device, options.streams), torch_device, keep_when_full=keeps)

@@ -76,10 +76,10 @@ class HostAdamW(torch.optim.AdamW):
         **options: Any,
     ) -> None:
         if isinstance(share, bool) or not 0 <= share <= 1:
-            raise InputError(f"share: {share!r}, expected a number from 0 to 1")
+            raise InputError(f"share is {share!r}; it must be a number from 0 to 1")
         for name in ("amsgrad", "capturable", "differentiable"):
             if options.get(name):
-                raise InputError(f"{name}: True, expected False with moments on the host")
+                raise InputError(f"{name} is True; it must be False with moments on the host")
         if not isinstance(params, Tensor):  # which torch refuses
             params = list(params) or [{"params": []}]  # torch refuses an empty list
         super().__init__(params, **options)

@@ -65,7 +65,7 @@ def check_choices(choices: Iterable[str]) -> None:
     for choice in choices:
         if choice not in CHOICES:
             accepted = ", ".join(f'"{one}"' for one in CHOICES)
-            raise InputError(f"checkpointing: {choice!r}, expected one of {accepted}, or one of these per layer")
+            raise InputError(f"checkpointing is {choice!r}; it must be one of {accepted}, or one of these per layer")
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:

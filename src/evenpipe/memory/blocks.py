@@ -131,6 +131,6 @@ class Block(Attention):
             del inner
             return operations.times(half, operations.offset(tangent.pop(), "1 + tanh"), name)
         raise InputError(
-            f"activation: {function!r} is not known in closed form, expected one of "
+            f"activation: {function!r} is not known in closed form; it must be one of "
             f"{', '.join((*SAVES_INPUT, *SAVES_RESULT, 'relu2', 'gelu_new'))}"
         )

@@ -94,7 +94,7 @@ class ClosedForms:
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
             raise InputError(
-                f"checkpointing: {count(len(choices), 'choice')}, expected one for each of"
+                f"checkpointing has {count(len(choices), 'choice')}; it must have one for each of"
                 f" {count(len(shapes), 'layer')}."
             )
 

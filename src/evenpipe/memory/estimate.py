@@ -277,5 +277,5 @@ def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
         name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
         return kernels, FRAMEWORKS[name]
     if kernels not in PRESETS:
-        raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
+        raise InputError(f"kernels is '{kernels}'; it must be one of {', '.join(PRESETS)}")
     return PRESETS[kernels], FRAMEWORKS[kernels]

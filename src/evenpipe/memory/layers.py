@@ -134,7 +134,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         InputError: dropout, an unknown choice of `REGIONS`, or sizes that cannot be cut evenly.
     """
     if checkpointing not in REGIONS:
-        raise InputError(f"checkpointing: {checkpointing!r}, expected one of {', '.join(REGIONS)}.")
+        raise InputError(f"checkpointing is {checkpointing!r}; it must be one of {', '.join(REGIONS)}.")
     check_has_closed_form(shape)
     sizes = sizes_of(shape, portion)
     bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))

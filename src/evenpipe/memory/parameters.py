@@ -140,10 +140,10 @@ class Parameters:
         if tp == 1:
             return
         if self.heads is not None and self.heads % tp:
-            raise InputError(f"tp is {tp}, expected a divisor of the model's {count(self.heads, 'attention head')}")
+            raise InputError(f"tp is {tp}; it must be a divisor of the model's {count(self.heads, 'attention head')}")
         if max(self.key_value_heads, tp) % min(self.key_value_heads, tp):
             raise InputError(
-                f"tp is {tp}, expected a divisor or a multiple of the model's {count(self.key_value_heads, 'head')}"
+                f"tp is {tp}; it must be a divisor or a multiple of the model's {count(self.key_value_heads, 'head')}"
                 " of keys and values"
             )
 

@@ -43,9 +43,9 @@ class Settings:
     def __post_init__(self) -> None:
         check_skew(self.skew)
         if self.slices > 1 and not self.is_ours:
-            raise InputError(f"slices: {self.slices}, expected 1 with kernels of Megatron-LM, which has none")
+            raise InputError(f"slices is {self.slices}; it must be 1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:
-            raise InputError(f"sequence is {self.sequence}, expected a multiple of cp = {self.parallelism.cp}")
+            raise InputError(f"sequence is {self.sequence}; it must be a multiple of cp = {self.parallelism.cp}")
 
     @property
     def is_ours(self) -> bool:
@@ -81,13 +81,13 @@ class Settings:
         if not description.takes("position_ids"):
             name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
             raise InputError(
-                f"{name}: {size}, expected 1: {description.architecture} takes no position ids, so its sequences cannot"
-                " be cut"
+                f"{name} is {size}; it must be 1: {description.architecture} takes no position ids, so its sequences"
+                " cannot be cut"
             )
         divisor = divisor_of(sizes.cp, sizes.tp)
         if self.sequence % divisor or self.sequence < divisor * slices:
             raise InputError(
-                f"sequence is {self.sequence}, expected a multiple of {divisor} and at least {divisor * slices}:"
+                f"sequence is {self.sequence}; it must be a multiple of {divisor} and at least {divisor * slices}:"
                 f" {count(slices, 'slice')} for {count(sizes.cp, 'context rank')} with two chunks of each, and"
                 f" {count(sizes.tp, 'tensor rank')}"
             )

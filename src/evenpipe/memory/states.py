@@ -78,9 +78,9 @@ def state_bytes(
     Raises InputError for another optimizer, and for a share outside 0 to 1.
     """
     if optimizer not in get_args(Optimizer):
-        raise InputError(f"optimizer is {optimizer!r}, expected one of {', '.join(get_args(Optimizer))}")
+        raise InputError(f"optimizer is {optimizer!r}; it must be one of {', '.join(get_args(Optimizer))}")
     if not 0 <= offloaded <= 1:
-        raise InputError(f"offloaded is {offloaded}, expected a share between 0 and 1")
+        raise InputError(f"offloaded is {offloaded}; it must be a share between 0 and 1")
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
     master, moment = ELEMENT_BYTES[dtypes.masters], ELEMENT_BYTES[dtypes.moments]
     two_sets = dtypes.masters != dtypes.compute

@@ -27,7 +27,7 @@ SMALL = {"choices": 4, "weights": 4, "gradients of weights": 4}
 def check_skew(skew: float) -> None:
     """Raise InputError for a skew that cannot be."""
     if not 1 <= skew < math.inf:
-        raise InputError(f"skew is {skew}, expected a number of at least 1")
+        raise InputError(f"skew is {skew}; it must be a number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ def layer_shapes(description: Description) -> tuple[LayerShape, ...]:
     model_type = _model_type(description)
     if model_type not in _KNOWN:
         raise InputError(
-            f"model_type: {model_type!r} has layers that are not known in closed form, expected one of "
+            f"model_type: {model_type!r} has layers that are not known in closed form; it must be one of "
             f"{', '.join(sorted(_KNOWN))}."
         )
     styles: dict[type[nn.Module], NormStyle] = {}

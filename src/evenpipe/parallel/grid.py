@@ -88,7 +88,7 @@ class Grid:
         """
         names = mesh.mesh_dim_names or ()
         if "pp" not in names:
-            raise InputError(f'mesh: axes are {names}, expected one named "pp" (the pipeline)')
+            raise InputError(f'mesh has axes {names}; it must have one named "pp" (the pipeline)')
         axes = ("dp", "ep", "pp", "cp", "tp")
         sizes = dict.fromkeys(axes, 1) | dict(zip(names, mesh.mesh.shape, strict=True))
         strangers = {name: size for name, size in sizes.items() if name not in axes and size > 1}
@@ -173,14 +173,14 @@ def process_grid(
     }
     for name, (_, size) in given.items():
         if size is not None and (not is_whole(size) or size < 1):
-            raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")
+            raise InputError(f"{name} is {size!r}; it must be a whole number of at least 1")
     if mesh is None:
         left, sizes = world_size, {axis: size or 1 for axis, size in given.values()}
         for name, (axis, size) in given.items():
             if axis == "ep":
                 _check_members(sizes["ep"], sizes["dp"])
             elif left % sizes[axis]:
-                raise InputError(f"{name}: {size}, expected a divisor of {left}, the number of processes")
+                raise InputError(f"{name} is {size}; it must be a divisor of {left}, the number of processes")
             else:
                 left //= sizes[axis]
         return Grid.from_sizes(rank, pp=left, **sizes)
@@ -189,7 +189,7 @@ def process_grid(
     for name, (axis, size) in given.items():
         if size not in (None, grid.size(axis)):
             raise InputError(
-                f'{name}: {size}, expected {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
+                f'{name} is {size}; it must be {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
             )
     return grid
 
@@ -202,7 +202,7 @@ def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _check_members(members: int, replicas: int) -> None:
     if replicas % members:
-        raise InputError(f"expert_parallel: {members}, expected a divisor of {replicas}, the number of replicas")
+        raise InputError(f"expert_parallel is {members}; it must be a divisor of {replicas}, the number of replicas")
 
 
 def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:

@@ -263,7 +263,7 @@ def explain(
     Raises InputError if there is no such layout, for one GPU, and if nothing can be estimated in the layout.
     """
     if problem.gpus < 2:
-        raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
+        raise InputError(f"gpus is {problem.gpus}; it must be at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp, progress)
     compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
     found = []

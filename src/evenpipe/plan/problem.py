@@ -117,16 +117,16 @@ def problem_of(
     """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
+            raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")
     if memory_bytes is not None and memory_bytes < 1:
-        raise InputError(f"gpu memory is {memory_bytes} bytes, expected more than 0")
+        raise InputError(f"gpu memory is {memory_bytes} bytes; it must be more than 0")
     if kernels not in PRESETS:
-        raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
+        raise InputError(f"kernels is '{kernels}'; it must be one of {', '.join(PRESETS)}")
     longest = description.maximum_length
     if longest is not None and sequence > longest and description.position_rows is not None:
-        raise InputError(f"sequence is {sequence}, expected at most {longest}, the longest that the model supports")
+        raise InputError(f"sequence is {sequence}; it must be at most {longest}, the longest that the model supports")
     if dtype not in ELEMENT_BYTES:
-        raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
+        raise InputError(f"dtype is '{dtype}'; it must be one of {', '.join(ELEMENT_BYTES)}")
     hardware.peak(dtype)
     check_skew(skew)
     return Problem(

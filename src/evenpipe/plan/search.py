@@ -218,7 +218,7 @@ def placement_of(text: str, devices: int, stages_per_device: int | None) -> Plac
         stage_device = tuple(int(word) for word in text.split(","))
     except ValueError:
         raise InputError(
-            f"placement is '{text}', expected linear, looped, v, or the device of each stage such as 0,1,1,0"
+            f"placement is '{text}'; it must be linear, looped, v, or the device of each stage such as 0,1,1,0"
         ) from None
     if count is not None and len(stage_device) != count * devices:
         has = words.count(len(stage_device), "stage")

@@ -91,14 +91,14 @@ class Space:
             unknown = [f"{value!r} is unknown" for value in given if value not in known]
             if unknown or not given:
                 fault = unknown[0] if unknown else "nothing is given"
-                raise InputError(f"{name}: {fault}, expected some of {', '.join(map(str, known))}")
+                raise InputError(f"{name}: {fault}; it must be some of {', '.join(map(str, known))}")
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
-                raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
+                raise InputError(f"host share is {share!r}; it must be between 0 and 1, or {LEAST}")
         for name in (*AXES, "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
-                raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
+                raise InputError(f"{name} is {given!r}; each must be a whole number of at least 1")
 
 
 RUNNABLE = Space(zero=(0, 3), only_runnable=True)

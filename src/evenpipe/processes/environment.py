@@ -55,7 +55,7 @@ def whole_number(name: str, least: int, most: int | None = None) -> int:
         return int(text)
     accepted = f"at least {least}" if most is None else f"from {least} to {most}"
     why = f" (WORLD_SIZE is {most + 1})" if name == "RANK" and most is not None else ""
-    raise InputError(f"environment variable {name}: {shown(text)}, expected a whole number {accepted}{why}")
+    raise InputError(f"environment variable {name} is {shown(text)}; it must be a whole number {accepted}{why}")
 
 
 def _incomplete() -> InputError:

@@ -121,7 +121,7 @@ def launch(
             "expected a program that is not; call the function itself"
         )
     if processes < 1:
-        raise InputError(f"processes: {processes}, expected at least 1")
+        raise InputError(f"processes is {processes}; it must be at least 1")
     try:
         work = _dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

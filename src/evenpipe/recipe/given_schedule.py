@@ -43,6 +43,6 @@ def read_schedule(
     if callable(given):
         return given, count, options
     raise InputError(
-        f"schedule: {type(given).__name__}, expected a name, an Order, a Program, a CSV file, a function of devices and"
-        " microbatches that returns an Order, or a schedule of torch.distributed.pipelining"
+        f"schedule is {type(given).__name__}; it must be a name, an Order, a Program, a CSV file, a function of"
+        " devices and microbatches that returns an Order, or a schedule of torch.distributed.pipelining"
     )

@@ -283,6 +283,6 @@ def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> 
     """Raise InputError unless the numbers spread all layers over all stages."""
     if len(given) != stages or sum(given) != layers or min(given) < 0:
         raise InputError(
-            f"layers_per_stage: {list(given)}, expected {count(stages, 'number')} (one per stage) that add up to the"
-            f" model's {count(layers, 'layer')}"
+            f"layers_per_stage is {list(given)}; it must be {count(stages, 'number')} (one per stage) that add up to"
+            f" the model's {count(layers, 'layer')}"
         )

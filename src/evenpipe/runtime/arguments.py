@@ -40,7 +40,7 @@ def check_kinds(**given: Any) -> None:
     for name, value in given.items():
         accepted, fits = _KINDS[name]
         if not fits(value):
-            raise InputError(f"{name}: {value!r}, expected {accepted}")
+            raise InputError(f"{name} is {value!r}; it must be {accepted}")
 
 
 def check_no_autocast(torch_device: torch.device) -> None:
@@ -59,7 +59,8 @@ def check_memory_budget() -> None:
 
     if config.activation_memory_budget < 1:
         raise InputError(
-            f"torch._functorch.config.activation_memory_budget: {config.activation_memory_budget:g}, expected 1 with"
+            f"torch._functorch.config.activation_memory_budget is {config.activation_memory_budget:g}; it must be 1"
+            " with"
             ' compile_layers and dropout, for which torch computes wrong gradients otherwise; checkpointing="selective"'
             " saves memory too"
         )
@@ -120,7 +121,7 @@ def check_positive(name: str, value: Any) -> None:
     """Raise InputError for anything but a number above 0."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0:
-        raise InputError(f"{name}: {value!r}, expected a number above 0")
+        raise InputError(f"{name} is {value!r}; it must be a number above 0")
 
 
 def device_of_torch(given: torch.device | str) -> torch.device:
@@ -129,11 +130,13 @@ def device_of_torch(given: torch.device | str) -> torch.device:
     try:
         found = torch.device(given)
     except (RuntimeError, TypeError):
-        raise InputError(f"torch_device: {given!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+        raise InputError(
+            f"torch_device is {given!r}, which is no device of torch; it must be 'cpu' or 'cuda'"
+        ) from None
     if found.type not in COMPUTES_ON:
-        raise InputError(f"torch_device: {str(given)!r}, expected 'cpu' or 'cuda'")
+        raise InputError(f"torch_device is {str(given)!r}; it must be 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"torch_device: {str(given)!r}, but torch finds no GPU here, expected 'cpu'")
+        raise InputError(f"torch_device is {str(given)!r}, but torch finds no GPU here; it must be 'cpu'")
     return found
 
 
@@ -141,13 +144,13 @@ def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_de
     """Return the dtype of activations and products; `given` is the caller's. Raises InputError for an unsupported
     pair."""
     if parameter not in (torch.float32, torch.float64):
-        raise InputError(f"parameter_dtype: {parameter}, expected torch.float32 or torch.float64")
+        raise InputError(f"parameter_dtype is {parameter}; it must be torch.float32 or torch.float64")
     narrow = parameter == torch.float32
     if given is None:
         return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
     if given != parameter and not (narrow and given == torch.bfloat16):
         accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
-        raise InputError(f"compute_dtype: {given}, expected {accepted}")
+        raise InputError(f"compute_dtype is {given}; it must be {accepted}")
     return given
 
 
@@ -155,14 +158,14 @@ def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
     """Return the caller's options together with the model's own changes to its logits. Raises InputError if they
     disagree."""
     if given.ignore_index != IGNORE_INDEX:
-        raise InputError(f"loss: ignore_index is {given.ignore_index}, expected {IGNORE_INDEX}, as in transformers")
+        raise InputError(f"loss: ignore_index is {given.ignore_index}; it must be {IGNORE_INDEX}, as in transformers")
     if description.config is None:  # plain modules: the caller decides
         return given
     for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
         if getattr(given, name) != plain:
             raise InputError(
-                f"loss: {name} is {getattr(given, name)}, expected {plain}: how {description.architecture} changes its"
-                " logits follows from the model"
+                f"loss: {name} is {getattr(given, name)}; it must be {plain}: how {description.architecture} changes"
+                " its logits follows from the model"
             )
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
@@ -201,7 +204,7 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
     for name, axis in AXES_OF_OPTIONS.items():
         given_size = how.get(axis, sizes[axis])
         if given_size != sizes[axis]:
-            raise InputError(f"{axis}: {given_size}, expected {sizes[axis]}, as {name} says")
+            raise InputError(f"{axis} is {given_size}; it must be {sizes[axis]}, as {name} says")
     options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *axes)}
     if given is None:
         given = Recipe.of(**sizes, **cast(RecipeOptions, options))
@@ -210,7 +213,7 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
     other = {axis: size for axis in axes if (size := getattr(given.parallelism, axis)) != sizes[axis]}
     if other:
         expected = {axis: sizes[axis] for axis in other}
-        raise InputError(f"recipe: {_sizes(other)}, expected {_sizes(expected)}, the sizes of the processes")
+        raise InputError(f"recipe says {_sizes(other)}; it must say {_sizes(expected)}, the sizes of the processes")
     given.check_runnable()
     return given
 

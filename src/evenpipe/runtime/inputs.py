@@ -112,9 +112,9 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
     for name, value in zip(INPUT_NAMES, fields_of(inputs), strict=True):
         if value is not None and not isinstance(value, Tensor):
             which = " or a mapping of tensors by name" if name == "input_ids" else ""
-            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor{which}")
+            raise InputError(f"{name} is {type(value).__name__}; it must be a torch.Tensor{which}")
     if inputs.accumulate is not None and (type(inputs.accumulate) is not int or inputs.accumulate < 1):
-        raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
+        raise InputError(f"accumulate is {inputs.accumulate!r}; it must be a whole number of steps, 1 or more")
     if inputs.total_tokens is not None:
         _check_total(inputs.total_tokens, inputs.accumulate, model)
     if input_ids is None:
@@ -123,12 +123,14 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         )
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
         raise InputError(
-            f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
+            f"input_ids is {list(input_ids.shape)} {input_ids.dtype}; it must be [batch, sequence] torch.int64, not"
+            " empty"
         )
     batch, sequence = input_ids.shape
     if batch % microbatches:
         raise InputError(
-            f"input_ids: {count(batch, 'sequence')}, expected a multiple of the {count(microbatches, 'microbatch')}"
+            f"input_ids has {count(batch, 'sequence')}; their number must be a multiple of the"
+            f" {count(microbatches, 'microbatch')}"
         )
     if maximum_length is not None and sequence > maximum_length:
         raise InputError(
@@ -138,11 +140,14 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         accepted = f"a multiple of {tokens.number}" if tokens.number > 1 else ""
         least = f"at least {tokens.least}" if tokens.least > tokens.number else ""
         wanted = " and ".join(one for one in (accepted, least) if one)
-        raise InputError(f"input_ids: {count(sequence, 'token')} per sequence, expected {wanted} ({tokens.reason})")
+        raise InputError(
+            f"input_ids has {count(sequence, 'token')} per sequence; it must have {wanted} ({tokens.reason})"
+        )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
-            f"input_ids: contains token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
+            f"input_ids contains token {low if low < 0 else high}; tokens must be 0 to {vocabulary - 1} (the"
+            " vocabulary)"
         )
     others = {
         "labels": (labels, torch.int64),
@@ -155,13 +160,14 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             continue
         if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
             expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
-            raise InputError(f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {expected} as input_ids")
+            raise InputError(f"{name} is {list(tensor.shape)} {tensor.dtype}; it must be {expected}, as input_ids")
     if labels is not None:
         counted = labels[labels != IGNORE_INDEX]
         if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
             wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
             raise InputError(
-                f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
+                f"labels contains {wrong}; each must be 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions"
+                " without one"
             )
     for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if tensor is not None and not model.takes(name):
@@ -170,7 +176,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
     if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
         accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
         raise InputError(
-            f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
+            f"position_ids run from {int(position_ids.min())} to {int(position_ids.max())}; they must be {accepted}"
         )
     if attention_mask is not None:
         _check_mask(attention_mask, separate=inputs.separate)
@@ -178,15 +184,17 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
             raise InputError("token_weights: contains a value that is not a finite number")
         if bool((token_weights < 0).any()):
-            raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
+            raise InputError(
+                f"token_weights contains {token_weights.min().item():g}; each must be at least 0 for a mean"
+            )
 
 
 def _check_total(total: Any, accumulate: int | None, model: Description) -> None:
     number: Any = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
         raise InputError(
-            f"total_tokens: {total!r}, expected the number of labels that all steps of the update count, as the sum of"
-            " pipeline.count_labels over its batches"
+            f"total_tokens is {total!r}; it must be the number of labels that all steps of the update count, as the"
+            " sum of pipeline.count_labels over its batches"
         )
     if accumulate is None and model.router_loss is not None:
         raise InputError(

@@ -228,7 +228,7 @@ def check_offload(offload: str | float) -> str | float:
             return offload
     elif not isinstance(offload, bool) and 0 < offload < math.inf:
         return offload
-    raise InputError(f"offload: {offload!r}, expected one of {', '.join(OFFLOAD)}, or bytes above 0")
+    raise InputError(f"offload is {offload!r}; it must be one of {', '.join(OFFLOAD)}, or bytes above 0")
 
 
 def plan_program(

@@ -54,7 +54,7 @@ def cut_of_model(
     """
     if (noise := noise_of_routers(description)) is not None:
         raise InputError(
-            f"tensor_parallel: {noise[0]} is {noise[1]:g} in the model's config, expected 0: every tensor rank routes"
+            f"tensor_parallel: {noise[0]} is {noise[1]:g} in the model's config; it must be 0: every tensor rank routes"
             " all tokens, and would add noise of its own to them"
         )
     small, dtype, kept = small_copy or copy_to_cut(description)

@@ -118,7 +118,7 @@ def make_callbacks(callbacks: Sequence[type[Callback] | Callback]) -> list[Callb
             ) from error
     for callback in made:
         if not isinstance(callback, Callback):
-            raise InputError(f"callbacks: {type(callback).__name__}, expected instances of evenpipe.Callback")
+            raise InputError(f"callbacks has {type(callback).__name__}; each must be an instance of evenpipe.Callback")
     return made
 
 

@@ -85,9 +85,9 @@ def profile_hardware(
     Raises InputError for less than one process, or a configuration that does not fit; RunError if a process fails.
     """
     if processes < 1:
-        raise InputError(f"processes is {processes}, expected at least 1")
+        raise InputError(f"processes is {processes}; it must be at least 1")
     if not sizes or min(sizes) < 1:
-        raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
+        raise InputError(f"microbatch sizes are {list(sizes)}; each must be a whole number of at least 1")
     pipelines = [] if config is None else pipelines_to_measure(config, processes, sizes)
     for pipeline in chain.from_iterable(one.values() for one in pipelines):
         check_profile(pipeline, steps)

@@ -79,7 +79,7 @@ def profile(config: Config, *, steps: int, warm_up: int = WARM_UP, variants: Seq
 def check_profile(config: Config, steps: int) -> None:
     """Raise InputError for a configuration that `profile` refuses, before any process starts."""
     if steps < 1:
-        raise InputError(f"steps is {steps}, expected a whole number of at least 1")
+        raise InputError(f"steps is {steps}; it must be a whole number of at least 1")
     check_pipeline(config)
 
 

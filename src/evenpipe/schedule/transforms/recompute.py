@@ -26,7 +26,7 @@ def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
     chosen = set(range(order.placement.stages) if stages is None else stages)
     for stage in sorted(chosen):
         if not 0 <= stage < order.placement.stages:
-            raise InputError(f"recompute: stage {stage}, expected 0 to {order.placement.last_stage}")
+            raise InputError(f"recompute has stage {stage}; each must be 0 to {order.placement.last_stage}")
     return replace(order, rows=tuple(_row(row, chosen) for row in order.rows))
 
 

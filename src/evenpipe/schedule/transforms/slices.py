@@ -91,7 +91,7 @@ def _refuse_unfit(order: Order, slices: int) -> None:
         raise InputError(f"the order has sequences of {order.slices} slices already")
     if slices < 1 or order.microbatches % slices:
         raise InputError(
-            f"slices is {slices}, expected a number that divides the {count(order.microbatches, 'unit')} of the order"
+            f"slices is {slices}; it must be a number that divides the {count(order.microbatches, 'unit')} of the order"
         )
     for item in (item for device in range(order.devices) for item in order.passes(device)):
         if item.kind not in _RANK:
