@@ -63,7 +63,7 @@ def with_slack(step: Timeline) -> Timeline:
     """`two_devices` whose first pass could end 1 later, until 1F0 starts, and whose last one ends the step."""
     (first, last), other = step.events
     waiting = Slack(1.0, Pass.parse("1F0"), 1)
-    return replace(step, events=((replace(first, slack=waiting), replace(last, slack=Slack(0.0))), other))
+    return replace(step, events=((first._replace(slack=waiting), last._replace(slack=Slack(0.0))), other))
 
 
 def tensor_ranks() -> Timeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.costs import costs_of
@@ -93,8 +93,8 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
         return tuple(map(in_other_unit, events))
 
     def in_other_unit(event: Event) -> Event:
-        slack = event.slack and replace(event.slack, time=event.slack.time * factor)
-        return replace(event, start=event.start * factor, end=event.end * factor, slack=slack)
+        slack = event.slack and event.slack._replace(time=event.slack.time * factor)
+        return event._replace(start=event.start * factor, end=event.end * factor, slack=slack)
 
     memory = timeline.memory
     return Timeline(

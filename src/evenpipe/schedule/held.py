@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 from .passes import Item, Pass, parts_in
@@ -39,22 +39,16 @@ def peak_activations(
     A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
     and stores nothing.
     """
-    row = tuple(row)
-    if not any(IN_FLIGHT.get(part.kind, 0) < 0 for part in parts_in(row)):
+    parts = [part for part in parts_in(row) if part.kind in IN_FLIGHT]
+    changes: list[float] = [IN_FLIGHT[part.kind] for part in parts]
+    if min(changes, default=0) >= 0:
         return 0.0
-
-    def stored(part: Pass) -> float:
-        return IN_FLIGHT.get(part.kind, 0)
-
-    def weighed(part: Pass) -> float:
-        by = IN_FLIGHT.get(part.kind, 0)
-        return by * weights[part.stage] * factor_of(part, factors) if by and weights and part.stage is not None else by
-
-    peak = 0.0
-    for _, most, _ in held_along(row, stored if weights is None else weighed):
-        if most > peak:  # noqa: PLR1730
-            peak = most
-    return peak
+    if weights:
+        changes = [
+            change * weights[part.stage] * factor_of(part, factors) if part.stage is not None else change
+            for part, change in zip(parts, changes, strict=True)
+        ]
+    return max(accumulate(changes, initial=0.0))
 
 
 def factor_of(part: Pass, factors: tuple[float, ...]) -> float:

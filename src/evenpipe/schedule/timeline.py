@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenpipe.words import count
 
@@ -15,8 +15,7 @@ from .passes import SHARDING_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 from .placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Why an event did not start earlier: the last thing it waited for.
 
     resource: "device" (busy with `item`, an earlier pass of the same row), "transfer" (`item` had to arrive),
@@ -29,8 +28,7 @@ class Cause:
     device: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slack:
+class Slack(NamedTuple):
     """How much later an event could end without making the step longer.
 
     time: in the unit of the timeline. item, device: the pass that would make it longer first, as it waits for the
@@ -42,8 +40,7 @@ class Slack:
     device: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """`item` ran on `device` from `start` to `end`.
 
     cause: the last thing it waited for, if known. slack: how much later it could end; of simulated events only.
