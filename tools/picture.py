@@ -34,10 +34,10 @@ def _with_head(event: Event) -> tuple[Event, Event]:
     if event.item.kind is Kind.F:
         middle = event.start + FORWARD
         head = Pass(Kind.S, microbatch=event.item.microbatch)
-        return replace(event, end=middle), replace(event, item=head, start=middle)
+        return event._replace(end=middle), event._replace(item=head, start=middle)
     middle = event.start + 2 * HEAD
     head = Pass(Kind.T, microbatch=event.item.microbatch)
-    return replace(event, item=head, end=middle), replace(event, start=middle)
+    return event._replace(item=head, end=middle), event._replace(start=middle)
 
 
 def vocab_2() -> Timeline:

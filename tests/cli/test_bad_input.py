@@ -164,7 +164,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "search --devices 2 --microbatches 2": [
         ("-o 'a\nb.txt'", '"a\\nb.txt"; it must end in .csv'),
-        ("--placement y", "placement is 'y'; it must be linear, looped, v"),
+        ("--placement y", 'placement is "y"; it must be linear, looped, v'),
         ("--placement v --stages-per-device 3", "placement 'v' has 2 stages per device, not 3"),
         ("--seconds 0", "--seconds is 0; it must be a finite number above 0"),
         ("--seed", "--seed has no value; evenpipe search --help lists all options"),

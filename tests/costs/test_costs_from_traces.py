@@ -240,7 +240,7 @@ def test_what_gives_no_costs_is_refused() -> None:
         costs_of([])
     with pytest.raises(InputError, match="different placements"):
         costs_of([two_devices(), trace("zbv", "first-last", 4, Costs(F=1, B=2, I=1, W=1))])
-    with pytest.raises(InputError, match="backward must be one of whole, split, recomputed, not 'half'"):
+    with pytest.raises(InputError, match='backward is "half"; it must be one of whole, split, recomputed'):
         with_backward(plan_order("1f1b", 2, 2, "first-last"), "half")
 
 

@@ -187,5 +187,5 @@ def test_odd_timelines_are_drawn_and_odd_depths_of_colour_refused() -> None:
     for odd in (*EMPTY.values(), timeline("S0 3 3")):
         for colour in ("none", "truecolor"):
             assert terminal(odd, width=80, colour=colour, memory=True)
-    with pytest.raises(InputError, match="colour must be one of none, 256, truecolor, not 'red'"):
+    with pytest.raises(InputError, match='colour is "red"; it must be one of none, 256, truecolor'):
         terminal(two_devices(), colour="red")

@@ -186,7 +186,7 @@ def test_a_file_system_that_cannot_reserve_room_is_written_to(
 def test_wrong_options() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"share": 1.5}, "share is 1.5; it must be a number from 0 to 1"),
-        ({"share": True}, "share is True; it must be a number from 0 to 1"),
+        ({"share": True}, "share is true; it must be a number from 0 to 1"),
         ({"amsgrad": True}, "amsgrad is True; it must be False with moments on the host"),
         ({"directory": "/nowhere"}, "directory: '/nowhere', no file of"),
     ]

@@ -215,11 +215,11 @@ WRONG = [
     ),
     ({"schedule": "2f2b"}, 'schedule is "2f2b"; it must be one of gpipe'),
     ({"vocabulary": "all"}, 'vocabulary is "all"; it must be one of'),
-    ({"kernels": "triton"}, "kernels is 'triton'; it must be one of transformers, fused, megatron, transformer-engine"),
-    ({"checkpointing": "some"}, "checkpointing is 'some'; it must be one of"),
+    ({"kernels": "triton"}, 'kernels is "triton"; it must be one of transformers, fused, megatron, transformer-engine'),
+    ({"checkpointing": "some"}, 'checkpointing is "some"; it must be one of'),
     ({"checkpointing": ["full", "none"]}, 'checkpointing is ["full", "none"]; it must be one choice, or one for each'),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
-    ({"optimizer": "lion"}, "optimizer is 'lion'; it must be one of adamw, muon, adafactor, sgd"),
+    ({"optimizer": "lion"}, 'optimizer is "lion"; it must be one of adamw, muon, adafactor, sgd'),
     ({"dp": 2, "ep": 2}, "expert_parallel is 2; it must be 1, since Qwen3ForCausalLM has no experts"),
 ]
 WRONG_WITH_EXPERTS = [

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import (
-    COMMON,
-    FAMILIES,
-    GROUPED,
-    PADDING,
-    PROMISED_EXPERTS,
-    VOCABULARY,
-    tiny_config,
-    whole_model,
-)
+from families import COMMON, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -305,10 +296,7 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
 
 def test_positions_that_are_counted_from_token_ids() -> None:
     """From hidden states, which stages have, RoBERTa would count padding too."""
-    positions = {
-        "roberta": [PADDING + 1, PADDING, PADDING + 2],
-        **dict.fromkeys(("llama", "gpt2", "bert", "opt")),
-    }
+    positions = {"roberta": [PADDING + 1, PADDING, PADDING + 2], **dict.fromkeys(("llama", "gpt2", "bert", "opt"))}
     for model_type, expected in positions.items():
         settings = OPT if model_type == "opt" else COMMON | {"is_decoder": True, "intermediate_size": 96}
         description = describe(transformers.AutoConfig.for_model(model_type, **settings))

@@ -271,9 +271,9 @@ OF_ALL = "expected the number of all steps of the update, over all replicas"
 NOTHING = (None, None)
 REFUSED_TOTALS = [
     # with routers, total by replica, number of steps by replica, and what is said
-    (False, ("60", 60), NOTHING, f"total_tokens is '60'; {EXPECTED}"),
+    (False, ("60", 60), NOTHING, f'total_tokens is "60"; {EXPECTED}'),
     (False, (-1, -1), NOTHING, f"total_tokens is -1; {EXPECTED}"),
-    (False, (True, True), NOTHING, f"total_tokens is True; {EXPECTED}"),
+    (False, (True, True), NOTHING, f"total_tokens is true; {EXPECTED}"),
     (False, (float("nan"), 1), NOTHING, f"total_tokens is nan; {EXPECTED}"),
     (False, (torch.ones(2), 1), NOTHING, f"total_tokens is tensor([1., 1.]); {EXPECTED}"),
     (False, (59, 59), NOTHING, f"total_tokens: 59, but this step alone counts 60, {OF_ALL}"),

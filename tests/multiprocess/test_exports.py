@@ -208,7 +208,7 @@ def check_copy(folder: Path) -> None:
     again = export_checkpoint(folder / "moved", folder / "again")
     assert files_in(again) == files_in(exported), "the run holds what it needs"
     assert_rounded(again, exported, None)
-    with pytest.raises(InputError, match=r"dtype is 'int8'; it must be one of source, float64, float32"):
+    with pytest.raises(InputError, match='dtype is "int8"; it must be one of source, float64, float32'):
         export_checkpoint(folder / "moved", folder / "never", dtype="int8")
 
 

@@ -22,6 +22,7 @@ from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import describe
 from evenpipe.schedule import MODES, Order
+from evenpipe.words import show
 
 FP64 = torch.float64
 IDS = torch.zeros(2, 4, dtype=torch.int64)
@@ -65,7 +66,7 @@ def bad_steps() -> None:
     for stepping in (pipeline, plain, learned):
         stepping.step(IDS)
     for wrong in ("1", 0, None, True):
-        with pytest.raises(InputError, match=f"max_norm is {wrong!r}; it must be a number above 0"):
+        with pytest.raises(InputError, match=f"max_norm is {show(wrong)}; it must be a number above 0"):
             pipeline.clip_gradients(wrong)
     pipeline.close()
     for method in (pipeline.step, pipeline.evaluate):
@@ -113,9 +114,9 @@ BAD_OPTIONS = {
     "ignore_index is -1; it must be -100": {"loss": LossOptions(ignore_index=-1)},
     "soft_cap is 30.0; it must be None": {"loss": LossOptions(soft_cap=30.0)},
     "0D0 is missing": {"mode": "first-last", "schedule": Order.from_csv("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1")},
-    "torch_device is 'meta'; it must be 'cpu' or 'cuda'": {"torch_device": "meta"},
+    'torch_device is "meta"; it must be "cpu" or "cuda"': {"torch_device": "meta"},
     "torch_device is 7, which is no device": {"torch_device": 7},
-    "timeout_seconds is '9'; it must be a number": {"timeout_seconds": "9"},
+    'timeout_seconds is "9"; it must be a number': {"timeout_seconds": "9"},
     "vocabulary is none; it must be text": {"mode": None},
     "schedule: <lambda>(devices, microbatches) cannot": {"schedule": lambda: None},
     "schedule_options is 5; it must be a dictionary": {"schedule_options": 5},

@@ -486,7 +486,7 @@ WAITS = (
 )
 NO_GROUP = r"process [02] timed out awaiting communicator X from processes \d, \d; process 1 does not wait"
 STUCK_ON_GPU = "process 0 timed out awaiting 0RECV_B1 for 0B1 from process 1; process 1 does not wait"
-NO_DEVICE = "torch_device is 'tpu', which is no device of torch; it must be 'cpu' or 'cuda'"
+NO_DEVICE = 'torch_device is \'tpu\', which is no device of torch; it must be "cpu" or "cuda"'
 COMMUNICATORS = {
     0: "the making of communicators from processes 1, 2",
     2: "the making of communicators from processes 0, 1",

@@ -53,8 +53,8 @@ def test_layouts_multiply_up_and_divide(small: Problem) -> None:
 FIELDS = (
     ("gpus", 0, "gpus is 0; it must be a whole number of at least 1"),
     ("sequence", -1, "sequence is -1"),
-    ("kernels", "magic", "kernels is 'magic'"),
-    ("dtype", "fp7", "dtype is 'fp7'"),
+    ("kernels", "magic", 'kernels is "magic"'),
+    ("dtype", "fp7", 'dtype is "fp7"'),
 )
 OFFLOAD = "offload: 'some' is unknown; it must be some of scheduled, none, free, all, l"
 REFUSED: list[tuple[Callable[[], object], str]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,16 @@ def test_a_second_ctrl_c_leaves_the_best_plan_unchecked(small: Problem, monkeypa
     found = ending.value.found()
     assert checking and found.ended == "interrupt" and found.best is not None and found.best.fits
     assert "checking best step" in progress_text(checking[0])
+
+
+class Freed:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_is_not_lost_while_something_is_freed(small: Problem) -> None:
+    with pytest.raises(SearchInterrupted):
+        search(small, progress=lambda found: Freed() and None)
 
 
 def test_ctrl_c_is_ctrl_c_for_those_who_do_not_ask(small: Problem) -> None:

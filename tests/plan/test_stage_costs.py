@@ -119,8 +119,8 @@ def test_whole_vocabulary_layers_weigh_as_much_as_shards_do_together() -> None:
 
 
 ERRORS = [
-    (["1f1b", "interleaved"], {"group_size": 3}, "schedule 'interleaved': group_size must be at least the number of"),
-    (["interleaved"], {"group_size": 3}, "group_size must be at least the number of"),
+    (["1f1b", "interleaved"], {"group_size": 3}, "schedule 'interleaved': group_size is 3; it must be at least 4, the"),
+    (["interleaved"], {"group_size": 3}, "group_size is 3; it must be at least 4, the"),
     (["1f1b", "v-half"], {"costs": Costs(F=[1, 2, 1, 1], B=2)}, "costs.F is a list for 4 stages, but"),
     (["1f1b", "zb-h1"], {"costs": Costs(F=1, B=2)}, "schedule 'zb-h1': costs.I is missing"),
     (["1f1b", "gpipe"], {"group_size": 4}, "group_size is given, but none of 1f1b, gpipe has this option"),

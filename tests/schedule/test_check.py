@@ -377,13 +377,13 @@ def test_transfers_that_are_far_off() -> None:
 
 BYTES = Costs(F=1, B=2, bytes=1)
 NONE: list[tuple[Callable[[], object], str]] = [
-    (lambda: Limits(activations=0), "must be a finite number above 0, in stage activations, not 0"),
+    (lambda: Limits(activations=0), "is 0; it must be a finite number above 0, in stage activations"),
     (lambda: Limits(activations=[1, 2, 3]), "has 3 numbers for 2 devices"),
-    (lambda: Limits(bytes=-1, costs=BYTES), "must be a finite number above 0, in bytes, not -1"),
+    (lambda: Limits(bytes=-1, costs=BYTES), "is -1; it must be a finite number above 0, in bytes"),
     (lambda: Limits(bytes=5), "a limit in bytes needs costs with the field bytes or memory"),
     (lambda: Limits(bytes=5, costs=Costs(F=1, B=2)), "a limit in bytes needs costs"),
     (lambda: Limits(bytes=5, costs=Costs(F=1, B=2, bytes=[1, 2, 3])), "bytes has 3 numbers for 2 stages"),
-    (lambda: Order(ONE, 1.5, ((),)), "microbatches must be a whole number, not 1.5"),
+    (lambda: Order(ONE, 1.5, ((),)), "microbatches is 1.5; it must be a whole number"),
     (lambda: Order(LINEAR, 1, ((),)), "the order has 1 row for 2 devices"),
     (lambda: Order(ONE, 1, (("0F0",),)), "device 0, position 0: expected a pass, not '0F0'"),
     (lambda: Order(ONE, 1, ((Pass(Kind.F, 0, 0), 7),)), "device 0, position 1: expected a pass, not 7"),

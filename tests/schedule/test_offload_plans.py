@@ -62,7 +62,7 @@ def test_wrong_limits_and_words() -> None:
     stored = Costs(F=1, B=2, bytes=1)
     for costs, limit, message in (
         (Costs(F=1, B=2), 3, "a limit needs costs with bytes, the bytes that passes store"),
-        (stored, 0, "must be a finite number above 0, in bytes, not 0"),
+        (stored, 0, "is 0; it must be a finite number above 0, in bytes"),
         (stored, [1, 2, 3], "has 3 numbers for 2 devices; give one number, or 2"),
     ):
         with pytest.raises(InputError, match=message):

@@ -151,7 +151,7 @@ def test_sizes_are_read_from_the_rows() -> None:
 REFUSED = [
     (lambda: Order.from_csv("0F0.9,0B0"), "slice 9 appears, but 2 passes leave no room"),
     (lambda: Order.from_csv("0F2,0F2.1,0B2.1,0B2"), "microbatch 2 appears, but 4 passes leave no room"),
-    (lambda: Order(Placement.linear(1), 1, ((),), slices=0), "slices must be at least 1, not 0"),
+    (lambda: Order(Placement.linear(1), 1, ((),), slices=0), "slices is 0; it must be at least 1"),
     (lambda: plan_order("dualpipe-v", 2, 4, "first-last", slices=2), "forwards and backwards must be passes of their"),
     (lambda: add_slices(generate("1f1b", 2, 3), 2), "slices is 2; it must be a number that divides the 3 units"),
     (lambda: add_slices(cut("1f1b", 2, 2, 2), 2), "sequences of 2 slices already"),
@@ -159,8 +159,8 @@ REFUSED = [
     (lambda: add_slices(Order.from_csv("0F1,0F0,0B1,0B0"), 2), "stage 0 does not run its F in the order of"),
     (lambda: plan_order(cut("1f1b", 2, 2, 2), 2, 2, "first-last", slices=4), "sequences of 2 slices, not 4"),
     (lambda: plan_order(generate("1f1b", 2, 4), 2, 4, "first-last", slices=2), "sequences of 1 slice, not 2"),
-    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=0), "slices must be a whole number of at least 1, not 0"),
-    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=True), "slices must be a whole number"),
+    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=0), "slices is 0; it must be a whole number of at least 1"),
+    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=True), "slices is true; it must be a whole number"),
 ]
 
 

@@ -220,13 +220,13 @@ def test_stages_of_devices() -> None:
 
 ROWS = generate("1f1b", 2, 2).rows
 IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
-    (lambda: Placement(0, ()), "devices must be at least 1, not 0"),
+    (lambda: Placement(0, ()), "devices is 0; it must be at least 1"),
     (lambda: Placement(2, (0, 2)), "stage 1 is placed on device 2"),
     (lambda: Placement(2, (0, -1)), "stage 1 is placed on device -1"),
     (lambda: Placement(3, (0, 2)), "device 1 holds no stage"),
-    (lambda: Placement.looped(2, 0), "stages per device must be at least 1, not 0"),
+    (lambda: Placement.looped(2, 0), "stages per device is 0; it must be at least 1"),
     (lambda: Order(Placement.linear(2), 2, ()), "the order has 0 rows for 2 devices"),
-    (lambda: Program(Placement.linear(2), 0, ROWS), "microbatches must be at least 1, not 0"),
+    (lambda: Program(Placement.linear(2), 0, ROWS), "microbatches is 0; it must be at least 1"),
     (lambda: Order(Placement.linear(2), 2, ROWS, "vocab-3"), 'vocabulary is "vocab-3"; it must be one of balanced'),
 ]
 

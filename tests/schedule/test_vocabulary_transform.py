@@ -140,7 +140,7 @@ WITHOUT_TIME = "costs.F and costs.B of at least one stage must be above 0"
 WHOLE, TWO = Order.from_csv("0F0,0B0"), generate("1f1b", 2, 2)
 GATHERING = Order.from_csv("0UNSHARD,0F0,0B0,0REDUCE_GRAD")
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: add_vocabulary(WHOLE, "interlaced"), "mode is interlaced; it must be vocab-1 or vocab-2"),
+    (lambda: add_vocabulary(WHOLE, "interlaced"), 'mode is "interlaced"; it must be vocab-1 or vocab-2'),
     (lambda: add_vocabulary(WHOLE, "vocab-3"), 'vocabulary is "vocab-3"; it must be one of balanced'),
     (lambda: add_vocabulary(Order.from_csv("E0,0F0,S0,C0,T0,0B0,G0"), "vocab-2"), f"{TAKEN} vocab-2 already"),
     (lambda: add_vocabulary(GATHERING, "vocab-2"), "cannot be added between UNSHARD"),

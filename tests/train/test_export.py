@@ -106,7 +106,7 @@ def test_the_folder_is_complete_in_its_own_dtype_and_in_another(tmp_path: Path) 
         loaded = AutoModelForCausalLM.from_pretrained(path)
         for key, parameter in model.named_parameters():
             assert torch.equal(loaded.get_parameter(key), parameter.to(getattr(torch, name))), key
-    with pytest.raises(InputError, match=r"dtype is 'int8'; it must be one of source, .*bfloat16"):
+    with pytest.raises(InputError, match=r'dtype is "int8"; it must be one of source, .*bfloat16'):
         export_checkpoint(checkpoint, tmp_path / "other", dtype="int8")
 
 

@@ -24,6 +24,7 @@ from evenpipe.vocabulary import (
     route,
     split,
 )
+from evenpipe.words import show
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -128,9 +129,9 @@ def test_rows_that_pad_the_vocabulary() -> None:
 
 def test_impossible_shards_are_refused() -> None:
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: split(10, 0), "parts must be at least 1, not 0"),
-        (lambda: split(0, 2), "vocabulary must be at least 1, not 0"),
-        (lambda: split(10, 2, padded_rows=9), r"padded_rows must be at least the vocabulary \(10\), not 9"),
+        (lambda: split(10, 0), "parts is 0; it must be at least 1"),
+        (lambda: split(0, 2), "vocabulary is 0; it must be at least 1"),
+        (lambda: split(10, 2, padded_rows=9), "padded_rows is 9; it must be at least 10, the vocabulary"),
         (lambda: Shard(3, 2, 10), "0 <= start <= stop, not 3 and 2"),
     ]
     for make, sentence in refused:
@@ -141,15 +142,15 @@ def test_impossible_shards_are_refused() -> None:
 def test_options_out_of_range() -> None:
     nan, inf = float("nan"), float("inf")
     refused: dict[str, tuple[tuple[Any, ...], str]] = {
-        "label_smoothing": ((1.5, -0.1, nan), "must lie between 0 and 1"),
-        "z_loss": ((-1.0, inf), "must be at least 0"),
-        "soft_cap": ((0.0, nan), "must be greater than 0, or None for no soft-cap"),
-        "logit_scale": ((0.0,), "must be a finite number other than 0"),
-        "keep": (("everything",), 'must be "probabilities" or "nothing"'),
-        "rows_per_block": ((0,), "must be at least 1, or None"),
+        "label_smoothing": ((1.5, -0.1, nan), "between 0 and 1"),
+        "z_loss": ((-1.0, inf), "at least 0"),
+        "soft_cap": ((0.0, nan), "greater than 0, or None for no soft-cap"),
+        "logit_scale": ((0.0,), "a finite number other than 0"),
+        "keep": (("all",), "one of probabilities, nothing"),
+        "rows_per_block": ((0,), "at least 1, or None"),
     }
     for option, (values, accepted) in refused.items():
         for value in values:
             with pytest.raises(InputError) as caught:
                 LossOptions(**{option: value})
-            assert str(caught.value) == f"{option} {accepted}, not {value!r}."
+            assert str(caught.value) == f"{option} is {show(value)}; it must be {accepted}"

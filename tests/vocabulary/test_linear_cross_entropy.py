@@ -264,15 +264,15 @@ def test_what_does_not_go_together() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"linear_weight": torch.zeros(5, 3)}, r"input must be \[..., hidden_size\].* not \[37, 12\] and \[5, 3\]"),
         ({"linear_weight": torch.zeros(5, HIDDEN).half()}, r"one dtype, not torch.float64 and torch.float16"),
-        ({"target": torch.zeros(4, dtype=torch.int64)}, r"target must be \[37\], not \[4\]"),
+        ({"target": torch.zeros(4, dtype=torch.int64)}, r"target is \[4\]; it must be \[37\]"),
         ({"target": torch.zeros(TOKENS)}, r"target must hold labels in torch.int64, not torch.float32"),
-        ({"linear_bias": torch.zeros(2)}, r"linear_bias must be \[50\], not \[2\]"),
-        ({"weight": torch.zeros(3)}, r"weight must be \[50\], not \[3\]"),
-        ({"token_weights": torch.zeros(3)}, r"token_weights must be \[37\], not \[3\]"),
+        ({"linear_bias": torch.zeros(2)}, r"linear_bias is \[2\]; it must be \[50\]"),
+        ({"weight": torch.zeros(3)}, r"weight is \[3\]; it must be \[50\]"),
+        ({"token_weights": torch.zeros(3)}, r"token_weights is \[3\]; it must be \[37\]"),
         ({"reduction": "median"}, 'reduction must be "none", "mean" or "sum", not \'median\''),
         ({"weight": torch.ones(VOCABULARY), "label_smoothing": 0.1}, "does not go with label_smoothing"),
         ({"token_weights": torch.ones(TOKENS, requires_grad=True)}, "token_weights is a constant here"),
-        ({"label_smoothing": 2.0}, "label_smoothing must lie between 0 and 1"),
+        ({"label_smoothing": 2.0}, "label_smoothing is 2.0; it must be between 0 and 1"),
         ({"target": torch.full((TOKENS,), VOCABULARY)}, "Label 50 is neither a token"),
     ]
     for changes, sentence in refused:

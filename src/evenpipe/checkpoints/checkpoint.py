@@ -78,7 +78,7 @@ from evenpipe.checkpoints.storage import (
     tensor_entries,
 )
 from evenpipe.errors import InputError, RunError
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 SHOWN_NAMES = 4
 """Names of parameters in a warning."""
@@ -117,7 +117,7 @@ def save(  # noqa: PLR0917
             files are removed, and earlier checkpoints have not changed.
     """
     if keep is not None and keep < 1:
-        raise InputError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
+        raise refused("keep", keep, "at least 1, or None to keep all checkpoints")
     folder, team = Path(folder), Team(process_group)
     state: State = {}
 

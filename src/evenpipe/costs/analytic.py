@@ -32,6 +32,7 @@ from functools import cached_property
 from evenpipe.errors import InputError
 from evenpipe.model.context_exchange import moved
 from evenpipe.model.flops import Attention
+from evenpipe.words import unknown
 
 from .collectives import Axes
 from .experts import one_way_seconds, times_of_experts
@@ -412,7 +413,7 @@ class HeadTime:
 def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     """Return the time of `rows` rows of the output layer, split over the tensor axis too."""
     if setting.loss not in LOSS_BYTES:
-        raise InputError(f"loss is '{setting.loss}'; it must be one of {', '.join(LOSS_BYTES)}")
+        raise unknown("loss", setting.loss, LOSS_BYTES)
     matrix = Product(hidden_size, max(1, round(rows)))
     plain = setting.loss == "evenpipe" and setting.hardware.torch_device == "cpu"
     forward, backward = (

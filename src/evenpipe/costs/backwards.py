@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Order, Pass, parts_of
+from evenpipe.words import unknown
 
 BACKWARDS = ("whole", "split", "recomputed")
 """B; I, with W as in the order, or else after the device's next I; and B after R. W is separated from its I so that it
@@ -20,7 +20,7 @@ runs later, and finds less of its data in caches than directly after its I."""
 def with_backward(order: Order, backward: str) -> Order:
     """Return `order` with every backward as in `backward`, one of `BACKWARDS`; passes that run as one are separated."""
     if backward not in BACKWARDS:
-        raise InputError(f"backward must be one of {', '.join(BACKWARDS)}, not '{backward}'")
+        raise unknown("backward", backward, BACKWARDS)
     rows = tuple(tuple(_row(list(order.passes(device)), backward)) for device in range(order.devices))
     return replace(order, rows=rows)
 

@@ -19,9 +19,9 @@ from itertools import groupby
 from math import ceil
 from statistics import median
 
-from evenpipe.errors import InputError
 from evenpipe.schedule import Event, Kind, Pass, TransferKind
 from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KINDS, unit_text
+from evenpipe.words import unknown
 
 from .ansi import DEPTHS, Painter
 from .columns import Piece, cut, mean_colour
@@ -70,7 +70,7 @@ def terminal(
     panels = panels_of(timelines)
     colour = depth_of_output() if colour is None else colour
     if colour not in DEPTHS:
-        raise InputError(f"colour must be one of {', '.join(DEPTHS)}, not {colour!r}")
+        raise unknown("colour", colour, DEPTHS)
     width = max(SMALLEST_WIDTH, shutil.get_terminal_size().columns if width is None else width)
     page = _Page(panels, Painter(colour), width, Scale(unit_seconds), waits=waits, overview=overview)
     return "\n".join(page.lines(memory)) + "\n"

@@ -27,7 +27,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Literal
 
 from evenpipe.declaration import Whole1, declare
-from evenpipe.errors import InputError
+from evenpipe.words import refused
 
 if TYPE_CHECKING:
     from evenpipe.model.expert_rows import ExpertRows
@@ -272,10 +272,7 @@ def choose(options: ExpertOptions, layer: Layer, rates: Rates | None = None) -> 
     if layer.members == 1:
         return Chosen(Overlap(), "nothing travels")
     if options.arrivals != "auto" and options.arrivals > 2 and options.arrivals != layer.members:
-        raise InputError(
-            f"experts.arrivals is {options.arrivals}; it must be 1, 2 or {layer.members}, the members of an expert"
-            " group"
-        )
+        raise refused("experts.arrivals", options.arrivals, f"1, 2 or {layer.members}, the members of an expert group")
     work = None if rates is None else work_of(layer, rates)
     columns, why_columns = _columns(options, layer, work)
     arrivals, why_arrivals = _arrivals(options, work)

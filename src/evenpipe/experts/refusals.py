@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.experts import uses_interface
+from evenpipe.words import refused
 
 
 def check_experts(description: Description, ep: int, *, ours: bool = True) -> None:
@@ -19,19 +19,18 @@ def check_experts(description: Description, ep: int, *, ours: bool = True) -> No
     if ep == 1:
         return
     if not ours:
-        raise InputError(f"expert_parallel is {ep}; it must be 1 with kernels of Megatron-LM")
+        raise refused("expert_parallel", ep, "1 with kernels of Megatron-LM")
     if description.config is None:
-        raise InputError(f"expert_parallel is {ep}; it must be 1: plain modules do not say which of them are experts.")
+        raise refused("expert_parallel", ep, "1: plain modules do not say which of them are experts.")
     model = description.skeleton if description.model is None else description.model
     found = [(name, one) for name, one in model.named_modules(remove_duplicate=False) if uses_interface(one)]
     reason = next(_reasons(found), None)
     if reason is not None:
-        raise InputError(f"expert_parallel is {ep}; it must be 1, since {description.architecture} {reason}.")
+        raise refused("expert_parallel", ep, f"1, since {description.architecture} {reason}.")
     fewest, name = min((len(module.get_parameter("down_proj")), name) for name, module in found)
     if ep > fewest:
-        raise InputError(
-            f"expert_parallel is {ep}; it must be at most {fewest}, the number of experts in {name} of"
-            f" {description.architecture}."
+        raise refused(
+            "expert_parallel", ep, f"at most {fewest}, the number of experts in {name} of {description.architecture}."
         )
 
 

@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from evenpipe.errors import InputError, RunError
+from evenpipe.errors import RunError
 from evenpipe.host.copies import Copies, FileCopies, StreamCopies, Ticket
 from evenpipe.host.pool import FileSlab, HostPool, PinnedSlab, Slot
 from evenpipe.recipe.offload import PAGE, OffloadOptions
 from evenpipe.schedule.passes import StageUnit
+from evenpipe.words import refused
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -273,10 +274,7 @@ def activations_engine(options: OffloadOptions, torch_device: torch.device) -> A
     keeps = options.when_full == "keep"
     if torch_device.type == "cuda":
         if options.directory is not None:
-            raise InputError(
-                f"offload.directory is {str(options.directory)!r}; it must be None on a GPU, which copies to pinned"
-                " memory"
-            )
+            raise refused("offload.directory", str(options.directory), "None on a GPU, which copies to pinned memory")
         pool = HostPool(PinnedSlab, options.host_memory, powers=True)
         return Activations(pool, StreamCopies(pool, torch_device, options.streams), torch_device, keep_when_full=keeps)
     directory = None if options.directory is None else Path(options.directory)

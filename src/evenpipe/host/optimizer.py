@@ -31,6 +31,7 @@ from torch.optim.adamw import adamw
 from evenpipe.errors import InputError
 from evenpipe.host.pool import PinnedSlab, carve, unnamed_file
 from evenpipe.optimizers.held import loss_of
+from evenpipe.words import refused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
@@ -76,7 +77,7 @@ class HostAdamW(torch.optim.AdamW):
         **options: Any,
     ) -> None:
         if isinstance(share, bool) or not 0 <= share <= 1:
-            raise InputError(f"share is {share!r}; it must be a number from 0 to 1")
+            raise refused("share", share, "a number from 0 to 1")
         for name in ("amsgrad", "capturable", "differentiable"):
             if options.get(name):
                 raise InputError(f"{name} is True; it must be False with moments on the host")

@@ -38,9 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from evenpipe.errors import InputError
 from evenpipe.layers.random_state import RandomState
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 CHOICES = ("none", "full", "selective")
 
@@ -65,7 +64,7 @@ def check_choices(choices: Iterable[str]) -> None:
     for choice in choices:
         if choice not in CHOICES:
             accepted = ", ".join(f'"{one}"' for one in CHOICES)
-            raise InputError(f"checkpointing is {choice!r}; it must be one of {accepted}, or one of these per layer")
+            raise refused("checkpointing", choice, f"one of {accepted}, or one of these per layer")
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from evenpipe.costs.hardware import Hardware
-from evenpipe.errors import InputError
 from evenpipe.experts.refusals import check_experts
 from evenpipe.model import Description
 from evenpipe.model.flops import usual_length
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.words import unknown
 
 from .bytes import DeviceMemory
 from .device import DeviceBytes
@@ -277,5 +277,5 @@ def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
         name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
         return kernels, FRAMEWORKS[name]
     if kernels not in PRESETS:
-        raise InputError(f"kernels is '{kernels}'; it must be one of {', '.join(PRESETS)}")
+        raise unknown("kernels", kernels, PRESETS)
     return PRESETS[kernels], FRAMEWORKS[kernels]

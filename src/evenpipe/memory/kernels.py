@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from evenpipe.errors import InputError
 from evenpipe.model.shape import LayerShape
+from evenpipe.words import refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def check_literals(what: str, given: Any) -> None:
     """Raise InputError if a field that is a `Literal` has another value."""
     for name, kind in get_type_hints(type(given)).items():
         if get_origin(kind) is Literal and getattr(given, name) not in get_args(kind):
-            raise InputError(f"{what}: {name} is {getattr(given, name)!r}; it must be {' or '.join(get_args(kind))}")
+            raise refused(f"{what}: {name}", getattr(given, name), " or ".join(get_args(kind)))
 
 
 _FUSED = Kernels(attention="flash", norm="fused", activation="fused", rotary="fused")

@@ -25,6 +25,7 @@ from evenpipe.memory.operations import WIDE
 from evenpipe.memory.own_attention import Carried
 from evenpipe.memory.sketch import Sketch, Source, Storage, Tape, Waiting, held
 from evenpipe.model.shape import LayerShape
+from evenpipe.words import unknown
 
 INPUT, GRADIENT = "input", "gradient of the output"
 """Names of these storages."""
@@ -134,7 +135,7 @@ def layer_bytes(shape: LayerShape, kernels: Kernels, portion: Portion, checkpoin
         InputError: dropout, an unknown choice of `REGIONS`, or sizes that cannot be cut evenly.
     """
     if checkpointing not in REGIONS:
-        raise InputError(f"checkpointing is {checkpointing!r}; it must be one of {', '.join(REGIONS)}.")
+        raise unknown("checkpointing", checkpointing, REGIONS)
     check_has_closed_form(shape)
     sizes = sizes_of(shape, portion)
     bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))

@@ -21,14 +21,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from evenpipe.errors import InputError
 from evenpipe.experts.adopt import is_experts
 from evenpipe.model import Description
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
 from evenpipe.parallel.gradients import ALONE_ELEMENTS
 from evenpipe.tensor.layers import ModelCut
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .optimizers import Trained, trained_tensor
 
@@ -140,11 +139,12 @@ class Parameters:
         if tp == 1:
             return
         if self.heads is not None and self.heads % tp:
-            raise InputError(f"tp is {tp}; it must be a divisor of the model's {count(self.heads, 'attention head')}")
+            raise refused("tp", tp, f"a divisor of the model's {count(self.heads, 'attention head')}")
         if max(self.key_value_heads, tp) % min(self.key_value_heads, tp):
-            raise InputError(
-                f"tp is {tp}; it must be a divisor or a multiple of the model's {count(self.key_value_heads, 'head')}"
-                " of keys and values"
+            raise refused(
+                "tp",
+                tp,
+                f"a divisor or a multiple of the model's {count(self.key_value_heads, 'head')} of keys and values",
             )
 
     def stage(

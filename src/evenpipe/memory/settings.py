@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .framework import Framework
 from .kernels import Kernels
@@ -43,9 +42,9 @@ class Settings:
     def __post_init__(self) -> None:
         check_skew(self.skew)
         if self.slices > 1 and not self.is_ours:
-            raise InputError(f"slices is {self.slices}; it must be 1 with kernels of Megatron-LM, which has none")
+            raise refused("slices", self.slices, "1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:
-            raise InputError(f"sequence is {self.sequence}; it must be a multiple of cp = {self.parallelism.cp}")
+            raise refused("sequence", self.sequence, f"a multiple of cp = {self.parallelism.cp}")
 
     @property
     def is_ours(self) -> bool:
@@ -80,16 +79,17 @@ class Settings:
             return (None,)
         if not description.takes("position_ids"):
             name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
-            raise InputError(
-                f"{name} is {size}; it must be 1: {description.architecture} takes no position ids, so its sequences"
-                " cannot be cut"
+            raise refused(
+                name, size, f"1: {description.architecture} takes no position ids, so its sequences cannot be cut"
             )
         divisor = divisor_of(sizes.cp, sizes.tp)
         if self.sequence % divisor or self.sequence < divisor * slices:
-            raise InputError(
-                f"sequence is {self.sequence}; it must be a multiple of {divisor} and at least {divisor * slices}:"
+            raise refused(
+                "sequence",
+                self.sequence,
+                f"a multiple of {divisor} and at least {divisor * slices}:"
                 f" {count(slices, 'slice')} for {count(sizes.cp, 'context rank')} with two chunks of each, and"
-                f" {count(sizes.tp, 'tensor rank')}"
+                f" {count(sizes.tp, 'tensor rank')}",
             )
         ends = slice_ends(work, self.sequence, slices, divisor)
         kernel = self.on_cpu and self.kernels.attention == "sdpa"

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from evenpipe.errors import InputError
 from evenpipe.parallel.fsdp import BUCKET_ELEMENTS
+from evenpipe.words import refused, unknown
 
 from .bytes import PartBytes, StateBytes
 from .framework import EVENPIPE, Framework
@@ -78,9 +78,9 @@ def state_bytes(
     Raises InputError for another optimizer, and for a share outside 0 to 1.
     """
     if optimizer not in get_args(Optimizer):
-        raise InputError(f"optimizer is {optimizer!r}; it must be one of {', '.join(get_args(Optimizer))}")
+        raise unknown("optimizer", optimizer, get_args(Optimizer))
     if not 0 <= offloaded <= 1:
-        raise InputError(f"offloaded is {offloaded}; it must be a share between 0 and 1")
+        raise refused("offloaded", offloaded, "a share between 0 and 1")
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
     master, moment = ELEMENT_BYTES[dtypes.masters], ELEMENT_BYTES[dtypes.moments]
     two_sets = dtypes.masters != dtypes.compute

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from evenpipe.errors import InputError
+from evenpipe.words import refused
 
 TRANSFERS = {"F": 2, "B": 2, "I": 2, "W": 0, "full": 1, "selective": 0}
 """Trips of rows in a pass, and in the repetition of a checkpointed layer, which stops where its experts have saved what
@@ -27,7 +27,7 @@ SMALL = {"choices": 4, "weights": 4, "gradients of weights": 4}
 def check_skew(skew: float) -> None:
     """Raise InputError for a skew that cannot be."""
     if not 1 <= skew < math.inf:
-        raise InputError(f"skew is {skew}; it must be a number of at least 1")
+        raise refused("skew", skew, "a number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

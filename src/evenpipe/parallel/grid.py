@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
+from evenpipe.words import refused
 
 AXES = ("dp", "pp", "cp", "tp")
 """The order in which all processes are listed: replica by replica, in each by device, and so on."""
@@ -173,14 +174,14 @@ def process_grid(
     }
     for name, (_, size) in given.items():
         if size is not None and (not is_whole(size) or size < 1):
-            raise InputError(f"{name} is {size!r}; it must be a whole number of at least 1")
+            raise refused(name, size, "a whole number of at least 1")
     if mesh is None:
         left, sizes = world_size, {axis: size or 1 for axis, size in given.values()}
         for name, (axis, size) in given.items():
             if axis == "ep":
                 _check_members(sizes["ep"], sizes["dp"])
             elif left % sizes[axis]:
-                raise InputError(f"{name} is {size}; it must be a divisor of {left}, the number of processes")
+                raise refused(name, size, f"a divisor of {left}, the number of processes")
             else:
                 left //= sizes[axis]
         return Grid.from_sizes(rank, pp=left, **sizes)
@@ -202,7 +203,7 @@ def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _check_members(members: int, replicas: int) -> None:
     if replicas % members:
-        raise InputError(f"expert_parallel is {members}; it must be a divisor of {replicas}, the number of replicas")
+        raise refused("expert_parallel", members, f"a divisor of {replicas}, the number of replicas")
 
 
 def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:

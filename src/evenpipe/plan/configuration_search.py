@@ -35,7 +35,7 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -181,7 +181,7 @@ def search_configurations(
     watch.search = run
     try:
         try:
-            with _pool(problem, workers, watch) as evaluate_all:
+            with watch.holding_interrupts(), _pool(problem, workers, watch) as evaluate_all:
                 run.answer_roughly(evaluate_all)
                 run.to_the_end(evaluate_all)
                 run.settle(evaluate_all, wanted)
@@ -199,6 +199,14 @@ class _Watch:
         self.started = self.told = time.monotonic()
         self.limit, self.progress = limit, progress
         self.search: _Search | None = None
+        self.answer: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def holding_interrupts(self) -> Iterator[None]:
+        """Hold Ctrl-C back until the next `look` if it comes in a `__del__`, such as that of `memory.sketch.Storage`:
+        Python ignores what is raised there."""
+        with _holding(lambda frame: frame is not None and frame.f_code.co_name == "__del__") as self.answer:
+            yield
 
     @property
     def seconds(self) -> float:
@@ -206,6 +214,7 @@ class _Watch:
 
     def look(self) -> None:
         """Tell the progress now and then. Raises _TimeIsUpError."""
+        self.answer()
         if self.seconds >= self.limit:
             raise _TimeIsUpError
         if self.search is not None and time.monotonic() - self.told >= TOLD_SECONDS:
@@ -532,21 +541,38 @@ def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_Eva
             executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _undivided() -> Iterator[None]:
+def _undivided() -> AbstractContextManager[object]:
     """Hold Ctrl-C back until the end of the context: an executor that it reaches in the middle of a call never ends."""
-    answer = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(answer):
-        yield
+    return _holding(lambda frame: True)
+
+
+@contextmanager
+def _holding(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back when it comes in such a frame. Yields a function that lets it through, as the end does."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
         return
-    pressed: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(frame))
+    held: list[FrameType | None] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if when(frame):
+            held.append(frame)
+        else:
+            before(number, frame)
+
+    def answer() -> None:
+        if held:
+            frame = held[0]
+            held.clear()
+            before(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGINT, handle)
     try:
-        yield
+        yield answer
     finally:
-        signal.signal(signal.SIGINT, answer)
-        if pressed:
-            answer(signal.SIGINT, pressed[0])
+        signal.signal(signal.SIGINT, before)
+        answer()
 
 
 def _start_worker(ending: Event) -> None:

@@ -20,7 +20,7 @@ from evenpipe.schedule import Timeline
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.simulate import simulate
 from evenpipe.sizes import gib_text
-from evenpipe.words import count, table
+from evenpipe.words import count, refused, table
 
 from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of
@@ -263,7 +263,7 @@ def explain(
     Raises InputError if there is no such layout, for one GPU, and if nothing can be estimated in the layout.
     """
     if problem.gpus < 2:
-        raise InputError(f"gpus is {problem.gpus}; it must be at least 2: one GPU is no pipeline")
+        raise refused("gpus", problem.gpus, "at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp, progress)
     compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
     found = []

@@ -19,6 +19,7 @@ from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
+from evenpipe.words import refused, unknown
 
 from .programs import Programs
 
@@ -117,16 +118,16 @@ def problem_of(
     """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            raise refused(name, value, "a whole number of at least 1")
     if memory_bytes is not None and memory_bytes < 1:
         raise InputError(f"gpu memory is {memory_bytes} bytes; it must be more than 0")
     if kernels not in PRESETS:
-        raise InputError(f"kernels is '{kernels}'; it must be one of {', '.join(PRESETS)}")
+        raise unknown("kernels", kernels, PRESETS)
     longest = description.maximum_length
     if longest is not None and sequence > longest and description.position_rows is not None:
-        raise InputError(f"sequence is {sequence}; it must be at most {longest}, the longest that the model supports")
+        raise refused("sequence", sequence, f"at most {longest}, the longest that the model supports")
     if dtype not in ELEMENT_BYTES:
-        raise InputError(f"dtype is '{dtype}'; it must be one of {', '.join(ELEMENT_BYTES)}")
+        raise unknown("dtype", dtype, ELEMENT_BYTES)
     hardware.peak(dtype)
     check_skew(skew)
     return Problem(

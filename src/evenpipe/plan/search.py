@@ -22,6 +22,7 @@ from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
 from evenpipe.schedule.vocabulary_mode import MODES, VocabularyMode
 from evenpipe.simulate import best_bound
+from evenpipe.words import refused
 
 from .named_orders import NamedOrder, named_orders
 from .optimal_order import OrderProblem, refuse_large, solve
@@ -104,9 +105,9 @@ def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, se
     time is up before any order is found.
     """
     if not 0 < seconds < math.inf:
-        raise InputError(f"seconds must be a number above 0, not {seconds:g}")
+        raise refused("seconds", seconds, "a number above 0")
     if workers < 1:
-        raise InputError(f"workers must be a whole number of at least 1, not {workers}")
+        raise refused("workers", workers, "a whole number of at least 1")
     refuse_large(problem.size)
     named = named_orders(problem)
     order, source, value = (named[0].order, named[0].name, named[0].value) if named else (None, "", math.inf)
@@ -174,7 +175,7 @@ def order_problem_of(
         ("stages_per_device", 1 if stages_per_device is None else stages_per_device),
     ):
         if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
+            raise refused(name, value, "at least 1")
     refuse_large(2 * devices * microbatches * (stages_per_device or 1))
     mode = VocabularyMode.of(vocabulary)
     if mode not in SEARCHED:
@@ -217,9 +218,7 @@ def placement_of(text: str, devices: int, stages_per_device: int | None) -> Plac
     try:
         stage_device = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise InputError(
-            f"placement is '{text}'; it must be linear, looped, v, or the device of each stage such as 0,1,1,0"
-        ) from None
+        raise refused("placement", text, "linear, looped, v, or the device of each stage such as 0,1,1,0") from None
     if count is not None and len(stage_device) != count * devices:
         has = words.count(len(stage_device), "stage")
         raise InputError(f"placement '{text}' has {has}, not {count} on each of {words.count(devices, 'device')}")

@@ -24,7 +24,7 @@ from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL, Parallelism, diviso
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES, VocabularyMode, planning
 from evenpipe.schedule.registry import options_of
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .configuration import LEAST, POLICIES, Configuration
 from .problem import Problem
@@ -94,7 +94,7 @@ class Space:
                 raise InputError(f"{name}: {fault}; it must be some of {', '.join(map(str, known))}")
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
-                raise InputError(f"host share is {share!r}; it must be between 0 and 1, or {LEAST}")
+                raise refused("host share", share, f"between 0 and 1, or {LEAST}")
         for name in (*AXES, "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):

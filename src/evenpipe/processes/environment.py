@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from evenpipe.errors import InputError
 from evenpipe.given import shown
+from evenpipe.words import refused
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a process finds the others."""
@@ -55,7 +56,7 @@ def whole_number(name: str, least: int, most: int | None = None) -> int:
         return int(text)
     accepted = f"at least {least}" if most is None else f"from {least} to {most}"
     why = f" (WORLD_SIZE is {most + 1})" if name == "RANK" and most is not None else ""
-    raise InputError(f"environment variable {name} is {shown(text)}; it must be a whole number {accepted}{why}")
+    raise refused(f"environment variable {name}", text, f"a whole number {accepted}{why}")
 
 
 def _incomplete() -> InputError:

@@ -63,6 +63,7 @@ from evenpipe.processes.worker import (
     initialise_worker,
     start_worker,
 )
+from evenpipe.words import refused
 
 __all__ = ["initialise_worker", "launch", "prepare_launch"]
 
@@ -121,7 +122,7 @@ def launch(
             "expected a program that is not; call the function itself"
         )
     if processes < 1:
-        raise InputError(f"processes is {processes}; it must be at least 1")
+        raise refused("processes", processes, "at least 1")
     try:
         work = _dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

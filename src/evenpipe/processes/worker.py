@@ -387,7 +387,7 @@ def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
         device = torch.device(wanted if wanted is not None else "cuda" if count else "cpu")
     except RuntimeError:
         raise InputError(
-            f"torch_device is {wanted!r}, which is no device of torch; it must be 'cpu' or 'cuda'"
+            f'torch_device is {wanted!r}, which is no device of torch; it must be "cpu" or "cuda"'
         ) from None
     bound = bound_device()
     if bound is not None and device not in (bound, torch.device(bound.type)):

@@ -33,7 +33,7 @@ from evenpipe.schedule.slice_costs import each_slice
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.vocabulary import Shard
 from evenpipe.vocabulary import split as shards_of
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +282,8 @@ def _redistributed(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int,
 def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> None:
     """Raise InputError unless the numbers spread all layers over all stages."""
     if len(given) != stages or sum(given) != layers or min(given) < 0:
-        raise InputError(
-            f"layers_per_stage is {list(given)}; it must be {count(stages, 'number')} (one per stage) that add up to"
-            f" the model's {count(layers, 'layer')}"
+        raise refused(
+            "layers_per_stage",
+            list(given),
+            f"{count(stages, 'number')} (one per stage) that add up to the model's {count(layers, 'layer')}",
         )

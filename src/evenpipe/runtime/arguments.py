@@ -25,6 +25,7 @@ from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.schedule import Order
 from evenpipe.vocabulary import LossOptions
+from evenpipe.words import refused
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def check_kinds(**given: Any) -> None:
     for name, value in given.items():
         accepted, fits = _KINDS[name]
         if not fits(value):
-            raise InputError(f"{name} is {value!r}; it must be {accepted}")
+            raise refused(name, value, accepted)
 
 
 def check_no_autocast(torch_device: torch.device) -> None:
@@ -121,7 +122,7 @@ def check_positive(name: str, value: Any) -> None:
     """Raise InputError for anything but a number above 0."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0:
-        raise InputError(f"{name} is {value!r}; it must be a number above 0")
+        raise refused(name, value, "a number above 0")
 
 
 def device_of_torch(given: torch.device | str) -> torch.device:
@@ -131,10 +132,10 @@ def device_of_torch(given: torch.device | str) -> torch.device:
         found = torch.device(given)
     except (RuntimeError, TypeError):
         raise InputError(
-            f"torch_device is {given!r}, which is no device of torch; it must be 'cpu' or 'cuda'"
+            f'torch_device is {given!r}, which is no device of torch; it must be "cpu" or "cuda"'
         ) from None
     if found.type not in COMPUTES_ON:
-        raise InputError(f"torch_device is {str(given)!r}; it must be 'cpu' or 'cuda'")
+        raise refused("torch_device", str(given), '"cpu" or "cuda"')
     if found.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"torch_device is {str(given)!r}, but torch finds no GPU here; it must be 'cpu'")
     return found
@@ -144,13 +145,13 @@ def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_de
     """Return the dtype of activations and products; `given` is the caller's. Raises InputError for an unsupported
     pair."""
     if parameter not in (torch.float32, torch.float64):
-        raise InputError(f"parameter_dtype is {parameter}; it must be torch.float32 or torch.float64")
+        raise refused("parameter_dtype", parameter, "torch.float32 or torch.float64")
     narrow = parameter == torch.float32
     if given is None:
         return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
     if given != parameter and not (narrow and given == torch.bfloat16):
         accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
-        raise InputError(f"compute_dtype is {given}; it must be {accepted}")
+        raise refused("compute_dtype", given, accepted)
     return given
 
 
@@ -158,14 +159,15 @@ def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
     """Return the caller's options together with the model's own changes to its logits. Raises InputError if they
     disagree."""
     if given.ignore_index != IGNORE_INDEX:
-        raise InputError(f"loss: ignore_index is {given.ignore_index}; it must be {IGNORE_INDEX}, as in transformers")
+        raise refused("loss: ignore_index", given.ignore_index, f"{IGNORE_INDEX}, as in transformers")
     if description.config is None:  # plain modules: the caller decides
         return given
     for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
         if getattr(given, name) != plain:
-            raise InputError(
-                f"loss: {name} is {getattr(given, name)}; it must be {plain}: how {description.architecture} changes"
-                " its logits follows from the model"
+            raise refused(
+                f"loss: {name}",
+                getattr(given, name),
+                f"{plain}: how {description.architecture} changes its logits follows from the model",
             )
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
@@ -204,7 +206,7 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
     for name, axis in AXES_OF_OPTIONS.items():
         given_size = how.get(axis, sizes[axis])
         if given_size != sizes[axis]:
-            raise InputError(f"{axis} is {given_size}; it must be {sizes[axis]}, as {name} says")
+            raise refused(axis, given_size, f"{sizes[axis]}, as {name} says")
     options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *axes)}
     if given is None:
         given = Recipe.of(**sizes, **cast(RecipeOptions, options))

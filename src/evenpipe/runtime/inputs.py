@@ -15,7 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
-from evenpipe.words import count, join
+from evenpipe.words import count, join, refused
 
 IGNORE_INDEX = -100
 
@@ -114,7 +114,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             which = " or a mapping of tensors by name" if name == "input_ids" else ""
             raise InputError(f"{name} is {type(value).__name__}; it must be a torch.Tensor{which}")
     if inputs.accumulate is not None and (type(inputs.accumulate) is not int or inputs.accumulate < 1):
-        raise InputError(f"accumulate is {inputs.accumulate!r}; it must be a whole number of steps, 1 or more")
+        raise refused("accumulate", inputs.accumulate, "a whole number of steps, 1 or more")
     if inputs.total_tokens is not None:
         _check_total(inputs.total_tokens, inputs.accumulate, model)
     if input_ids is None:
@@ -192,9 +192,11 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
 def _check_total(total: Any, accumulate: int | None, model: Description) -> None:
     number: Any = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
-        raise InputError(
-            f"total_tokens is {total!r}; it must be the number of labels that all steps of the update count, as the"
-            " sum of pipeline.count_labels over its batches"
+        raise refused(
+            "total_tokens",
+            total,
+            "the number of labels that all steps of the update count, as the"
+            " sum of pipeline.count_labels over its batches",
         )
     if accumulate is None and model.router_loss is not None:
         raise InputError(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from evenpipe.errors import InputError
-from evenpipe.given import shown
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .costs import Costs
 from .faults import Fault, brief, neighbours
@@ -91,5 +90,5 @@ def limits_per_device(
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf or value < least:
-            raise InputError(f"memory_limit must be {wanted}, in {unit}, not {shown(value)}")
+            raise refused("memory_limit", value, f"{wanted}, in {unit}")
     return limits

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import inf
 
 from evenpipe.errors import InputError
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .held import peak_activations
 from .order import Order
@@ -34,7 +34,7 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
     Raises InputError when there are fewer layers than devices.
     """
     if devices < 1:
-        raise InputError(f"devices must be at least 1, not {devices}")
+        raise refused("devices", devices, "at least 1")
     if layers < devices:
         raise InputError(
             f"layers is {layers}, too few for {count(devices, 'device')}; use at most {count(layers, 'device')}"
@@ -70,7 +70,7 @@ def splits_by_cost(
     for name, costs in (("layer_costs", layer_costs), ("head", [head])):
         for cost in costs:
             if not 0 <= cost < inf:
-                raise InputError(f"{name} must be finite and at least 0, not {cost}")
+                raise refused(name, cost, "finite and at least 0")
     layers, devices, stages = len(layer_costs), placement.devices, placement.stages
     before = [0.0, *accumulate(map(float, layer_costs))]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from evenpipe.errors import InputError
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .passes import Item, Kind, Pass, Rows, Transfer, parts_in
 from .placement import Edge, Placement
@@ -40,9 +40,9 @@ class DeviceRows:
         for name in ("microbatches", "slices"):
             number = getattr(self, name)
             if not isinstance(number, int):
-                raise InputError(f"{name} must be a whole number, not {number!r}")
+                raise refused(name, number, "a whole number")
             if number < 1:
-                raise InputError(f"{name} must be at least 1, not {number}")
+                raise refused(name, number, "at least 1")
         mode = VocabularyMode.of(self.vocabulary).of_rows(forward_only=self.forward_only)
         object.__setattr__(self, "vocabulary", mode)
 

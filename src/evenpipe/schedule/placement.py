@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.words import quoted
+from evenpipe.words import quoted, refused
 
 Edge = tuple[int, int]
 """A stage, and one that takes its output."""
@@ -33,7 +33,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.devices < 1:
-            raise InputError(f"devices must be at least 1, not {self.devices}")
+            raise refused("devices", self.devices, "at least 1")
         for stage, device in enumerate(self.stage_device):
             if not 0 <= device < self.devices:
                 raise InputError(f"stage {stage} is placed on device {device}, but devices are 0 to {self.devices - 1}")
@@ -82,7 +82,7 @@ class Placement:
     def looped(cls, devices: int, stages_per_device: int) -> Placement:
         """A round-robin placement: 0 1 2 3 0 1 2 3 for two stages per device (arXiv 2104.04473, section 2.2)."""
         if stages_per_device < 1:
-            raise InputError(f"stages per device must be at least 1, not {stages_per_device}")
+            raise refused("stages per device", stages_per_device, "at least 1")
         return cls(devices, tuple(range(devices)) * stages_per_device)
 
     @classmethod

@@ -11,7 +11,7 @@ from operator import gt
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .check import check_order, check_program
 from .costs import Costs
@@ -228,7 +228,7 @@ def check_offload(offload: str | float) -> str | float:
             return offload
     elif not isinstance(offload, bool) and 0 < offload < math.inf:
         return offload
-    raise InputError(f"offload is {offload!r}; it must be one of {', '.join(OFFLOAD)}, or bytes above 0")
+    raise refused("offload", offload, f"one of {', '.join(OFFLOAD)}, or bytes above 0")
 
 
 def plan_program(

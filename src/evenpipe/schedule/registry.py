@@ -8,7 +8,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.words import count, unknown
+from evenpipe.words import count, refused, unknown
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -99,7 +99,7 @@ def _from_file(name: str, devices: int, microbatches: int) -> Order:
 def check_count(field: str, value: Any) -> None:
     """Raise InputError unless the value is a whole number of at least 1."""
     if not is_whole(value) or value < 1:
-        raise InputError(f"{field} must be a whole number of at least 1, not {value!r}")
+        raise refused(field, value, "a whole number of at least 1")
 
 
 _ALWAYS = ("devices", "microbatches", "costs")

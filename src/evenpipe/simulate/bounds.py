@@ -34,11 +34,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Placement, Program, VocabularyMode
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.passes import OFFLOAD_KINDS, parts_in
-from evenpipe.words import count
+from evenpipe.words import count, unknown
 
 from .microbatch import UNREACHED, Microbatch
 
@@ -86,7 +85,7 @@ def best_bound(
     V bound. Raises InputError if a kind has no time, and for a limit below 1.
     """
     if of not in ("span", "makespan"):
-        raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
+        raise unknown("of", of, ("span", "makespan"))
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
     limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)

@@ -52,6 +52,7 @@ from evenpipe.model.origin import BYTES, CONFIG, GENERATION_CONFIG, generation_t
 from evenpipe.model.placement import Held
 from evenpipe.model.weight_files import INDEX
 from evenpipe.train.tokenizer import TEMPLATES, TOKENIZER_FILES, kept_files
+from evenpipe.words import refused
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 
@@ -264,7 +265,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """Return a dtype by its name; None for that of the source."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in ("source", *DTYPES):
-        raise InputError(f"dtype is {name!r}; it must be one of source, {', '.join(DTYPES)}")
+        raise refused("dtype", name, f"one of source, {', '.join(DTYPES)}")
     return DTYPES.get(name)
 
 

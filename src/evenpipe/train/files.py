@@ -13,7 +13,7 @@ from typing import Any
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import FULL, plain
-from evenpipe.words import show
+from evenpipe.words import refused
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -40,9 +40,7 @@ def check_folders(folders: Mapping[str, Path]) -> None:
         except OSError as error:
             if error.errno in FULL:
                 raise RunError(f"the disk is full: nothing can be written in {plain(folder)}") from None
-            raise InputError(
-                f"{field} is {show(str(folder))}; it must be a folder that can be written: {error.strerror}"
-            ) from None
+            raise refused(field, str(folder), f"a folder that can be written: {error.strerror}") from None
         finally:
             for one in reversed(made):
                 with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from evenpipe.checkpoints.folder import is_checkpoint
 from evenpipe.errors import InputError
 from evenpipe.given import beside, plain, reason_of
 from evenpipe.train.tokenizer import open_tokenizer
-from evenpipe.words import show
+from evenpipe.words import refused, show
 
 
 def _model_in(folder: Path) -> Path:
@@ -66,7 +66,7 @@ class Generator:
         import torch
 
         if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+            raise refused("max_new_tokens", max_new_tokens, "at least 1")
         if temperature < 0 or top_k < 0:
             raise InputError(f"temperature and top_k are {temperature} and {top_k}; it must be at least 0")
         encoded = self._tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]

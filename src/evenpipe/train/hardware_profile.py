@@ -51,7 +51,7 @@ from evenpipe.train.profile import (
     profile_of,
     shorter_length,
 )
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the square matrices that are multiplied."""
@@ -85,7 +85,7 @@ def profile_hardware(
     Raises InputError for less than one process, or a configuration that does not fit; RunError if a process fails.
     """
     if processes < 1:
-        raise InputError(f"processes is {processes}; it must be at least 1")
+        raise refused("processes", processes, "at least 1")
     if not sizes or min(sizes) < 1:
         raise InputError(f"microbatch sizes are {list(sizes)}; each must be a whole number of at least 1")
     pipelines = [] if config is None else pipelines_to_measure(config, processes, sizes)

@@ -42,7 +42,7 @@ def check_pipeline(config: Config) -> None:
         most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         most += f" times {pipeline.context_parallel} context ranks" if pipeline.context_parallel > 1 else ""
         most += f" times {pipeline.tensor_parallel} tensor ranks" if pipeline.tensor_parallel > 1 else ""
-        raise InputError(f"pipeline.processes is {pipeline.processes}; it must be at most {most}")
+        raise refused("pipeline.processes", pipeline.processes, f"at most {most}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
     if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
@@ -61,9 +61,8 @@ def check_pipeline(config: Config) -> None:
         value = (
             f"{length}, its default" if length == DataConfig.__dataclass_fields__["sequence_length"].default else length
         )
-        raise InputError(
-            f"data.sequence_length is {value}; it must be at most {longest}, the longest sequence of the model"
-        )
+        accepted = f"at most {longest}, the longest sequence of the model"
+        raise InputError(f"data.sequence_length is {value}; it must be {accepted}")
     _check_schedule(config, layers)
 
 
@@ -75,14 +74,16 @@ def _check_chunks(config: Config) -> None:
     divisor = divisor_of(pipeline.context_parallel, pipeline.tensor_parallel)
     if config.data.sequence_length % divisor:
         whose = "2 x pipeline.context_parallel, and of pipeline.tensor_parallel in each chunk"
-        raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}; it must be a multiple of {divisor},"
-            f" {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}"
+        raise refused(
+            "data.sequence_length",
+            config.data.sequence_length,
+            f"a multiple of {divisor}, {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}",
         )
     if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
-        raise InputError(
-            f"data.sequence_length is {config.data.sequence_length}; it must be at least {divisor * pipeline.slices}"
-            f" for {count(pipeline.slices, 'slice')}"
+        raise refused(
+            "data.sequence_length",
+            config.data.sequence_length,
+            f"at least {divisor * pipeline.slices} for {count(pipeline.slices, 'slice')}",
         )
 
 
@@ -107,17 +108,20 @@ def _check_schedule(config: Config, layers: int) -> None:
             f" {count(order.devices, 'device')}{replicas}"
         )
     if order.microbatches != microbatches:
-        raise InputError(
-            f"pipeline.microbatches is {microbatches}; it must be {order.microbatches}, as many as the order in"
-            f" {pipeline.schedule} has"
+        raise refused(
+            "pipeline.microbatches",
+            microbatches,
+            f"{order.microbatches}, as many as the order in {pipeline.schedule} has",
         )
     if recipe.costs is not None or not isinstance(recipe.schedule, str):  # sound, of this mode, and a time for all?
         plan_program(recipe.schedule, devices, microbatches, recipe.vocabulary, recipe.costs, **recipe.options)
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
-        raise InputError(
-            f"pipeline.layers_per_stage is {show(split)}; it must be {count(stages, 'number')}, one for each stage"
-            f" of schedule {show(pipeline.schedule)} on {count(devices, 'device')}"
+        raise refused(
+            "pipeline.layers_per_stage",
+            split,
+            f"{count(stages, 'number')}, one for each stage"
+            f" of schedule {show(pipeline.schedule)} on {count(devices, 'device')}",
         )
     if stages > layers and split is None:
         raise InputError(
@@ -173,9 +177,10 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
     from evenpipe.model.structure import first_line
 
     if architecture not in CAUSAL_LMS:
-        raise InputError(
-            f"model.architecture is {show(architecture)}; it must be a causal language model's type in transformers"
-            f"{nearest(architecture, CAUSAL_LMS)}"
+        raise refused(
+            "model.architecture",
+            architecture,
+            f"a causal language model's type in transformers{nearest(architecture, CAUSAL_LMS)}",
         )
     config_class = CONFIG_MAPPING[architecture]
     for name in values:

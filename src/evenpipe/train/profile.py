@@ -23,7 +23,6 @@ import torch
 
 from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward
 from evenpipe.costs.links import Size, with_links
-from evenpipe.errors import InputError
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import initialise_worker
 from evenpipe.recipe.parallelism import divisor_of, for_replicas
@@ -36,6 +35,7 @@ from evenpipe.train.build import build_pipeline, compute_dtype
 from evenpipe.train.config import Config
 from evenpipe.train.data import open_data
 from evenpipe.train.model_source import check_pipeline
+from evenpipe.words import refused
 
 WARM_UP = 2
 """Steps that do not count, by default."""
@@ -79,7 +79,7 @@ def profile(config: Config, *, steps: int, warm_up: int = WARM_UP, variants: Seq
 def check_profile(config: Config, steps: int) -> None:
     """Raise InputError for a configuration that `profile` refuses, before any process starts."""
     if steps < 1:
-        raise InputError(f"steps is {steps}; it must be a whole number of at least 1")
+        raise refused("steps", steps, "a whole number of at least 1")
     check_pipeline(config)
 
 

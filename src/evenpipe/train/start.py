@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.checkpoints.lock import Claim, claim, release
-from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
 from evenpipe.train.callbacks import Callback, find_callbacks
 from evenpipe.train.config import Config
@@ -20,6 +19,7 @@ from evenpipe.train.files import check_folders, disk_errors, write_json
 from evenpipe.train.model_source import check_pipeline, pipeline_model
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import check_trackers
+from evenpipe.words import refused
 
 SET_UP = "set up"  # mark of the first process when it has prepared the run
 
@@ -148,9 +148,10 @@ def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) ->
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     try:
         if worker.world_size != config.pipeline.processes:
-            raise InputError(
-                f"pipeline.processes is {config.pipeline.processes}; it must be {worker.world_size}, the number of "
-                "processes that torchrun starts"
+            raise refused(
+                "pipeline.processes",
+                config.pipeline.processes,
+                f"{worker.world_size}, the number of processes that torchrun starts",
             )
         if worker.rank == 0:
             set_up(config, force)

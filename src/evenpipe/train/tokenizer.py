@@ -21,7 +21,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import beside, find_file, hub_options, reason_of
-from evenpipe.words import show
+from evenpipe.words import refused, show
 
 _REMEDY = "give tokenizer.source, a folder or hub name with the tokenizer of the model"
 
@@ -96,9 +96,7 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
     tokenizer = open_tokenizer(source, trust_remote_code)
     if end_of_text is not None:
         if end_of_text not in tokenizer.get_vocab():
-            raise InputError(
-                f"tokenizer.end_of_text is {show(end_of_text)}; it must be a token of the tokenizer {show(source)}"
-            )
+            raise refused("tokenizer.end_of_text", end_of_text, f"a token of the tokenizer {show(source)}")
         tokenizer.eos_token = end_of_text
     if tokenizer.eos_token_id is None:
         raise InputError(

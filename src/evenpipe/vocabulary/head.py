@@ -20,6 +20,7 @@ from evenpipe.vocabulary.options import KernelsName, LossOptions
 from evenpipe.vocabulary.output import backward_shard, combine, forward_shard
 from evenpipe.vocabulary.products import accumulator_dtype, stored_dtype
 from evenpipe.vocabulary.shards import Shard
+from evenpipe.words import refused
 
 Reduction = Literal["none", "mean", "sum"]
 KEPT_BYTES = 1 << 30
@@ -158,7 +159,7 @@ def _check(  # noqa: PLR0917 - the arguments of the function
         ("token_weights", token_weights, tokens),
     ):
         if given is not None and given.shape != shape:
-            raise InputError(f"{name} must be {list(shape)}, not {list(given.shape)}.")
+            raise refused(name, list(given.shape), str(list(shape)))
     if labels.dtype != torch.int64:
         raise InputError(f"target must hold labels in torch.int64, not {labels.dtype}.")
     for name, given in (("weight", class_weights), ("token_weights", token_weights)):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evenpipe.errors import InputError
+from evenpipe.words import refused, unknown
 
 Keep = Literal["probabilities", "nothing"]
 KernelsName = Literal["auto", "torch", "triton"]
@@ -56,19 +56,19 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
-            raise InputError(f"label_smoothing must lie between 0 and 1, not {self.label_smoothing}.")
+            raise refused("label_smoothing", self.label_smoothing, "between 0 and 1")
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
-            raise InputError(f"z_loss must be at least 0, not {self.z_loss}.")
+            raise refused("z_loss", self.z_loss, "at least 0")
         if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0.0):
-            raise InputError(f"soft_cap must be greater than 0, or None for no soft-cap, not {self.soft_cap}.")
+            raise refused("soft_cap", self.soft_cap, "greater than 0, or None for no soft-cap")
         if not math.isfinite(self.logit_scale) or self.logit_scale == 0.0:
-            raise InputError(f"logit_scale must be a finite number other than 0, not {self.logit_scale}.")
+            raise refused("logit_scale", self.logit_scale, "a finite number other than 0")
         if self.keep not in get_args(Keep):
-            raise InputError(f'keep must be "probabilities" or "nothing", not {self.keep!r}.')
+            raise unknown("keep", self.keep, get_args(Keep))
         if self.rows_per_block is not None and self.rows_per_block < 1:
-            raise InputError(f"rows_per_block must be at least 1, or None, not {self.rows_per_block}.")
+            raise refused("rows_per_block", self.rows_per_block, "at least 1, or None")
         if self.kernels not in get_args(KernelsName):
-            raise InputError(f'kernels must be "auto", "torch" or "triton", not {self.kernels!r}.')
+            raise unknown("kernels", self.kernels, get_args(KernelsName))
 
     @property
     def statistics(self) -> int:

@@ -178,7 +178,7 @@ def combine(
     """
     if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
         raise ValueError(
-            f"statistics must be [shards, {labels.shape[0]}, {options.statistics}], not {list(statistics.shape)}."
+            f"statistics is {list(statistics.shape)}; it must be [shards, {labels.shape[0]}, {options.statistics}]"
         )
     return choose(options, statistics).combine(statistics, token_weights, labels, options, vocabulary)
 
@@ -290,7 +290,7 @@ def backward_shard(
 def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, *dtypes: torch.dtype) -> None:
     if gradient is not None and (gradient.shape != shape or gradient.dtype not in dtypes):
         wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
-        raise ValueError(f"{name} must be {list(shape)} in {wanted}, not {list(gradient.shape)} in {gradient.dtype}.")
+        raise ValueError(f"{name} is {list(gradient.shape)} {gradient.dtype}; it must be {list(shape)} {wanted}")
 
 
 def _exponentials(

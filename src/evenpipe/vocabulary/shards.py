@@ -22,7 +22,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.vocabulary < 1:
-            raise ValueError(f"vocabulary must be at least 1, not {self.vocabulary}.")
+            raise ValueError(f"vocabulary is {self.vocabulary}; it must be at least 1")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"A shard needs 0 <= start <= stop, not {self.start} and {self.stop}.")
 
@@ -54,8 +54,8 @@ def split(vocabulary: int, parts: int, *, padded_rows: int | None = None) -> lis
     """
     rows = vocabulary if padded_rows is None else padded_rows
     if parts < 1:
-        raise ValueError(f"parts must be at least 1, not {parts}.")
+        raise ValueError(f"parts is {parts}; it must be at least 1")
     if rows < vocabulary:
-        raise ValueError(f"padded_rows must be at least the vocabulary ({vocabulary}), not {padded_rows}.")
+        raise ValueError(f"padded_rows is {padded_rows}; it must be at least {vocabulary}, the vocabulary")
     size = -(-rows // parts)
     return [Shard(min(rows, size * part), min(rows, size * (part + 1)), vocabulary) for part in range(parts)]

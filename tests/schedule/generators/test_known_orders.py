@@ -150,26 +150,26 @@ def test_no_longer_and_no_larger_than_the_orders_of_torch(tmp_path: Path) -> Non
         assert all(our <= their for our, their in peaks), (name, size)
 
 
-AT_LEAST_1 = "must be a whole number of at least 1, not"
-FINITE = "memory_limit must be a finite number of at least 1, in stage activations, not"
+AT_LEAST_1 = "it must be a whole number of at least 1"
+FINITE = "it must be a finite number of at least 1, in stage activations"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("interleaved", {"group_size": 3}, "group_size must be at least the number of devices, 4, not 3"),
-    ("looped-bfs", {"stages_per_device": 0}, f"stages_per_device {AT_LEAST_1} 0"),
-    ("gis", {"group_size": 0}, f"group_size {AT_LEAST_1} 0"),
-    ("gis", {"group_size": 2.5}, f"group_size {AT_LEAST_1} 2.5"),
-    ("gis", {"stages_per_device": 0}, f"stages_per_device {AT_LEAST_1} 0"),
-    ("gis-h", {"stages_per_device": -1}, f"stages_per_device {AT_LEAST_1} -1"),
+    ("interleaved", {"group_size": 3}, "group_size is 3; it must be at least 4, the number of devices"),
+    ("looped-bfs", {"stages_per_device": 0}, f"stages_per_device is 0; {AT_LEAST_1}"),
+    ("gis", {"group_size": 0}, f"group_size is 0; {AT_LEAST_1}"),
+    ("gis", {"group_size": 2.5}, f"group_size is 2.5; {AT_LEAST_1}"),
+    ("gis", {"stages_per_device": 0}, f"stages_per_device is 0; {AT_LEAST_1}"),
+    ("gis-h", {"stages_per_device": -1}, f"stages_per_device is -1; {AT_LEAST_1}"),
     ("gis-h", {"group_size": 4}, "schedule 'gis-h' has no option 'group_size'; its options: stages_per_device"),
-    ("zb-auto", {"memory_limit": 0.5}, f"{FINITE} 0.5"),
+    ("zb-auto", {"memory_limit": 0.5}, f"memory_limit is 0.5; {FINITE}"),
     (
         "zb-auto",
         {"memory_limit": [4, 4, 0.9, 4]},
-        "must be a finite number of at least 1, in stage activations, not 0.9",
+        "0.9; it must be a finite number of at least 1, in stage activations",
     ),
     ("zb-auto", {"memory_limit": [4, 4]}, "memory_limit has 2 numbers for 4 devices"),
-    ("zb-auto", {"memory_limit": float("inf")}, "memory_limit must be a finite number"),
-    ("zb-auto", {"weight_share": "1"}, "weight_share must be a number from 0 to 1, not '1'"),
-    ("zb-auto", {"weight_share": 1.5}, "weight_share must be a number from 0 to 1, not 1.5"),
+    ("zb-auto", {"memory_limit": float("inf")}, "memory_limit is inf; it must be a finite number"),
+    ("zb-auto", {"weight_share": "1"}, 'weight_share is "1"; it must be a number from 0 to 1'),
+    ("zb-auto", {"weight_share": 1.5}, "weight_share is 1.5; it must be a number from 0 to 1"),
     ("zb-auto", {"costs": Costs(F=1, B=2)}, "costs.I is missing; a split backward needs F, I and W"),
     ("zb-auto", {"costs": Costs(F=[1, 2], I=1, W=1)}, "costs.F has 2 numbers for 4 stages"),
     (
@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("v-budget", {"memory_limit": [8, 8, 8, 3]}, "needs 4 stage activations on each"),
     ("v-budget", {"memory_limit": [10, 10]}, "memory_limit has 2 numbers for 4 devices"),
-    ("v-budget", {"memory_limit": -1}, "memory_limit must be a finite number above 0"),
+    ("v-budget", {"memory_limit": -1}, "memory_limit is -1; it must be a finite number above 0"),
     ("v-budget", {"costs": Costs(F=1, B=2)}, "costs.I is missing; a V-schedule needs F, I and W"),
 ]
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from math import ceil, gcd
 
-from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
+from evenpipe.words import refused
 
 Turns = dict[int, tuple[int, int]]
 """Turn -> chunk and microbatch."""
@@ -55,7 +55,7 @@ def gis(
     """
     group = devices if group_size is None else group_size
     if group < 1:
-        raise InputError(f"group_size must be a whole number of at least 1, not {group}")
+        raise refused("group_size", group, "a whole number of at least 1")
     placement = Placement.looped(devices, stages_per_device)
     half = ceil(devices / 2)
     spread = 1 if group >= half else ceil(smallest_group(placement, costs) / group)

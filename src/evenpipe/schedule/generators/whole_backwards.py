@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from evenpipe.errors import InputError
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.placement import Placement
+from evenpipe.words import refused
 
 
 def gpipe(devices: int, microbatches: int) -> Order:
@@ -91,10 +91,8 @@ class _Groups(NamedTuple):
 def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
     """As few groups as `group_size` allows, or as many as leave no gaps."""
     if group_size is not None and group_size < devices:
-        raise InputError(
-            f"group_size must be at least the number of devices, {devices}, not {group_size}: smaller groups do not "
-            "keep all devices busy"
-        )
+        reason = "the number of devices: smaller groups do not keep all devices busy"
+        raise refused("group_size", group_size, f"at least {devices}, {reason}")
     count = max(1, microbatches // devices) if group_size is None else -(-microbatches // group_size)
     small, larger = divmod(microbatches, count)
     if small >= devices or count == 1:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
+from evenpipe.words import refused
 
 from .split_step import SplitProblem, Step
 from .zero_bubble import simulate_lagging
@@ -44,7 +44,7 @@ def zb_auto(
     """
     limits = limits_per_device(devices if memory_limit is None else memory_limit, devices, least=1)
     if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
-        raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
+        raise refused("weight_share", weight_share, "a number from 0 to 1")
     placement, costs = Placement.linear(devices), costs or EQUAL_COSTS
     times = forward, inputs, weights = costs.needed_times(placement, _KINDS, "a split backward needs F, I and W")
     tolerance = 1e-9 * (sum(map(max, times)) or 1.0)

@@ -33,7 +33,7 @@ from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.rules import PassGroup
 from evenpipe.schedule.timing import timed
 from evenpipe.schedule.walk import Walked
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 from .vocabulary import interval_of
 
@@ -90,9 +90,7 @@ def _refuse_unfit(order: Order, slices: int) -> None:
     if order.slices > 1:
         raise InputError(f"the order has sequences of {order.slices} slices already")
     if slices < 1 or order.microbatches % slices:
-        raise InputError(
-            f"slices is {slices}; it must be a number that divides the {count(order.microbatches, 'unit')} of the order"
-        )
+        raise refused("slices", slices, f"a number that divides the {count(order.microbatches, 'unit')} of the order")
     for item in (item for device in range(order.devices) for item in order.passes(device)):
         if item.kind not in _RANK:
             why = ", whose forwards and backwards must be passes of their own" if item.parts else ""

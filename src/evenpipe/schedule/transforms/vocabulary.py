@@ -48,6 +48,7 @@ from evenpipe.schedule.simplified_costs import simplified_costs
 from evenpipe.schedule.timing import timed
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 from evenpipe.schedule.walk import Walked
+from evenpipe.words import refused
 
 from .list_scheduling import Arranger, Length, Rows
 
@@ -121,7 +122,7 @@ def add_vocabulary(order: Order, mode: str = "vocab-2", costs: Costs | None = No
     """
     mode = VocabularyMode.of(mode)
     if mode not in (VocabularyMode.VOCAB_1, VocabularyMode.VOCAB_2):
-        raise InputError(f"mode is {mode}; it must be vocab-1 or vocab-2")
+        raise refused("mode", mode, "vocab-1 or vocab-2")
     costs = with_vocabulary_times(costs)
     validate_base(order)
     passes = Passes.of(split_joint_passes_at_loss(order), mode)
