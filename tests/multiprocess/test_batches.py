@@ -34,6 +34,7 @@ from transformers import (
 from evenpipe import InputError, Pipeline
 from evenpipe.model import describe
 from evenpipe.schedule import MODES
+from evenpipe.words import show
 
 FP64 = torch.float64
 VOCABULARY, MICROBATCHES = 97, 4
@@ -282,7 +283,7 @@ REFUSED_TOTALS = [
     (False, (60, None), NOTHING, "total_tokens: [60.0, None] by replica"),
     (True, (60, 60), NOTHING, "total_tokens: 60 without accumulate, but the routers of MixtralForCausalLM add a loss"),
     *(
-        (False, NOTHING, (steps, 2), f"accumulate is {steps!r}; it must be a whole number of steps, 1 or more")
+        (False, NOTHING, (steps, 2), f"accumulate is {show(steps)}; it must be a whole number of steps, 1 or more")
         for steps in (0, -1, 1.5, True, "2")
     ),
     (False, NOTHING, (4, 2), "accumulate: [4, 2] by replica, expected the same number of steps in all of them"),
