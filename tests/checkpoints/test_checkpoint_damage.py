@@ -23,14 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageM
 
 from evenpipe.checkpoints import checkpoint as module
 from evenpipe.checkpoints import find_latest, load, open_checkpoint
-from evenpipe.checkpoints.manifest import (
-    MANIFEST,
-    DamagedError,
-    FileEntry,
-    Manifest,
-    hash_file,
-    read_manifest,
-)
+from evenpipe.checkpoints.manifest import MANIFEST, DamagedError, FileEntry, Manifest, hash_file, read_manifest
 from evenpipe.checkpoints.state import tensors_to_save
 from evenpipe.checkpoints.storage import tensor_entries
 from evenpipe.errors import InputError, RunError

@@ -83,7 +83,11 @@ def test_a_family_without_closed_form_is_traced() -> None:
     with pytest.raises(InputError, match="cp is 2; it must be 1: BloomForCausalLM takes no position ids"):
         estimated(bloom, sequence=32, cp=2)
     for family, changes, words in (
-        ("bloom", {}, "layers that are not known in closed form; it must be one of cohere2, gemma2, gemma3"),
+        (
+            "bloom",
+            {},
+            "'bloom' has layers that are not known in closed form; it must be one of cohere2, gemma2, gemma3",
+        ),
         ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
     ):
         with pytest.raises(InputError, match=words):

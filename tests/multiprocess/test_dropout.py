@@ -271,7 +271,9 @@ def with_budget(budget: float) -> str:
 
 def test_a_memory_budget_of_torch_is_refused_with_compiled_layers() -> None:
     for said in run_processes(with_budget, 2, 0.5):
-        assert said.startswith("torch._functorch.config.activation_memory_budget is 0.5; it must be 1 with compile")
+        assert said.startswith(
+            "torch._functorch.config.activation_memory_budget is 0.5; it must be 1 with compile_layers"
+        )
 
 
 def test_noise_of_routers_is_refused_with_tensor_ranks() -> None:

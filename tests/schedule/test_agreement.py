@@ -14,15 +14,7 @@ from walked import walk
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.parallelism import Parallelism, for_replicas
-from evenpipe.schedule import (
-    MODES,
-    SCHEDULES,
-    SHARING,
-    Program,
-    check_program,
-    evaluation_program,
-    plan_program,
-)
+from evenpipe.schedule import MODES, SCHEDULES, SHARING, Program, check_program, evaluation_program, plan_program
 
 VOCABULARY = """
 E0,ROWS0,0F0,0SEND_F0,X0,S0,STATISTICS0,C0,DX0,T0,0RECV_B0,0B0,ROW_GRADIENTS0,G0

@@ -19,6 +19,7 @@ from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
+from evenpipe.schedule.registry import check_count
 from evenpipe.words import refused, unknown
 
 from .programs import Programs
@@ -117,8 +118,7 @@ def problem_of(
 ) -> Problem:
     """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise refused(name, value, "a whole number of at least 1")
+        check_count(name, value)
     if memory_bytes is not None and memory_bytes < 1:
         raise InputError(f"gpu memory is {memory_bytes} bytes; it must be more than 0")
     if kernels not in PRESETS:

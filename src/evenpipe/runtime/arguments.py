@@ -61,9 +61,8 @@ def check_memory_budget() -> None:
     if config.activation_memory_budget < 1:
         raise InputError(
             f"torch._functorch.config.activation_memory_budget is {config.activation_memory_budget:g}; it must be 1"
-            " with"
-            ' compile_layers and dropout, for which torch computes wrong gradients otherwise; checkpointing="selective"'
-            " saves memory too"
+            " with compile_layers and dropout, for which torch computes wrong gradients otherwise;"
+            ' checkpointing="selective" saves memory too'
         )
 
 
