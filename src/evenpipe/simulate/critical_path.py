@@ -61,13 +61,12 @@ class CriticalPath:
 def critical_path(work: Work, loop: Loop) -> CriticalPath:
     """The path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device."""
     numbered = work.numbered
-    ends = [
-        (loop.end[n], -device, -place, n)
-        for device, row in enumerate(work.rows)
-        for place, n in enumerate(row)
-        if not numbered.is_transfer(n) and work.beside.get(n, Kind.REDUCE_GRAD) in REDUCING_KINDS
-    ]
-    chain = [max(ends)[-1]]
+
+    def is_of_step(n: int) -> bool:
+        return not numbered.is_transfer(n) and work.beside.get(n, Kind.REDUCE_GRAD) in REDUCING_KINDS
+
+    end = loop.end[next(filter(is_of_step, reversed(loop.ended)))]
+    chain = [next(n for row in work.rows for n in row if loop.end[n] == end and is_of_step(n))]
     while loop.why[chain[-1]] != START:
         chain.append(loop.who[chain[-1]])
     steps: list[Event] = []
