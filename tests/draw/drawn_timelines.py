@@ -6,18 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from evenpipe.schedule import (
-    Cause,
-    Costs,
-    Event,
-    Pass,
-    Slack,
-    Timeline,
-    Transfer,
-    TransferKind,
-    plan_order,
-    time_order,
-)
+from evenpipe.schedule import Cause, Costs, Event, Pass, Slack, Timeline, Transfer, TransferKind, plan_order, time_order
 
 EMPTY = {"no devices": Timeline(()), "no events": Timeline(((), ()))}
 
@@ -42,10 +31,7 @@ def two_devices() -> Timeline:
     first, second = Pass.parse("0F0"), Pass.parse("1F0")
     last, end = Pass.parse("1B0"), Pass.parse("0B0")
     rows = (
-        (
-            Event(0, first, 0.0, 2.0, Cause("start")),
-            Event(0, end, 9.0, 12.0, Cause("transfer", backward, 0)),
-        ),
+        (Event(0, first, 0.0, 2.0, Cause("start")), Event(0, end, 9.0, 12.0, Cause("transfer", backward, 0))),
         (
             Event(1, second, 3.0, 5.0, Cause("transfer", forward, 1)),
             Event(1, last, 5.0, 8.0, Cause("device", second, 1)),

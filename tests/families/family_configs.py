@@ -200,12 +200,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma2": {"untied": UNTIED},
     "gemma3_text": {"mixed layers": {"layer_types": MIXED}, "untied": UNTIED},
     "gemma4_text": {
-        "experts": {
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 40,
-        },
+        "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40},
         "inputs per layer": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 251},
         "shared keys": {"num_kv_shared_layers": 2},
     },

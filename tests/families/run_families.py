@@ -25,10 +25,7 @@ from typing import Any
 
 import transformers
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parent.parent.parent / "tools"),
-]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent / "tools")]
 
 import families_page  # noqa: E402
 from family_configs import Configuration, configurations  # noqa: E402

@@ -138,11 +138,7 @@ def _unrelated() -> Iterator[subprocess.Popen[bytes]]:
 def _start_stranger(begin: list[str], seconds: float, ports: list[int]) -> subprocess.Popen[str]:
     own = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": "/", "GLOO_SOCKET_IFNAME": "lo"}
     stranger = subprocess.Popen(
-        [*begin, str(seconds), *map(str, ports)],
-        env=own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [*begin, str(seconds), *map(str, ports)], env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "ready\n", "the stranger did not start"

@@ -340,11 +340,7 @@ def _in_bf16(case: Case) -> Case:
         loss={},
         saves=False,
         model=replace(
-            model,
-            family=dice.choice((model.family, *KEPT_IN_FP32)),
-            given_as="live",
-            differs=False,
-            router_loss=0.0,
+            model, family=dice.choice((model.family, *KEPT_IN_FP32)), given_as="live", differs=False, router_loss=0.0
         ),
         steps=(Step(batches=batches),),
     )

@@ -6,11 +6,7 @@ from transformers import LlamaConfig
 
 from evenpipe.model import Description, describe
 
-WIDTHS = {
-    "8b": (4096, 14336, 32, 8),
-    "70b": (8192, 28672, 64, 8),
-    "405b": (16384, 53248, 128, 16),
-}
+WIDTHS = {"8b": (4096, 14336, 32, 8), "70b": (8192, 28672, 64, 8), "405b": (16384, 53248, 128, 16)}
 """Hidden size, inner size, heads, and heads of keys and values."""
 
 

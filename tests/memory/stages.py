@@ -89,10 +89,7 @@ def closed(case: Case) -> StageBytes:
         piece=case.piece,
     )
     return ClosedForms(case.description).stage(
-        portion=portion,
-        kernels=KERNELS[case.kernels],
-        whole_end=cut is not None and cut.end_is_whole,
-        **case.stage,
+        portion=portion, kernels=KERNELS[case.kernels], whole_end=cut is not None and cut.end_is_whole, **case.stage
     )
 
 

@@ -217,3 +217,11 @@ def test_published_bytes_per_logit(loss: str, expected: int) -> None:
     )
     assert whole.peaks.output - hidden == pytest.approx(forward * 128256 * 8192, rel=0.01)
     assert shared.stored - hidden == pytest.approx((whole.stored - hidden) / 8, rel=0.01)
+
+
+def test_only_tensor_ranks_that_keep_own_rows_put_those_of_the_embedding_together() -> None:
+    shape, hidden = VocabularyShape(rows=128, hidden_size=8, sequences=1, tokens=16), 16 * 8 * 2
+    for ranks, placing, picking in ((1, 0, 0), (2, 2 * hidden, 2 * hidden)):
+        shared = {"tensor_parallel": ranks, "own_rows": True}
+        embedding = vocabulary_bytes("first-last", 0, Placement.linear(2), shape, token_share=1.0, **shared).embedding
+        assert (embedding.placing_peak, embedding.picking_peak) == (placing, picking)

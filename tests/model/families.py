@@ -112,10 +112,7 @@ EXPERTS: dict[str, tuple[str, dict]] = {
         {**GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 40, "moe_layer_start_index": 1}
         | {"moe_layer_end_index": 3, "moe_num_shared_experts": 1},
     ),
-    "minimax_m2": (
-        "MiniMaxM2Config",
-        {**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "minimax_m2": ("MiniMaxM2Config", {**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "flex_olmo": ("FlexOlmoConfig", {**GROUPED, "num_experts": 5, "num_experts_per_tok": 2}),
 }
 PROMISED_EXPERTS = list(EXPERTS)[:4]

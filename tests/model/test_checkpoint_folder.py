@@ -204,7 +204,14 @@ def test_a_tie_holds_where_the_files_hold_one_matrix(tmp_path, monkeypatch, chan
     folder, said = rewrite(save(tmp_path), change), []
     description = as_stored(describe(folder), say=said.append)
     assert description.tied is tied and description.source == str(folder)
-    assert len(said) == (not tied) and all(EMBEDDING in text and HEAD in text for text in said)
+    assert said == (
+        []
+        if tied
+        else [
+            f"{folder}: {EMBEDDING} and {HEAD} differ, so both are kept, as transformers does"
+            ", though its config has tie_word_embeddings = true"
+        ]
+    )
     ours, theirs = losses(folder)
     assert ours == pytest.approx(theirs, rel=1e-6)
 
@@ -216,6 +223,22 @@ def test_matrices_that_differ_are_both_written_back(tmp_path) -> None:
     given, written = (load_file(tmp_path / name / "model.safetensors") for name in ("given", "written"))
     assert given.keys() == written.keys() and all(torch.equal(given[name], written[name]) for name in given)
     assert json.loads((tmp_path / "written" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_matrices_that_differ_are_refused_where_the_code_has_one(tmp_path) -> None:
+    folder = rewrite(save(tmp_path), change_all)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "one", "auto_map": {"AutoConfig": "one.Config", "AutoModelForCausalLM": "one.One"}}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["One"]}))
+    (folder / "one.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\nclass Config(LlamaConfig):\n    model_type = 'one'\n"
+        "class One(LlamaForCausalLM):\n    config_class = Config\n    def __init__(self, config):\n"
+        "        config.tie_word_embeddings = True\n        super().__init__(config)\n"
+    )
+    with pytest.raises(InputError) as caught:
+        as_stored(describe(folder, trust_remote_code=True))
+    said = f"{EMBEDDING} and {HEAD} differ; they must be equal, since One has one matrix for both"
+    assert str(caught.value) == f"{folder}: {said}"
 
 
 def test_tensors_without_a_place_are_left_out_and_named(tmp_path, caplog) -> None:

@@ -118,13 +118,15 @@ def in_two_passes() -> None:
     shards = Communicators([("dp", everyone)], timeout_seconds=GROUP_TIMEOUT.total_seconds())["dp"]
     linear = nn.Linear(2, 3, bias=False)
     nn.init.ones_(linear.weight)
-    holder = nn.ModuleList([linear])
-    sharded = ShardedModule(holder, [linear], shards, compute_dtype=torch.bfloat16, what="a layer")
-    ((_, held),) = sharded
+    holder = nn.ModuleList([linear, nn.LayerNorm(3, bias=False)])
+    options = {"compute_dtype": torch.bfloat16, "what": "a layer", "kept": ("1.weight",)}
+    sharded = ShardedModule(holder, [*holder], shards, **options)
+    (_, held), (_, kept) = sharded
     master, start = held.tensor, held.placement.ranges(0)[0].start
     sharded.gather()
     sharded.ready()
     weight = linear.weight
+    assert holder[1].weight.dtype == torch.float32 and holder[1].weight.tolist() == [1.0] * 3 and len(kept.tensor) < 3
     assert weight.dtype == torch.bfloat16 and weight.shape == (3, 2)
     hidden = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
     (hidden @ weight.detach().t()).sum().backward()  # I

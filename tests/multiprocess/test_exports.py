@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from evenpipe.cli.main import main
 from evenpipe.errors import InputError, RunError
+from evenpipe.model import describe, write_folder_metadata
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.train.export import export_checkpoint
 from evenpipe.train.tokenizer import train_tokenizer
@@ -219,6 +220,8 @@ def check_code(folder: Path) -> None:
     assert_form(exported, folder / "source")
     assert type(AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)).__name__ == "MineForCausalLM"
     assert export_checkpoint(folder / "run", exported, trust_remote_code=True), "an export that an export may replace"
+    write_folder_metadata(describe(exported, trust_remote_code=True), folder / "of its class", None)
+    assert CODE.keys() <= files_in(folder / "of its class").keys()
 
 
 def check_several(folder: Path) -> None:
@@ -323,7 +326,7 @@ def own_loop(folder: Path) -> None:
         pipeline.save_pretrained(folder / f"{kind} saved")
         pipeline.save_pretrained(folder / f"{kind} exact", dtype=torch.float32)
         checkpoint = pipeline.save_checkpoint(folder / f"{kind} checkpoints", 1, optimizer)
-        with pytest.raises(InputError, match=r"dtype = torch\.int8; it must be one of torch\.float64"):
+        with pytest.raises(InputError, match=r"dtype is torch\.int8; it must be one of torch\.float64"):
             pipeline.save_pretrained(folder / "never", dtype=torch.int8)
         if kind == "folder":
             check_loss(pipeline.evaluate(IDS).loss, folder / "folder exact", checkpoint, options)

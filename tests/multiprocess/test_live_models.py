@@ -81,11 +81,7 @@ def faults_of_layouts(make: Callable[[], PreTrainedModel], layouts: list[str], f
 
 @pytest.mark.parametrize(
     ("make", "layouts", "tied"),
-    [
-        (changed, list(LAYOUTS), True),
-        (tied_by_hand, ["1f1b", "zbv"], True),
-        (untied_by_hand, ["1f1b", "zbv"], False),
-    ],
+    [(changed, list(LAYOUTS), True), (tied_by_hand, ["1f1b", "zbv"], True), (untied_by_hand, ["1f1b", "zbv"], False)],
 )
 @pytest.mark.sampled(1)
 def test_every_layout_has_the_gradients_of_the_live_model(make, layouts, tied, tmp_path: Path, sample) -> None:

@@ -412,12 +412,7 @@ def clipping(options: dict[str, object]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("processes", "options", "allowed"),
-    [
-        (2, {}, False),
-        (2, {"replicas": 2, "data_parallel": "shard"}, False),
-        (2, {"replicas": 2}, True),
-        (1, {}, True),
-    ],
+    [(2, {}, False), (2, {"replicas": 2, "data_parallel": "shard"}, False), (2, {"replicas": 2}, True), (1, {}, True)],
 )
 @pytest.mark.sampled(2)
 def test_torch_may_clip_only_where_a_process_holds_the_whole_model(processes, options, allowed) -> None:

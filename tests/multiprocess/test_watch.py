@@ -108,10 +108,7 @@ def an_operation_of_torchs_own() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if worker.rank == 0:
         message = r"process 1 .*has died.* was awaiting token ids from processes 0, 1, 2"
-        with (
-            pytest.raises(RunError, match=f"^{message}$"),
-            worker.watch.during("token ids", "default", everyone),
-        ):
+        with pytest.raises(RunError, match=f"^{message}$"), worker.watch.during("token ids", "default", everyone):
             dist.all_reduce(torch.zeros(1))
     else:
         try:

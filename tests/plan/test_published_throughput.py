@@ -23,12 +23,7 @@ from evenpipe.plan.problem import problem_of
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split
 
-NUMBERS = {
-    "A100-40GB, 8192 tokens": 56,
-    "H100-94GB, 8192 tokens": 66,
-    "H100-94GB, 16384 tokens": 46,
-    "B200": 31,
-}
+NUMBERS = {"A100-40GB, 8192 tokens": 56, "H100-94GB, 8192 tokens": 66, "H100-94GB, 16384 tokens": 46, "B200": 31}
 
 
 def test_all_published_rows_are_there() -> None:

@@ -60,10 +60,7 @@ def refused(error: InputError) -> None:
 @pytest.mark.parametrize("name", [*SCHEDULES, "random"])
 @settings(max_examples=30)
 @given(
-    devices=st.integers(1, 7),
-    microbatches=st.integers(1, 12),
-    mode=st.sampled_from(MODES),
-    seed=st.integers(0, 10**6),
+    devices=st.integers(1, 7), microbatches=st.integers(1, 12), mode=st.sampled_from(MODES), seed=st.integers(0, 10**6)
 )
 @pytest.mark.sampled(4)
 def test_programs_are_sound_in_every_mode_and_timed_as_the_second_opinion_times_them(
@@ -167,10 +164,7 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     ((lambda devices, microbatches: WRONG_SIZE, 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
     ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
     ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
-    (
-        (add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "vocab-1"),
-        "passes of vocab-2, not those of mode vocab-1",
-    ),
+    ((add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "vocab-1"), "passes of vocab-2, not those of mode vocab-1"),
     ((add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "first-last"), "of vocab-2, not those of mode first-last"),
     ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
     ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),

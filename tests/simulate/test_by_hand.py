@@ -255,11 +255,7 @@ MEMORY: list[tuple[str, Costly, list[tuple[tuple[float, float], ...]]]] = [
         [((0, 4), (1, 10), (3, 6), (4, 0))],
     ),
     # Device 1 issues 1RECV_F0 at once, at 0, and 1F0 ends at 2; device 0 issues 0RECV_B0 behind 0F0, as predicted.
-    (
-        "0F0 0B0|1F0 1B0",
-        {**ONES, "memory": {"F": 0, "B": 0, "receive": 3}},
-        [((1, 3), (4, 0)), ((0, 3), (2, 0))],
-    ),
+    ("0F0 0B0|1F0 1B0", {**ONES, "memory": {"F": 0, "B": 0, "receive": 3}}, [((1, 3), (4, 0)), ((0, 3), (2, 0))]),
     # 0D0 waits until 3, and 0L0 is issued, though its copy starts at 5. 0O1 ends at 5; what it copied stays until 0D1,
     # at 8, where 0B0 releases and 0L1 takes.
     (ALONE, {**COPIES, "bytes": 10}, [((0, 10), (1, 20), (3, 20), (8, 10), (11, 0))]),

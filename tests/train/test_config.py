@@ -37,10 +37,7 @@ def config(*overrides: str, **tables: dict[str, Any]) -> Config:
 REFUSED = [
     # words about what is accepted; overrides with another value, which the sentence must name with their field
     (["true or false"], ["model.self_check=yes", "pipeline.nccl_high_priority=1"]),
-    (
-        ["an integer"],
-        ["data.sequence_length=256.0", "data.sequence_length=true", "pipeline.nccl_channels=2.5"],
-    ),
+    (["an integer"], ["data.sequence_length=256.0", "data.sequence_length=true", "pipeline.nccl_channels=2.5"]),
     (["an integer"], ['pipeline.layers_per_stage=["2"]']),
     (["a number"], ['optimizer.learning_rate="3e-4"']),
     (["a number above 0, a list of them or none"], ["pipeline.memory_limit=true"]),

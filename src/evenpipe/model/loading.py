@@ -141,8 +141,8 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
     untied = describe(config, trust_remote_code=description.trust_remote_code)
     if untied.tied:
         raise InputError(
-            f"{description.source}: {description.embedding_name} and {description.head_name} differ; it must be equal,"
-            f" since {description.architecture} has one matrix for both."
+            f"{description.source}: {description.embedding_name} and {description.head_name} differ; they must be"
+            f" equal, since {description.architecture} has one matrix for both"
         )
     return replace(untied, source=description.source)
 

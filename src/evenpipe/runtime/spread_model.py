@@ -47,7 +47,7 @@ from evenpipe.runtime.pieces import Cutter
 from evenpipe.runtime.result import html_table
 from evenpipe.runtime.scheduled_model import ScheduledModel
 from evenpipe.runtime.walker import Walker
-from evenpipe.words import count
+from evenpipe.words import count, refused
 
 logger = logging.getLogger(__name__)
 
@@ -468,8 +468,7 @@ class SpreadModel(ScheduledModel):
             RunError: the folder cannot be written, or the model consists of plain modules; raised on every process.
         """
         if dtype is not None and dtype not in STORED_DTYPES.values():
-            accepted = ", ".join(map(str, STORED_DTYPES.values()))
-            raise InputError(f"dtype = {dtype!r}; it must be one of {accepted}")
+            raise refused("dtype", dtype, f"one of {', '.join(map(str, STORED_DTYPES.values()))}")
         self._groups.agree("save_pretrained")
         fault: str | None = None
         dtypes = (
