@@ -18,7 +18,7 @@ from evenpipe.cli.main import main
 from evenpipe.errors import InputError
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.data import prepare
-from evenpipe.train.tokenizer import LONGEST_RUN, _pieces, train_tokenizer
+from evenpipe.train.tokenizer import LONGEST_RUN, _first, _pieces, train_tokenizer
 
 TEXT = "every stage waits for its turn\n" * 200
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
@@ -180,6 +180,10 @@ def test_long_runs_are_cut_and_ordinary_text_is_not():
         assert "".join(pieces) == text and [len(piece) for piece in pieces] == lengths
     tokenizer = train_tokenizer(["a" * 3_000_000], 300, "<|end|>")
     assert tokenizer.decode(tokenizer("aaa aaaa")["input_ids"]) == "aaa aaaa"
+
+
+def test_training_reads_only_the_first_characters() -> None:
+    assert list(_first(["abc", "de", "f"], 4)) == ["abc", "d"] and not list(_first(["abc"], 0))
 
 
 def test_a_signal_ends_the_training_and_the_process():
