@@ -44,7 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
         *{"tensor", "attention", "experts"},
     },
-    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe", "tensor", "attention", "experts"},
+    "plan": {
+        *{"memory", "simulate", "costs", "schedule", "vocabulary", "model", "recipe", "tensor", "attention", "experts"},
+    },
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan", "experts"},

@@ -38,15 +38,8 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import each_slice
 
-CONFIG = LlamaConfig(
-    vocab_size=32000,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    tie_word_embeddings=False,
-)
+SIZES = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
+CONFIG = LlamaConfig(**SIZES, num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False)
 HARDWARE = replace(KNOWN["H100-80G"], torch_device="cpu")  # without the factor of collectives beside passes
 FACTORS = {name: 1.0 + 0.1 * place for place, name in enumerate(MEASURED)}
 """What everything really takes, over what is said of it: another factor for each kind."""

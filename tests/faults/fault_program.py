@@ -59,16 +59,9 @@ def train(case: Case, folder: Path) -> int:
     trap = Trap(case, folder, rank)
     initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=timeout_seconds(case), torch_device="cpu")
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2} if case.expert_parallel > 1 else {}
-    config = (MixtralConfig if experts else LlamaConfig)(
-        **experts,
-        vocab_size=67,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
+    sizes = {"vocab_size": 67, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": LAYERS}
+    config = (MixtralConfig if experts else LlamaConfig)(**experts, **sizes, **heads)
     options = {name: getattr(case, name) for name in OF_A_PIPELINE} | {"replicas": case.expert_parallel}
     for number in range(2):
         checkpoints = folder / f"checkpoints-{number}"

@@ -24,15 +24,8 @@ LAYERS, VOCABULARY = 4, 61
 
 def pipeline_and_batch(timeout_seconds: float) -> tuple[Pipeline, torch.Tensor]:
     """The same weights and token ids on any number of processes."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1)
     pipeline = Pipeline(config, microbatches=2, self_check=False, timeout_seconds=timeout_seconds)
     return pipeline, torch.randint(0, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import LlamaConfig
 
 from evenpipe.model import Description, describe
 
-WIDTHS = {"8b": (4096, 14336, 32, 8), "70b": (8192, 28672, 64, 8), "405b": (16384, 53248, 128, 16)}
-"""Hidden size, inner size, heads, and heads of keys and values."""
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 
 
 def llama(size: str = "8b", *, layers: int = 32, vocabulary: int = 128256) -> Description:
-    hidden, inner, heads, groups = WIDTHS[size]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig.from_json_file(MODELS / f"llama-3.1-{size}.json")
+    config.num_hidden_layers, config.vocab_size = layers, vocabulary
+    if size == "405b":  # runs of 2024 and 2025 had the heads of keys and values twice, as Meta first released them
+        config.num_key_value_heads = 16
     return describe(config)

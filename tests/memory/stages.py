@@ -20,10 +20,7 @@ from evenpipe.memory.tracker import Tracker
 from evenpipe.model import Description, build_stage, describe, fill_parameters
 from evenpipe.tensor.check import cut_of_model
 
-KERNELS = PRESETS | {
-    "eager attention": replace(PRESETS["fused"], attention="eager"),
-    "packed": replace(PRESETS["fused"], packed_qkv=True),
-}
+KERNELS = PRESETS | {"eager attention": replace(PRESETS["fused"], attention="eager")}
 
 
 @dataclass(frozen=True, kw_only=True)

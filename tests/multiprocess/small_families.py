@@ -39,6 +39,9 @@ USUAL: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+GRANITE = {"embedding_multiplier": 2.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 3.0}
+DEEPSEEK_HEADS = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+DEEPSEEK_EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -61,31 +64,16 @@ CONFIGS = {
         GPT2Config, "intermediate_size", "num_key_value_heads", n_inner=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
     "olmo2": small(Olmo2Config),
-    "granite": small(
-        GraniteConfig,
-        attention_bias=True,
-        mlp_bias=True,
-        embedding_multiplier=2.5,
-        residual_multiplier=0.7,
-        attention_multiplier=0.4,
-        logits_scaling=3.0,
-    ),
+    "granite": small(GraniteConfig, attention_bias=True, mlp_bias=True, **GRANITE),
     "cohere2": small(Cohere2Config, **SLIDING),
     "mixtral": small(MixtralConfig, num_local_experts=4, **EXPERTS),
     "qwen3-moe": small(Qwen3MoeConfig, head_dim=4, num_experts=4, moe_intermediate_size=8, **EXPERTS),
     "deepseek-v3": small(
         DeepseekV3Config,
         num_key_value_heads=4,
-        q_lora_rank=6,
-        kv_lora_rank=6,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
         moe_intermediate_size=8,
+        **DEEPSEEK_HEADS,
+        **DEEPSEEK_EXPERTS,
         **EXPERTS,
     ),
 }

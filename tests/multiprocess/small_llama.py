@@ -12,18 +12,9 @@ from evenpipe.model import Description, describe
 
 
 def llama(vocabulary: int, tied: bool, dtype: torch.dtype, layers: int = 4):
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-    )
-    return whole_model(config, dtype)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    return whole_model(LlamaConfig(**sizes, **heads, vocab_size=vocabulary, num_hidden_layers=layers), dtype)
 
 
 @cache

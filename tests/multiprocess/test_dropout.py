@@ -31,25 +31,10 @@ from evenpipe.tensor.check import cut_of_model
 
 VOCABULARY, MICROBATCHES, SEQUENCES, TOKENS = 97, 4, 8, 6
 FP64 = torch.float64
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 CONFIGS = {
-    "gpt2": GPT2Config(  # also before its layers
-        vocab_size=VOCABULARY,
-        n_embd=16,
-        n_layer=4,
-        n_head=2,
-        n_positions=32,
-        embd_pdrop=0.2,
-        resid_pdrop=0.3,
-        attn_pdrop=0.1,
-    ),
-    "llama": LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        attention_dropout=0.4,
-    ),
+    "gpt2": GPT2Config(**SIZES, n_positions=32, embd_pdrop=0.2, resid_pdrop=0.3, attn_pdrop=0.1),  # also before layers
+    "llama": LlamaConfig(**SIZES, intermediate_size=24, attention_dropout=0.4),
 }
 
 

@@ -20,7 +20,7 @@ import transformers
 from families import EXPERTS, tiny_config
 from harness import run_processes
 
-from evenpipe import OffloadOptions, Pipeline, Recipe
+from evenpipe import LossOptions, OffloadOptions, Pipeline, Recipe
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.experts import adopt
 from evenpipe.experts.layout import Exchange, Layout, spread
@@ -51,6 +51,7 @@ class Case:
     tied: bool = False
     bf16: bool = False
     recompute: bool = False
+    loss: LossOptions | None = None
     above: float = 0.0
     """By which the peak may be estimated too high: closed forms take a first backward to begin with all gradients; and
     where activations are on the host, a backward gives its input back before its end, and is estimated as one that does
@@ -158,6 +159,11 @@ CASES = [
     Case("1f1b", "redistribute", CONTEXT | {"slices": 2}, family="phi3"),
     Case("interleaved", "vocab-2", HEADS | {"slices": 4}),
     Case("1f1b", "vocab-2", CONTEXT | TENSOR | {"slices": 2}),
+    # losses
+    Case("1f1b", "vocab-2", loss=LossOptions(keep="nothing")),
+    Case("1f1b", "first-last", loss=LossOptions(keep="nothing", label_smoothing=0.1)),
+    Case("zb-h1", "vocab-1", loss=LossOptions(label_smoothing=0.1, z_loss=1e-4, entropy=True)),
+    Case("1f1b", "vocab-2", loss=LossOptions(label_smoothing=0.1), family="gemma2"),
     # experts, of each device and shared
     Case("1f1b", "first-last", SETS_OF_EXPERTS, family="mixtral"),
     Case("zb-h1", "first-last", SETS_OF_EXPERTS | SELECTIVE, family="mixtral"),
@@ -177,15 +183,9 @@ def config(case: Case) -> transformers.PreTrainedConfig:
         if case.family == "gemma2":
             changes["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
         return tiny_config(case.family, tied=case.tied, **changes)
-    return transformers.LlamaConfig(
-        **changes,
-        hidden_size=64,
-        intermediate_size=160,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=TOKENS,
-        tie_word_embeddings=case.tied,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": case.tied}
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": TOKENS}
+    return transformers.LlamaConfig(**changes, **sizes, **heads)
 
 
 def recipe_of(case: Case, **changes: Any) -> Recipe:
@@ -234,7 +234,7 @@ def count_one(case: Case) -> Counted:
         changes["schedule"] = add_recompute(order)
     recipe = recipe_of(case, **changes)
     compute_dtype = torch.bfloat16 if case.bf16 else None
-    pipeline = Pipeline(config(case), recipe=recipe, compute_dtype=compute_dtype, self_check=False)
+    pipeline = Pipeline(config(case), recipe=recipe, loss=case.loss, compute_dtype=compute_dtype, self_check=False)
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
     size = (MICROBATCHES * SEQUENCES, recipe.batch.sequence_length)
     ids = torch.randint(0, ROWS, size, generator=torch.Generator().manual_seed(0))
@@ -267,7 +267,7 @@ def count_one(case: Case) -> Counted:
 def estimated(case: Case, recipe: Recipe, *, traced: bool, skew: float = 1.0) -> list[tuple[DeviceMemory, int]]:
     """Of each device: its memory with a curve, and its bytes on the host."""
     source, dtypes = ModelBytes(describe(config(case))), Dtypes(compute="bf16") if case.bf16 else SINGLE
-    found = estimate(source, recipe, hardware=CPU, dtypes=dtypes, traced=traced, skew=skew)
+    found = estimate(source, recipe, hardware=CPU, dtypes=dtypes, traced=traced, skew=skew, loss=case.loss)
     plan, settings = source.planned(found.recipe), found.settings
     devices = []
     for number, device in enumerate(found.devices):

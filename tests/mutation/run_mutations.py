@@ -2,8 +2,6 @@
 
     python tests/mutation/run_mutations.py --runs 100 --seed 1 --json FILE    of the tests that `make test` runs
     python tests/mutation/run_mutations.py --only 17 --seed 1                 only this mutation
-    python tests/mutation/run_mutations.py --json FILE --missed --tests ../before/tests --name before
-                                                                              what FILE says was missed, by other tests
 
 Each area of the code gets the same number of mutations. Tests of the damaged folder run first, then all others; the
 first failure ends a run, and so does `LIMIT_SECONDS` without an end, which counts as a failure. FILE is read first, and
@@ -35,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +94,9 @@ class Mutation:
     before: str
     after: str
     """The changed line, or lines."""
-    found_by: dict[str, str] = field(default_factory=dict)
-    """By the tests' name: the first test that fails; empty where none does."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    found_by: str | None = None
+    """The first test that fails; empty where none does."""
+    seconds: int = 0
     remark: str = ""
 
 
@@ -232,9 +230,9 @@ def reached(block):
         _seen.add(block)
         os.write(_file, block.encode() + b"\\n")
 """
-FOLDERS = ("src", "examples", "docs", "benchmarks", "tools", ".ci")
+FOLDERS = ("src", "tests", "examples", "docs", "benchmarks", "tools", ".ci")
 FILES = ("pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
-"""What tests read, besides themselves."""
+"""What tests read."""
 UNTOUCHED = ("vocabulary/kernels/rows.py",)
 """Triton reads the source of these; whoever executes another block of the folder is taken to execute them."""
 
@@ -318,11 +316,11 @@ class Reach:
         ]
 
 
-def record(tests: Path, options: list[str]) -> Reach:
+def record(options: list[str]) -> Reach:
     """Run each test file alone on a copy of the source that notes what is executed."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-reach-") as name:
         copy = Path(name)
-        files = _copied(copy, tests)
+        files = _copied(copy)
         package = copy / "src" / "evenpipe"
         for path in sorted(PACKAGE.rglob("*.py")):
             relative = path.relative_to(PACKAGE)
@@ -351,13 +349,12 @@ def record(tests: Path, options: list[str]) -> Reach:
 # --- running tests ----------------------------------------------------------------------------------------------------
 
 
-def _copied(copy: Path, tests: Path) -> list[str]:
-    """Copy the source and these tests; return the test files below `copy`."""
+def _copied(copy: Path) -> list[str]:
+    """Copy the source and the tests; return the test files below `copy`."""
     for part in FOLDERS:
         shutil.copytree(ROOT / part, copy / part)  # with compiled files, which stay valid
-    shutil.copytree(tests, copy / "tests")
     for part in FILES:
-        shutil.copy(tests.parent / part, copy / part)
+        shutil.copy(ROOT / part, copy / part)
     return [path.relative_to(copy).as_posix() for path in sorted((copy / "tests").rglob("test_*.py"))]
 
 
@@ -365,14 +362,14 @@ def _environment(copy: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(mutation: Mutation, damaged: bytes, tests: Path, options: list[str], reaching: list[str] | None) -> str:
+def run(mutation: Mutation, damaged: bytes, options: list[str], reaching: list[str] | None) -> str:
     """Run tests on a damaged copy of the source; return the first that fails, or an empty text.
 
     `reaching` are the test files to run (default: all).
     """
     with tempfile.TemporaryDirectory(prefix="evenpipe-mutation-") as name:
         copy = Path(name)
-        files = _copied(copy, tests)
+        files = _copied(copy)
         (copy / "src" / "evenpipe" / mutation.file).write_bytes(damaged)
         if reaching is not None:
             files = [file for file in files if file in reaching]
@@ -415,33 +412,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=100, help="how many mutations (default 100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="this mutation alone")
-    parser.add_argument("--missed", action="store_true", help="only those that other tests of FILE have not found")
-    parser.add_argument("--tests", type=Path, default=ROOT / "tests", metavar="FOLDER", help="of another version")
-    parser.add_argument("--name", default="make test", help="of these tests, in FILE")
     parser.add_argument("--options", default="--quick --seed 0", help='of pytest (default "--quick --seed 0")')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--reach", type=Path, metavar="REACH", help="run only test files that execute the damage")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     options = parser.parse_args(arguments)
     known = _read(options.json, options.seed)
-    tests, pytest_options = options.tests.resolve(), options.options.split()
-    reach = _read_reach(options.reach, tests, pytest_options) if options.reach is not None else None
+    pytest_options = options.options.split()
+    reach = _read_reach(options.reach, pytest_options) if options.reach is not None else None
     for number in range(options.runs) if options.only is None else [options.only]:
         drawn, damaged, block = draw(options.seed, number)
         mutation = known.setdefault(number, drawn)
         if options.list:
             print(f"{number} {mutation.area}: {mutation.file}:{mutation.line}\n- {mutation.before}\n+ {mutation.after}")
             continue
-        if options.name in mutation.found_by or (options.missed and all(mutation.found_by.values())):
+        if mutation.found_by is not None:
             continue
         started = time.monotonic()
         reaching = reach.of(block) if reach is not None else None
-        failure = run(mutation, damaged, tests, pytest_options, reaching)
-        mutation.found_by[options.name] = failure
-        mutation.seconds[options.name] = round(time.monotonic() - started)
-        what = failure or "MISSED"
-        print(f"{number} {mutation.file}:{mutation.line} {mutation.seconds[options.name]:.0f} s: {what}", flush=True)
-        if not failure:
+        mutation.found_by = run(mutation, damaged, pytest_options, reaching)
+        mutation.seconds = round(time.monotonic() - started)
+        what = mutation.found_by or "MISSED"
+        print(f"{number} {mutation.file}:{mutation.line} {mutation.seconds} s: {what}", flush=True)
+        if not mutation.found_by:
             print(f"- {mutation.before}\n+ {mutation.after}", flush=True)
         if options.json is not None:
             _write(options.json, options.seed, known)
@@ -457,31 +450,27 @@ def _read(path: Path | None, seed: int) -> dict[int, Mutation]:
     return {one["number"]: Mutation(**one) for one in content["mutations"]}
 
 
-def _read_reach(path: Path, tests: Path, options: list[str]) -> Reach:
+def _read_reach(path: Path, options: list[str]) -> Reach:
     is_new = not path.exists()
     if is_new:
-        path.write_text(json.dumps(asdict(record(tests, options))))
+        path.write_text(json.dumps(asdict(record(options))))
     reach = Reach(**json.loads(path.read_text()))
     if reach.source != source_digest():
         raise SystemExit(f"{path} was recorded with another state of src/; remove it to record it again")
     if is_new:  # a test that fails in any case would find every damage
         with tempfile.TemporaryDirectory(prefix="evenpipe-sound-") as name:
-            _copied(Path(name), tests)
+            _copied(Path(name))
             if failure := _first_failure(Path(name), reach.always, options, LIMIT_SECONDS):
                 raise SystemExit(f"{failure} fails without any damage")
     return reach
 
 
 def _write(path: Path, seed: int, known: dict[int, Mutation]) -> None:
-    names = sorted({name for mutation in known.values() for name in mutation.found_by})
-
-    def count(name: str, found: bool) -> int:
-        return sum(name in mutation.found_by and bool(mutation.found_by[name]) is found for mutation in known.values())
-
+    ended = [mutation.found_by for mutation in known.values() if mutation.found_by is not None]
     content = {
         "seed": seed,
-        "found": {name: count(name, True) for name in names},
-        "missed": {name: count(name, False) for name in names},
+        "found": sum(map(bool, ended)),
+        "missed": ended.count(""),
         "mutations": [asdict(known[number]) for number in sorted(known)],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")

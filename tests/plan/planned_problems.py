@@ -88,16 +88,9 @@ def configuration(
         split = splits_by_cost([1.0] * given.layers, shape.placement, 2.0, shape.in_flight)[0]
     else:
         split = even_split(given.layers, shape.placement.stages)
-    recipe = Recipe.of(
-        pp=devices,
-        microbatches=microbatches,
-        slices=slices,
-        sequence_length=given.sequence,
-        schedule=schedule,
-        schedule_options=options,
-        vocabulary=mode,
-        layers_per_stage=split,
-    )
+    batch = {"microbatches": microbatches, "slices": slices, "sequence_length": given.sequence}
+    order = {"schedule": schedule, "schedule_options": options, "vocabulary": mode, "layers_per_stage": split}
+    recipe = Recipe.of(pp=devices, **batch, **order)
     if offload == "least":
         return Configuration.of(given, recipe, open=("offload", *open), **others)
     return Configuration.of(given, recipe, open=open, **others).with_offload(offload)

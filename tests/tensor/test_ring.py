@@ -5,10 +5,14 @@ tests/fuzz compares gradients with one process.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from weakref import ref
+
 import pytest
 import torch
 from torch.nn import functional
 
+from evenpipe.tensor.gathered import Gathered
 from evenpipe.tensor.ring import Ring
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
@@ -51,3 +55,20 @@ def test_products_of_gathered_rows_and_sums_of_products(ranks: int, dtype: torch
             assert ours.dtype == dtype
             error = (ours - theirs).double().norm() / theirs.double().norm()
             assert error <= (0 if ranks == 2 else 4 * ranks * torch.finfo(dtype).eps)
+
+
+def test_all_rows_are_gathered_once_and_freed_after_their_last_use() -> None:
+    def start_gather(rows: torch.Tensor) -> SimpleNamespace:
+        gathers.append(rows)
+        return SimpleNamespace(wait=lambda: torch.cat([rows, rows]))
+
+    gathers: list[torch.Tensor] = []
+    rows = torch.rand(2, 3)
+    gathered = Gathered(rows, SimpleNamespace(size=2, overlap=None, start_gather=start_gather), keeps=False)
+    saved = [gathered.save(layer) for layer in ("q", "k")]
+    gathered.close()
+    whole = gathered.whole(saved[0])
+    assert whole.shape == (4, 3) and whole is gathered.whole(saved[1]) and len(gathers) == 1
+    watched = ref(whole)
+    del whole
+    assert watched() is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,13 +20,16 @@ from evenpipe.cli.options import (
     whole_numbers,
 )
 from evenpipe.cli.printing import say, say_json
-from evenpipe.given import write_text
+from evenpipe.errors import InputError
+from evenpipe.given import plain, write_text
 
 if TYPE_CHECKING:
+    from evenpipe.costs.hardware import Hardware
     from evenpipe.memory.estimate import Estimate
     from evenpipe.memory.paper import PaperEstimate
     from evenpipe.model import Description
     from evenpipe.recipe.recipe import Recipe
+    from evenpipe.train.run_estimate import EstimatedRun
 
 
 AS_IN_RECIPE = (
@@ -86,18 +90,25 @@ class RecipeOptions:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOptions:
+    """What a process holds of parameters."""
+
+    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    gradient_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    moment_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    offload_optimizer: float = 0.0
+
+
 def run(
     *,
     model: str,
     options: RecipeOptions,
+    states: StateOptions,
     skew: float = 1.0,
     kernels: str = "transformers",
-    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-    gradient_dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    moment_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32",
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw",
-    offload_optimizer: float = 0.0,
     foreach_optimizer: bool = False,
     traced: bool = False,
     gpu_memory: str | None = None,
@@ -109,6 +120,8 @@ def run(
 ) -> int:
     """Estimate and print.
 
+    --model MODEL               hub name, folder, config.json, or a configuration of evenpipe train (its model, layout,
+                                batch, loss and optimizer)
     --dp N                      replicas
     --ep N                      replicas that share the experts of a layer
     --tp N                      tensor parallelism
@@ -147,46 +160,46 @@ def run(
     from evenpipe.costs.hardware import find_hardware, known_gpu
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
-    from evenpipe.memory.states import Dtypes
     from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits
+    from evenpipe.train.run_estimate import host_remark
 
     check_output(output, ".svg")
     memory_bytes = bytes_of(gpu_memory)
     machine = None if hardware is None else find_hardware(hardware)
-    refuse_too_large(options.pp, options.microbatches, options.stages_per_device, options.slices)
-    dtypes = Dtypes(
-        compute=compute_dtype or ("fp32" if machine and machine.torch_device == "cpu" else "bf16"),
-        gradients=gradient_dtype,
-        masters=master_dtype,
-        moments=moment_dtype,
-    )
-    description = read_model(model)
-    recipe = options.recipe(description.maximum_length)
-    as_run = kernels == EVENPIPE and optimizer == "adamw" and recipe.vocabulary == "redistribute"
+    run = _run_of_configuration if model.endswith(".toml") else _run_of_options
+    one = run(model, options, states, machine)
+    recipe = one.recipe
+    as_run = kernels == EVENPIPE and one.optimizer == "adamw" and recipe.vocabulary == "redistribute"
     if machine is not None and known_gpu(machine.name) and as_run:
         # A run takes other layers on this GPU than those that its times suggest, if only those fit.
         problem = problem_of_run(
-            description, machine, recipe, memory_bytes=memory_bytes, dtype=dtypes.compute, skew=skew
+            one.description,
+            machine,
+            recipe,
+            memory_bytes=memory_bytes,
+            dtype=one.dtypes.compute,
+            skew=skew,
+            loss=one.loss,
         )
         recipe = replace(
-            recipe, layers_per_stage=split_that_fits(problem, recipe, offload_optimizer) or recipe.layers_per_stage
+            recipe, layers_per_stage=split_that_fits(problem, recipe, one.offloaded) or recipe.layers_per_stage
         )
     result = estimate(
-        description,
+        one.description,
         recipe,
         kernels=kernels,
-        dtypes=dtypes,
         hardware=machine,
         memory=memory_bytes,
-        optimizer=optimizer,
-        offloaded=offload_optimizer,
         foreach=foreach_optimizer,
         traced=traced,
         skew=skew,
+        **one.arguments,
     )
-    result = replace(result, schedule=options.schedule)
-    paper = _paper(description, result) if compare_to_paper else None
+    result = replace(result, schedule=one.schedule)
+    for remark in filter(None, (*one.remarks, host_remark(result))):
+        print(f"evenpipe: {remark}", file=sys.stderr)
+    paper = _paper(one.description, result) if compare_to_paper else None
     if output is not None:
         _draw(result, model, output)
     if json_:
@@ -195,11 +208,49 @@ def run(
             values["paper"] = {"states": paper.states, "activations": paper.activations, "total": paper.total}
         say_json(values)
     else:
-        say(estimate_report.text(description, result, paper))
+        say(estimate_report.text(one.description, result, paper))
         if output is not None:
             say(f"wrote {output}")
     bad = ("does not fit", "at risk") if strict else ("does not fit",)
     return 1 if result.verdict in bad else 0
+
+
+def _run_of_options(model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None) -> EstimatedRun:
+    from evenpipe.memory.states import Dtypes
+    from evenpipe.train.run_estimate import EstimatedRun
+
+    refuse_too_large(options.pp, options.microbatches, options.stages_per_device, options.slices)
+    dtypes = Dtypes(
+        compute=states.compute_dtype or ("fp32" if machine and machine.torch_device == "cpu" else "bf16"),
+        gradients=states.gradient_dtype,
+        masters=states.master_dtype,
+        moments=states.moment_dtype,
+    )
+    description = read_model(model)
+    return EstimatedRun(
+        description=description,
+        recipe=options.recipe(description.maximum_length),
+        schedule=options.schedule,
+        dtypes=dtypes,
+        optimizer=states.optimizer,
+        offloaded=states.offload_optimizer,
+    )
+
+
+def _run_of_configuration(
+    model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None
+) -> EstimatedRun:
+    from evenpipe.train.config_file import load_config
+    from evenpipe.train.run_estimate import estimated_run
+
+    for given, usual in ((options, RecipeOptions()), (states, StateOptions())):
+        for field in fields(given):
+            if getattr(given, field.name) != getattr(usual, field.name):
+                name = field.name.replace("_", "-")
+                raise InputError(
+                    f"--{name} is for models given by name, folder or config.json, but {plain(model)} has its own"
+                )
+    return estimated_run(load_config(model), machine)
 
 
 def _paper(description: Description, result: Estimate) -> PaperEstimate:

@@ -61,7 +61,7 @@ class ProblemOptions:
 
         machine = find_hardware(self.hardware)
         memory_bytes = bytes_of(self.gpu_memory)
-        sequence, batch = self.sequence, self.batch
+        sequence, batch, loss = self.sequence, self.batch, None
         from_configuration = self.model.endswith(".toml")
         if from_configuration:
             from evenpipe.model import describe
@@ -78,6 +78,7 @@ class ProblemOptions:
             description = describe(configured_model(config))
             sequence = sequence or config.data.sequence_length
             batch = batch or config.pipeline.sequences_per_step
+            loss = config.loss.options()
         else:
             description = read_model(self.model)
             run = PlannedRun(tables={})
@@ -105,6 +106,7 @@ class ProblemOptions:
             dtype=self.dtype or ("fp32" if machine.torch_device == "cpu" else "bf16"),
             kernels=self.kernels,
             skew=self.skew,
+            loss=loss,
         )
         if self.data is not None:
             run.check_amount(sequence, batch)
@@ -132,8 +134,8 @@ def run(
 ) -> int:
     """Search, print, and write.
 
-    --model MODEL               hub name, folder, config.json, or a configuration of evenpipe train (its model, data and
-                                batch)
+    --model MODEL               hub name, folder, config.json, or a configuration of evenpipe train (its model, data,
+                                batch and loss)
     --batch SEQUENCES           sequences per step over all GPUs; default: as many as make 4 Mi tokens
     --dtype                     type of the matrix products; default: bf16, fp32 on a CPU
     -o, --output CONFIG.toml    write the best plan for evenpipe train

@@ -85,6 +85,8 @@ class Setting:
     """As `Kernels.attention`."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
+    recomputes_logits: bool = False
+    """T of evenpipe's loss computes the logits again."""
     stops_early: bool = True
     """A recomputed layer stops after the last tensor that its backward needs; otherwise it runs to its end."""
     correction: Correction = NO_CORRECTION
@@ -420,7 +422,8 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
         setting.hardware.streaming_seconds(setting.tokens * rows / setting.tensor * size, 8)
         for size in (LOSS_BYTES_ON_A_CPU if plain else LOSS_BYTES[setting.loss])
     )
-    again = setting.product_seconds(matrix) if setting.loss == "chunked" else 0.0
+    recomputes = setting.loss == "chunked" or (setting.loss == "evenpipe" and setting.recomputes_logits)
+    again = setting.product_seconds(matrix) if recomputes else 0.0
     # With one barrier, as in measurements, S has the first three of these, and T the others.
     first, second = setting.correction["S"], setting.correction["T"]
     return HeadTime(

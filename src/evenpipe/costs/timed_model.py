@@ -19,6 +19,7 @@ from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.parallelism import AXES, Parallelism, divisor_of
 from evenpipe.recipe.recipe import ARRANGE, Recipe
 from evenpipe.schedule import Costs, Placement, even_split
+from evenpipe.vocabulary import LossOptions
 
 from .analytic import LayerTime, Setting, layer_time, least_seconds, whole_head_time
 from .collectives import Axes, Pieces
@@ -75,6 +76,8 @@ class TimedModel:
     dtype: str = "bf16"
     skew: float = 1.0
     """What the fullest of the replicas that share experts gets over the mean."""
+    loss: LossOptions = field(default_factory=LossOptions)
+    """Of evenpipe's output layer."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results that are needed again, for `once`."""
 
@@ -118,6 +121,7 @@ class TimedModel:
             attention=kernels.attention,
             adds_weight_gradients=kernels.adds_weight_gradients,
             loss=kernels.loss,
+            recomputes_logits=self.loss.keep == "nothing",
             stops_early=kernels.stops_early,
         )
         return setting if span is None else setting.on(span)
@@ -326,13 +330,18 @@ def known_times(model: TimedModel) -> ModelCosts:
 
 
 def arranging_model(
-    description: Description, recipe: Recipe, at_hand: Hardware | None, dtype: str | None
+    description: Description,
+    recipe: Recipe,
+    at_hand: Hardware | None,
+    dtype: str | None,
+    loss: LossOptions | None = None,
 ) -> ModelCosts:
     """Return what the order of a run is arranged by, unless its recipe has costs: the pass times of the model on the
     hardware that `recipe.arrange` names, else on that at hand, else FLOPs.
 
     at_hand: a known GPU, the same on every process; None for any other. dtype: of products; None if it is none of
-    `ELEMENT_BYTES`. Raises InputError for unknown hardware, and for a file that cannot be read.
+    `ELEMENT_BYTES`. loss: None: the default options. Raises InputError for unknown hardware, and for a file that cannot
+    be read.
     """
     costs = ModelCosts.of(description, recipe.batch.sequence_length)
     named = recipe.arrange not in ARRANGE
@@ -349,5 +358,6 @@ def arranging_model(
         hardware=hardware,
         sequence=max(1, sequence // multiple) * multiple,
         dtype=dtype,
+        loss=loss or LossOptions(),
     )
     return known_times(model)

@@ -34,7 +34,7 @@ class Attention(OwnAttention):
         shape, sizes = self._shape.attention, self._sizes
         heads = (sizes.heads, sizes.key_value_heads, sizes.key_value_heads)
         widths = [count * shape.head_size for count in heads]
-        if shape.qkv != "apart" or self._kernels.packed_qkv:
+        if shape.qkv != "apart":
             packed = self._columns(hidden, sum(widths), shape.bias, "packed queries, keys and values")
             if shape.qkv == "sliced":
                 query, key, value = (self._operations.part(packed, sizes.tokens * width) for width in widths)

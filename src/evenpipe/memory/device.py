@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from evenpipe.errors import InputError
+from evenpipe.recipe.loss import loss_of_model
 from evenpipe.schedule import Item, Kind
 from evenpipe.schedule.passes import parts_in
-from evenpipe.vocabulary import LossOptions, split
+from evenpipe.vocabulary import split
 
 from .bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
 from .model_bytes import ModelBytes
@@ -270,7 +271,7 @@ def _vocabulary_shape(source: ModelBytes, settings: Settings, piece: Piece | Non
         element=settings.element,
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
-        options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
+        options=loss_of_model(settings.loss, description),
     )
 
 

@@ -8,7 +8,6 @@ inside. Each function allocates its result and its saved tensors, and its backwa
     activation     without a gate: saves its input
     rotary         queries and keys at once: saves the tables
     attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap
-    packed         one product for queries, keys and values, which stay in its result
 
 Sources for saved tensors: reference implementations of FlashAttention (arXiv 2205.14135, section 3.1), of Megatron-LM
 (`megatron/core/fusions`) and of Transformer Engine.
@@ -36,7 +35,6 @@ KERNEL = "evenpipe_kernel"
 """Name under which transformers finds our attention."""
 
 GATE_NAMES, PACKED_GATE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
-QUERY_NAMES = ("q_proj", "k_proj", "v_proj")
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules that define activation functions."""
 
@@ -65,10 +63,6 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
                 file = sys.modules[name]
                 if hasattr(file, "apply_rotary_pos_emb"):
                     stack.enter_context(replaced(file, "apply_rotary_pos_emb", _rotate))
-        for module in modules:
-            if kernels.packed_qkv and all(isinstance(getattr(module, name, None), nn.Linear) for name in QUERY_NAMES):
-                for name, forward in _packed_projections(module).items():
-                    stack.enter_context(replaced(getattr(module, name), "forward", forward))
         yield
 
 
@@ -186,15 +180,6 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     )
 
 
-def _packed_linear(hidden: Tensor, *weights: Tensor) -> Tensor:
-    shape = *hidden.shape[:-1], sum(weight.shape[0] for weight in weights)
-    return _kernel(
-        lambda hidden, *_: (hidden.new_empty(shape), (hidden,)),
-        lambda saved, _: map(torch.empty_like, (*saved, *weights)),
-        *(hidden, *weights),
-    )
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """query, key: [batch, heads, sequence, size]; value may have another size. Returns [batch, heads, ...]."""
 
@@ -218,18 +203,3 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
 
 AttentionInterface.register(KERNEL, _flash)
 AttentionMaskInterface.register(KERNEL, lambda **_: None)
-
-
-def _packed_projections(module: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return forwards that compute queries, keys and values in one product, when the first of them is needed."""
-    layers = [getattr(module, name) for name in QUERY_NAMES]
-    ready: dict[str, Tensor] = {}
-
-    def forward(name: str, hidden: Tensor) -> Tensor:
-        if name not in ready:
-            packed = _packed_linear(hidden, *(layer.weight for layer in layers))
-            parts = packed.split([layer.out_features for layer in layers], -1)
-            ready.update(zip(QUERY_NAMES, parts, strict=True))
-        return ready.pop(name)
-
-    return {name: partial(forward, name) for name in QUERY_NAMES}

@@ -19,6 +19,7 @@ from evenpipe.model import Description
 from evenpipe.model.flops import usual_length
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.vocabulary import LossOptions
 from evenpipe.words import unknown
 
 from .bytes import DeviceMemory
@@ -157,6 +158,7 @@ def estimate(
     foreach: bool = False,
     traced: bool = False,
     skew: float = 1.0,
+    loss: LossOptions | None = None,
 ) -> Estimate:
     """Estimate the memory of every device.
 
@@ -169,13 +171,14 @@ def estimate(
         hardware: None: some NVIDIA GPU.
         memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
         framework: None: the framework of the preset of kernels.
-        optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
+        optimizer: of `optimizers.Optimizer`; "sgd" with momentum.
         offloaded: share of the optimizer state in host memory.
         foreach: the optimizer processes all tensors at once (a fused one does not).
         traced: run the stages without memory instead of using closed forms; only as this library cuts layers over
             tensor ranks and sequences over context ranks.
         skew: with ep > 1, what the fullest of the members that share experts gets over the mean: 1 if the router
             chooses evenly, some 2 early in a training.
+        loss: its options, without what the model does to its logits; None: the default ones.
 
     Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
     cannot be traced.
@@ -196,10 +199,11 @@ def estimate(
         foreach=foreach,
         traced=traced,
         skew=skew,
+        loss=loss,
     )
     recipe = settings.recipe
     check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
-    plan = source.planned(recipe, hardware, settings.dtypes.compute)
+    plan = source.planned(recipe, hardware, settings.dtypes.compute, settings.loss)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(
         devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),
@@ -223,6 +227,7 @@ def settings_of(
     foreach: bool = False,
     traced: bool = False,
     skew: float = 1.0,
+    loss: LossOptions | None = None,
 ) -> Settings:
     """Return how `estimate` computes a recipe; arguments and errors as there."""
     if recipe.batch.sequence_length is None:
@@ -242,6 +247,7 @@ def settings_of(
         foreach=foreach,
         traced=traced,
         skew=skew,
+        loss=loss or LossOptions(),
     )
 
 

@@ -25,8 +25,6 @@ class Kernels:
     """For a gated MLP, "fused": only gate and up; "eager": also the activated gate. For another, "fused": its input."""
     rotary: Literal["fused", "eager"] = "eager"
     """Rotary embedding of queries and keys; "eager": as transformers computes it. Both save only the tables."""
-    packed_qkv: bool = False
-    """One product gives queries, keys and values, and saving one of them keeps all three."""
     experts: Literal["rows", "pairs"] = "rows"
     """"rows": a layer's experts keep their input and the first product, as this library runs them; "pairs": as the
     model's config says, with grouped products that keep a row for each token and expert."""

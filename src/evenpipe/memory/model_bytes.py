@@ -16,6 +16,7 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
 from evenpipe.tensor.check import copy_to_cut, cut_of_model
 from evenpipe.tensor.layers import ModelCut
+from evenpipe.vocabulary import LossOptions
 
 from .bytes import StageBytes
 from .closed import ClosedForms
@@ -81,10 +82,16 @@ class ModelBytes:
             raise InputError(found)
         return found
 
-    def planned(self, recipe: Recipe, hardware: Hardware | None = None, dtype: str = "bf16") -> Planned:
+    def planned(
+        self,
+        recipe: Recipe,
+        hardware: Hardware | None = None,
+        dtype: str = "bf16",
+        loss: LossOptions | None = None,
+    ) -> Planned:
         """Return the program of a recipe, as `programs.planned`; given programs are cached."""
         if not isinstance(recipe.schedule, Program):
-            return planned(self.description, recipe, hardware, dtype)
+            return planned(self.description, recipe, hardware, dtype, loss)
         given, shared = recipe.schedule, recipe.parallelism
         # Held, so that the id stays unique: comparing programs takes long.
         key = (

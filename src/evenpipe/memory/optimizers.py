@@ -10,7 +10,8 @@ from typing import Literal
 from evenpipe.optimizers.adafactor import BUCKET_ELEMENTS
 from evenpipe.optimizers.muon import ELEMENTS_AT_ONCE
 
-Optimizer = Literal["adamw", "muon", "adafactor", "sgd"]
+Optimizer = Literal["adamw", "muon", "adafactor", "sgd", "amsgrad", "plain-sgd"]
+"""amsgrad: AdamW with it. plain-sgd: without momentum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,10 @@ def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:
             return trained.row_factors, trained.column_factors
         case "sgd":
             return trained.elements, 0
+        case "plain-sgd":
+            return 0, 0
+        case "amsgrad":
+            return 3 * trained.elements, 0
         case "muon":
             return 2 * trained.elements - trained.matrices, 0
     return 2 * trained.elements, 0
@@ -83,7 +88,7 @@ def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:
 
 def step_counters(optimizer: str, trained: Trained) -> int:
     """Return the number of parameters with a step counter."""
-    return {"sgd": 0, "muon": trained.tensors - trained.matrix_tensors}.get(optimizer, trained.tensors)
+    return {"sgd": 0, "plain-sgd": 0, "muon": trained.tensors - trained.matrix_tensors}.get(optimizer, trained.tensors)
 
 
 def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int) -> int:

@@ -15,6 +15,7 @@ from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program, even_split
 from evenpipe.schedule.passes import parts_in
+from evenpipe.vocabulary import LossOptions
 from evenpipe.words import count
 
 from .framework import Framework
@@ -62,9 +63,15 @@ class Planned:
         return self._replays[key]
 
 
-def planned(description: Description, recipe: Recipe, hardware: Hardware | None = None, dtype: str = "bf16") -> Planned:
+def planned(
+    description: Description,
+    recipe: Recipe,
+    hardware: Hardware | None = None,
+    dtype: str = "bf16",
+    loss: LossOptions | None = None,
+) -> Planned:
     """Return the program of a recipe with its sequence length; to a given program only the work for replicas is added,
-    as `Layout.of` does. hardware: None: unknown. dtype: of products.
+    as `Layout.of` does. hardware: None: unknown. dtype: of products. loss: None: the default options.
 
     Raises InputError for names and sizes that do not fit together.
     """
@@ -74,7 +81,7 @@ def planned(description: Description, recipe: Recipe, hardware: Hardware | None 
         choices = recipe.checkpointing_of(description.layers)
         # Times are known of our choices only: the others are arranged like the one in the middle.
         timed = replace(recipe, checkpointing=tuple(one if one in CHOICES else "selective" for one in choices))
-        costs = arranging_model(description, timed, at_hand, dtype)
+        costs = arranging_model(description, timed, at_hand, dtype, loss)
         layout = Layout.of(timed, costs, description.vocabulary_size, tied=description.tied)
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.vocabulary import LossOptions
 from evenpipe.words import count, refused
 
 from .framework import Framework
@@ -38,6 +39,8 @@ class Settings:
     traced: bool
     skew: float = 1.0
     """What the fullest of the members that share experts gets over the mean."""
+    loss: LossOptions = field(default_factory=LossOptions)
+    """Without what the model does to its logits."""
 
     def __post_init__(self) -> None:
         check_skew(self.skew)

@@ -71,7 +71,7 @@ def state_bytes(
 
     Args:
         zero: sharded over `replicas`: 1 optimizer state, 2 also gradients, 3 also parameters.
-        optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
+        optimizer: of `Optimizer`; "sgd" with momentum.
         offloaded: share of the optimizer state in host memory, 0 to 1.
         foreach: the optimizer processes all tensors at once and needs a temporary copy of them; a fused one does not.
 

@@ -47,7 +47,7 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
         _running(configuration, program),
         memory=problem.memory_bytes,
         offloaded=configuration.host_share or 0.0,
-        **_how(problem),
+        **how_estimated(problem),
     )
     return tuple(
         DeviceUse(
@@ -63,7 +63,7 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
 def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
     """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
     `device_uses`."""
-    settings = settings_of(problem.description, _running(configuration, program), **_how(problem))
+    settings = settings_of(problem.description, _running(configuration, program), **how_estimated(problem))
     return copied_bytes(problem.bytes, Planned(program, configuration.layers_per_stage), settings)
 
 
@@ -81,16 +81,17 @@ def _running(configuration: Configuration, program: Program) -> Recipe:
 
 def check_estimate(problem: Problem, layout: Recipe) -> None:
     """Raise InputError if the memory of a layout cannot be estimated, whatever the schedule."""
-    check_known(problem.bytes, settings_of(problem.description, layout, **_how(problem)))
+    check_known(problem.bytes, settings_of(problem.description, layout, **how_estimated(problem)))
 
 
-def _how(problem: Problem) -> dict[str, Any]:
+def how_estimated(problem: Problem) -> dict[str, Any]:
     """Return the arguments that estimates of all configurations share."""
     return {
         "kernels": problem.kernels_name,
         "dtypes": dtypes_of(problem),
         "hardware": problem.hardware,
         "skew": problem.skew,
+        "loss": problem.loss,
     }
 
 

@@ -18,7 +18,7 @@ from evenpipe.memory.estimate import settings_of
 from evenpipe.recipe.recipe import Recipe
 
 from .configuration import POLICIES
-from .device_memory import dtypes_of
+from .device_memory import how_estimated
 from .problem import Problem
 
 
@@ -93,14 +93,7 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: b
     cut this way."""
     source, sizes = problem.bytes, recipe.parallelism
     try:
-        settings = settings_of(
-            problem.description,
-            recipe,
-            kernels=problem.kernels_name,
-            dtypes=dtypes_of(problem),
-            hardware=problem.hardware,
-            skew=problem.skew,
-        )
+        settings = settings_of(problem.description, recipe, **how_estimated(problem))
         pieces = settings.pieces(problem.description, source.row_work)
         if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
             if not traced or len(pieces) > 1:

@@ -20,6 +20,7 @@ from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 from evenpipe.schedule.registry import check_count
+from evenpipe.vocabulary import LossOptions
 from evenpipe.words import refused, unknown
 
 from .programs import Programs
@@ -115,6 +116,7 @@ def problem_of(
     dtype: str = "bf16",
     kernels: str = "transformers",
     skew: float = 1.0,
+    loss: LossOptions | None = None,
 ) -> Problem:
     """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
@@ -142,6 +144,7 @@ def problem_of(
         dtype=dtype,
         kernels_name=kernels,
         skew=skew,
+        loss=loss or LossOptions(),
     )
 
 

@@ -73,7 +73,7 @@ def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -
     shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
     if shape is None or not set(recipe.checkpointing_of(problem.layers)) <= set(POLICIES):
         return None
-    model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype)
+    model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype, problem.loss)
     own = layers_per_stage(recipe, model, runnable_order(recipe))
     one = Configuration(recipe=replace(recipe, layers_per_stage=own), shape=shape, host_share=host_share)
     if one.moves:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from numbers import Real
 from types import FrameType
 from typing import Any, cast
@@ -22,7 +21,6 @@ from evenpipe.model import Description, check_forward, self_check
 from evenpipe.model.structure import first_line
 from evenpipe.parallel.grid import AXES, Grid
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
-from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.schedule import Order
 from evenpipe.vocabulary import LossOptions
 from evenpipe.words import refused
@@ -152,23 +150,6 @@ def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_de
         accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
         raise refused("compute_dtype", given, accepted)
     return given
-
-
-def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
-    """Return the caller's options together with the model's own changes to its logits. Raises InputError if they
-    disagree."""
-    if given.ignore_index != IGNORE_INDEX:
-        raise refused("loss: ignore_index", given.ignore_index, f"{IGNORE_INDEX}, as in transformers")
-    if description.config is None:  # plain modules: the caller decides
-        return given
-    for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
-        if getattr(given, name) != plain:
-            raise refused(
-                f"loss: {name}",
-                getattr(given, name),
-                f"{plain}: how {description.architecture} changes its logits follows from the model",
-            )
-    return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
 
 class PipelineOptions(RecipeOptions, total=False):

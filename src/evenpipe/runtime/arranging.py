@@ -10,17 +10,20 @@ from evenpipe.model import Description
 from evenpipe.processes.worker import Worker
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
+from evenpipe.vocabulary import LossOptions
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Names of dtypes in `Hardware.peak_flops`."""
 
 
-def model_costs(description: Description, recipe: Recipe, worker: Worker, dtype: torch.dtype) -> ModelCosts:
+def model_costs(
+    description: Description, recipe: Recipe, worker: Worker, dtype: torch.dtype, loss: LossOptions
+) -> ModelCosts:
     """Return the costs by which a recipe without `costs` is arranged. dtype: of products.
 
     Raises InputError as `arranging_model`, and StoreError if the store of the processes is gone.
     """
-    return arranging_model(description, recipe, _gpu_of_all(worker), DTYPES.get(dtype))
+    return arranging_model(description, recipe, _gpu_of_all(worker), DTYPES.get(dtype), loss)
 
 
 def _gpu_of_all(worker: Worker) -> Hardware | None:

@@ -38,6 +38,7 @@ from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout
+from evenpipe.recipe.loss import loss_of_model
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.recipe.unused_options import unused_options
 from evenpipe.runtime.arguments import (
@@ -50,7 +51,6 @@ from evenpipe.runtime.arguments import (
     device_of_torch,
     dtype_of_compute,
     fault_of_architecture,
-    loss_of_model,
     recipe_of,
     sizes_given,
 )
@@ -182,7 +182,7 @@ class Pipeline(SpreadModel):
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
-            self._plan_step(worker)
+            self._plan_step(worker, options)
             if self._sharded:
                 check_shardable(self.description)
             worker.wait_for_all("a description of the model", timeout_seconds)
@@ -241,12 +241,12 @@ class Pipeline(SpreadModel):
 
     # --- building --------------------------------------------------------------------------------------------
 
-    def _plan_step(self, worker: Worker) -> None:
+    def _plan_step(self, worker: Worker, loss: LossOptions) -> None:
         """Decide what every device computes and keeps, before anything is built."""
         layers, offload = self.description.layers, self.recipe.offload
         self._checkpointing = self.recipe.checkpointing_of(layers)
         check_choices(self._checkpointing)
-        self._model_costs = model_costs(self.description, self.recipe, worker, self._compute_dtype)
+        self._model_costs = model_costs(self.description, self.recipe, worker, self._compute_dtype, loss)
         self.recipe, self.chosen_slices = cut_sequences(
             self.description, self._model_costs, self.recipe, self.torch_device.type, says=self._is_very_first
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ from evenpipe.runtime.arranging import DTYPES
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
-from evenpipe.vocabulary import LossOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,7 +39,7 @@ def build_pipeline(
     model = pipeline_model(config, tokenizer_size, end_of_text_id)
     options: dict[str, Any] = {
         "recipe": _fitting(config, config.recipe(), model, torch_device),
-        "loss": LossOptions(**asdict(config.loss)),
+        "loss": config.loss.options(),
         "compute_dtype": compute_dtype(config),
         "seed": config.training.seed,
         "self_check": config.model.self_check,
@@ -83,7 +82,9 @@ def split_of_run(
     try:
         description = describe(model, trust_remote_code=config.model.trust_remote_code)
         dtype = DTYPES[compute_dtype(config) or torch.bfloat16]
-        problem = problem_of_run(description, known, recipe, memory_bytes=memory, dtype=dtype)
+        problem = problem_of_run(
+            description, known, recipe, memory_bytes=memory, dtype=dtype, loss=config.loss.options()
+        )
         return split_that_fits(problem, recipe, config.optimizer.host_share)
     except InputError:
         return None

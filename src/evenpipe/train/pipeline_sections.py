@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -20,6 +21,9 @@ from evenpipe.schedule import MODES, PER_PAIR, SCHEDULES
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.registry import options_of
 from evenpipe.words import count
+
+if TYPE_CHECKING:
+    from evenpipe.vocabulary import LossOptions
 
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -202,3 +206,9 @@ class LossConfig:
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Operations on the logits between matrix products: operations of torch, or Triton kernels. "auto": Triton on a GPU
     if it is installed, else torch."""
+
+    def options(self) -> LossOptions:
+        """The same for `Pipeline`."""
+        from evenpipe.vocabulary import LossOptions
+
+        return LossOptions(**asdict(self))
