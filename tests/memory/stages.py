@@ -93,7 +93,6 @@ def closed(case: Case) -> StageBytes:
 def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageBytes:
     tracer = StageTracer(
         case.description,
-        microbatch_size=case.batch,
         sequence=case.sequence,
         compute_dtype=case.dtype,
         parameter_dtype=parameter_dtype,
@@ -104,7 +103,7 @@ def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageByt
         cut=case.cut,
         piece=case.piece,
     )
-    return tracer.stage(**case.stage)
+    return tracer.stage(**case.stage, sequences=case.batch)
 
 
 def counted(case: Case) -> StageBytes:
@@ -125,4 +124,4 @@ def counted(case: Case) -> StageBytes:
             dtype=case.dtype,
             tracker=tracker,
         )
-        return bench.trace(split=True, recompute=True).over(range(last - first))
+        return bench.trace(split=True, recompute=True).at(case.batch).over(range(last - first))

@@ -95,9 +95,9 @@ def test_floors_hold_for_eager_attention() -> None:
     description = describe(tiny_config("gpt_oss"))
     given = problem_of(description, KNOWN["H100-80G"], gpus=2, sequence=64, sequences_per_step=4)
     setting = given.setting(Recipe.of(pp=2, sequence_length=64))
-    tracer = StageTracer(description, microbatch_size=1, sequence=64, compute_dtype=torch.bfloat16)
+    tracer = StageTracer(description, sequence=64, compute_dtype=torch.bfloat16)
     for layer, work in enumerate(given.works[:2]):
-        stage = tracer.stage(layer, layer + 1, is_first=False, is_last=False)
+        stage = tracer.stage(layer, layer + 1, is_first=False, is_last=False, sequences=1)
         none, selective, full = saved_floor(work, setting)
         assert full <= selective <= none <= stage.input + stage.stored
         assert none > saved_floor(work, replace(setting, attention="flash"))[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,9 @@ from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layer
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank
 from evenpipe.memory.layers import SMALLEST_MOVED
+from evenpipe.memory.lines import Peak, at, highest
 from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
-from evenpipe.memory.stretches import Profile, Stretch, joined
+from evenpipe.memory.stretches import LineProfile, LineStretch, Profile, Stretch
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import ModuleStage, Stage
 from evenpipe.parallel.parameters import StageParameters
@@ -111,6 +112,48 @@ class Trace:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineTrace:
+    """A trace for any number of sequences. Bytes are lines (`lines`); fields as of `Trace`."""
+
+    hidden: int
+    kept: int
+    """The part of `hidden` that the graph keeps."""
+    output: int
+    stored: int
+    moved: tuple[tuple[int, ...], ...]
+    """Of every tensor that can move, which small ones do not."""
+    queued: int
+    profiles: dict[str, LineProfile]
+    gradients: tuple[int, ...]
+    input_gradients: tuple[int, ...]
+    carried: tuple[CarriedBytes, ...] = ()
+    grown: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    gathered: tuple[int, ...] = ()
+
+    def at(self, sequences: int) -> Trace:
+        """The trace for a number of sequences."""
+
+        def all_at(sizes: Iterable[int]) -> tuple[int, ...]:
+            return tuple(at(size, sequences) for size in sizes)
+
+        hidden, output, stored, queued = all_at((self.hidden, self.output, self.stored, self.queued))
+        return Trace(
+            hidden=hidden,
+            saves_input=at(self.kept, sequences) > 0,
+            output=output,
+            stored=stored,
+            moved=tuple(sum(size for size in all_at(sizes) if size >= SMALLEST_MOVED) for sizes in self.moved),
+            queued=queued,
+            profiles={name: profile.at(sequences) for name, profile in self.profiles.items()},
+            gradients=all_at(self.gradients),
+            input_gradients=all_at(self.input_gradients),
+            carried=tuple(CarriedBytes(*all_at(one)) for one in self.carried),
+            grown={name: all_at(sizes) for name, sizes in self.grown.items()},
+            gathered=highest(self.gathered, sequences),
+        )
+
+
 class _Queue(WeightGradients):
     """The runtime's queue, which also reports the parameters that W has reached."""
 
@@ -186,14 +229,14 @@ class Bench:
         self._moves = [True] * len(names) if moves is None else moves
         self._place = 0
         self._seen: dict[int, bool] = {}
-        self._moved = [0] * (len(names) + 1)
-        self._marks: list[Stretch] = []
+        self._moved: list[list[int]] = [[] for _ in range(len(names) + 1)]
+        self._marks: list[LineStretch] = []
         self._weight_places: list[int] = []
         self._began = 0
         self._input_gradients: tuple[int, ...] = ()
-        self._profiles: dict[str, Profile] = {}
+        self._profiles: dict[str, LineProfile] = {}
 
-    def trace(self, *, whole: bool = True, split: bool, recompute: bool) -> Trace:
+    def trace(self, *, whole: bool = True, split: bool, recompute: bool) -> LineTrace:
         """Run every pass without gradients of parameters, and with them. Arguments as of `StageTracer`."""
         gradients: tuple[int, ...] = ()
         # What other slices leave in a carry is known after a first whole backward.
@@ -207,13 +250,20 @@ class Bench:
             gradients = gradients or self._gradient_sizes()
         if recompute:
             self._repeat()
-        input_gradients = self._input_gradients if split else ()
-        found = Trace(
-            hidden, kept > 0, output, stored, tuple(self._moved), queued, self._profiles, gradients, input_gradients
+        found = LineTrace(
+            hidden=hidden,
+            kept=kept,
+            output=output,
+            stored=stored,
+            moved=tuple(map(tuple, self._moved)),
+            queued=queued,
+            profiles=self._profiles,
+            gradients=gradients,
+            input_gradients=self._input_gradients if split else (),
         )
         return found if self._piece is None else self._with_carry(found, self._piece)
 
-    def _with_carry(self, found: Trace, bench: PieceBench) -> Trace:
+    def _with_carry(self, found: LineTrace, bench: PieceBench) -> LineTrace:
         carried = bench.carried([self._stage.get_submodule(name) for name in self._names])
         grown: dict[str, Sequence[int]] = {}
         if bench.piece.is_first:
@@ -244,7 +294,7 @@ class Bench:
             piece.turn()
 
         gradient = torch.empty(self._output_shape, dtype=self._dtype)
-        output_size = gradient.nbytes
+        output_size = self._tracker.measure(gradient.nbytes)
         if split:
             self._queue.begin(KEY)
         with self._passing(which + ("input" if split else "backward"), backwards=True):
@@ -302,7 +352,7 @@ class Bench:
         for name, master in self._parameters.items():
             places = [place for place, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
             if master.grad is not None:
-                sizes[places[0] if places else -1] += master.grad.nbytes
+                sizes[places[0] if places else -1] += self._tracker.measure(master.grad.nbytes)
         return tuple(sizes)
 
     # --- bytes of copies ----------------------------------------------------------------------------------------
@@ -322,8 +372,8 @@ class Bench:
             if storage._cdata not in self._seen:
                 self._seen[storage._cdata] = moves
                 keeps.append(tensor.detach())
-                if moves and storage.nbytes() >= SMALLEST_MOVED:
-                    self._moved[self._place] += storage.nbytes()
+                if moves:
+                    self._moved[self._place].append(self._tracker.measure(storage.nbytes()))
             return tensor.detach()
 
         self._switch.hooks = pack, _as_it_is
@@ -337,30 +387,34 @@ class Bench:
     def _mark(self, _: Any = None) -> None:
         """End one stretch, and begin the next one."""
         tracker = self._tracker
-        self._marks.append(Stretch(tracker.peak - self._began, tracker.live - self._began))
-        self._began = tracker.peak = tracker.live
+        self._marks.append(LineStretch(tracker.levels.above(self._began), tracker.live - self._began))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a stretch."""
+        self._began = self._tracker.live
+        self._tracker.levels = Peak(self._began)
 
     @contextmanager
     def _passing(self, name: str, *, backwards: bool = False) -> Iterator[None]:
         """Run a pass inside."""
         self._marks.clear()
         self._weight_places.clear()
-        with self._tracker.span():
-            self._began = self._tracker.live
-            yield
-            self._mark()
+        self._begin()
+        yield
+        self._mark()
         marks, count = self._marks, len(self._names)
         if name.endswith("weight"):
-            start, by_place = marks[0], dict(zip(self._weight_places, marks[1:], strict=True))
-            layers, end = [by_place.get(place, Stretch()) for place in range(count)], Stretch()
+            start, by_place = marks[:1], dict(zip(self._weight_places, marks[1:], strict=True))
+            layers, end = [by_place.get(place, LineStretch()) for place in range(count)], LineStretch()
         elif count:
             assert len(marks) == count + 2, f"{name}: {len(marks)} stretches, expected those of {count} layers"
-            start, *layers, end = marks
+            start, layers, end = marks[:1], marks[1:-1], marks[-1]
             if backwards:
                 layers.reverse()
         else:
-            start, layers, end = joined(marks), [], Stretch()
-        self._profiles[name] = Profile(start, tuple(layers), end, backwards)
+            start, layers, end = marks, [], LineStretch()
+        self._profiles[name] = LineProfile(tuple(start), tuple(layers), end, backwards)
 
     def _enters(self, argument: str, place: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Called when a forward reaches a layer, and later when the backward leaves it."""

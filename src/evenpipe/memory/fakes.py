@@ -23,20 +23,21 @@ from transformers import masking_utils
 
 from evenpipe.experts import products
 from evenpipe.memory.emulation import replaced
+from evenpipe.memory.lines import line_of
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 
 
 @contextmanager
-def without_memory() -> Iterator[Tracker]:
-    """Tensors made inside have no memory, and are counted."""
+def without_memory(sequences: int | None = None) -> Iterator[Tracker]:
+    """Tensors made inside have no memory, and are counted: as lines, if this is the prime number of sequences."""
     with (
         _nothing_packed(),
         replaced(products, "spans_of", _no_spans),
         replaced(functional, "scaled_dot_product_attention", _attention),
         _seeming_on_cpu(),
-        _OnMeta() as tracker,
+        _OnMeta(sequences) as tracker,
     ):
         yield tracker
 
@@ -92,6 +93,13 @@ class _OnMeta(Tracker):
     """
 
     _known: ClassVar[dict[Any, _Results | None]] = {}
+
+    def __init__(self, sequences: int | None) -> None:
+        super().__init__()
+        self._sequences = sequences
+
+    def measure(self, size: int) -> int:
+        return size if self._sequences is None else line_of(size, self._sequences)
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         _inside.append(operation)

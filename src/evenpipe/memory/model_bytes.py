@@ -175,6 +175,7 @@ class ModelBytes:
             *bounds,
             is_first=ends[0],
             is_last=ends[1],
+            sequences=settings.microbatch_size,
             checkpointing=settings.checkpointing,
             kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
         )
@@ -184,19 +185,17 @@ class ModelBytes:
     ) -> tuple[int, int, int]:
         """Return the bytes that one layer adds to a stage, as `StageTracer.layer`. split: whether backwards are."""
         tracer = self._tracer(settings, "split" if split else "whole", recompute=False, piece=piece)
-        return tracer.layer(layer, settings.checkpointing[layer])
+        return tracer.layer(layer, settings.checkpointing[layer], settings.microbatch_size)
 
     def _tracer(
         self, settings: Settings, backwards: Literal["whole", "split", "both"], *, recompute: bool, piece: Piece | None
     ) -> StageTracer:
         ranks = settings.parallelism.tp
         sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
-        sizes = settings.microbatch_size, settings.sequence, piece, ranks, sharing
-        key = (*sizes, settings.dtypes, settings.kernels, backwards, recompute)
+        key = (settings.sequence, piece, ranks, sharing, settings.dtypes, settings.kernels, backwards, recompute)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
-                microbatch_size=settings.microbatch_size,
                 sequence=settings.sequence,
                 compute_dtype=TORCH[settings.dtypes.compute],
                 parameter_dtype=TORCH[settings.dtypes.masters],

@@ -6,7 +6,7 @@ no meaning. What earlier and later slices leave in a carry is put there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -38,13 +38,13 @@ class _FirstOf:
 
     position = 0
 
-    def __init__(self, size: int) -> None:
-        self.members = tuple(range(size))
+    def __init__(self, size: int, measure: Callable[[int], int]) -> None:
+        self.members, self._measure = tuple(range(size)), measure
         self.gathered: list[int] = []
         """Bytes of each table."""
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
-        self.gathered.append(output.nbytes)
+        self.gathered.append(self._measure(output.nbytes))
         return _Done(output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
@@ -84,9 +84,10 @@ class _MaskOfPiece(Mask):
 class PieceBench:
     """Made inside of the mode of the stage's tensors."""
 
-    def __init__(self, piece: Piece, sequences: int) -> None:
-        self.piece = piece
-        self._communicator = _FirstOf(piece.ranks)
+    def __init__(self, piece: Piece, sequences: int, measure: Callable[[int], int]) -> None:
+        """measure: as the tracker counts bytes."""
+        self.piece, self._measure = piece, measure
+        self._communicator = _FirstOf(piece.ranks, measure)
         communicator: Any = self._communicator
         self._exchange: Exchange = ContextRanks(communicator, Running()) if piece.gathers else Alone()
         heads = HeadRanks(communicator, Running()) if piece.trades_heads else None
@@ -143,7 +144,7 @@ class PieceBench:
         if self._carry is None:
             return 0
         tables = (*self._carry._keys.values(), *self._carry._gradients.values())
-        return sum(one.untyped_storage().nbytes() for table in tables for one in table)
+        return sum(self._measure(one.untyped_storage().nbytes()) for table in tables for one in table)
 
     def carried(self, layers: Sequence[nn.Module]) -> tuple[CarriedBytes, ...]:
         """Return the bytes of each layer's carry."""
@@ -151,15 +152,15 @@ class PieceBench:
         for layer in layers:
             indices = {index for module in layer.modules() if isinstance(index := vars(module).get("layer_idx"), int)}
             tables = [one for index in indices if index in self._shapes for one in self._shapes[index]]
-            wide = sum(one.numel() * _wide(one).itemsize for one in tables)
-            found.append(CarriedBytes(sum(one.nbytes for one in tables), wide))
+            wide = sum(self._measure(one.numel() * _wide(one).itemsize) for one in tables)
+            found.append(CarriedBytes(sum(self._measure(one.nbytes) for one in tables), wide))
         return tuple(found)
 
     @property
-    def gathered(self) -> int:
-        """Bytes of the keys and values that a layer gathers, the largest one."""
+    def gathered(self) -> tuple[int, ...]:
+        """Bytes of the keys and values that layers gather, each pair once."""
         found = self._communicator.gathered
-        return max((sum(pair) for pair in zip(found[::2], found[1::2], strict=True)), default=0)
+        return tuple({sum(pair) for pair in zip(found[::2], found[1::2], strict=True)})
 
 
 class CarriedBytes(NamedTuple):

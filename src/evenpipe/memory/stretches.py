@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .lines import at, highest
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -18,6 +20,19 @@ class Stretch:
     """Its peak."""
     kept: int = 0
     """Bytes that are live at its end; negative if it frees more than it allocates."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineStretch:
+    """A stretch for any number of sequences, in lines (`lines`)."""
+
+    above: tuple[int, ...] = ()
+    """Those of which one is its peak."""
+    kept: int = 0
+
+    def at(self, sequences: int) -> Stretch:
+        """The stretch for a number of sequences."""
+        return Stretch(highest(self.above, sequences), at(self.kept, sequences))
 
 
 def joined(stretches: Iterable[Stretch]) -> Stretch:
@@ -44,6 +59,23 @@ class Profile:
     def over(self, layers: Sequence[Stretch]) -> Stretch:
         """Return the pass of a stage with these layers, and ends like those of this one."""
         return joined((self.start, *(reversed(layers) if self.backwards else layers), self.end))
+
+
+@dataclass(frozen=True, slots=True)
+class LineProfile:
+    """A profile for any number of sequences, in lines."""
+
+    start: tuple[LineStretch, ...]
+    """One after the other."""
+    layers: tuple[LineStretch, ...]
+    end: LineStretch
+    backwards: bool
+
+    def at(self, sequences: int) -> Profile:
+        """The profile for a number of sequences."""
+        start = joined(one.at(sequences) for one in self.start)
+        layers = tuple(one.at(sequences) for one in self.layers)
+        return Profile(start, layers, self.end.at(sequences), self.backwards)
 
 
 def window(kinds: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:

@@ -4,14 +4,19 @@ The stage is the one that `evenpipe train` runs, with its queue of weight gradie
 tensors have no memory (`fakes`), and a tracker counts their storages. A few layers stand for all
 that are alike (`stretches.window`).
 
-    tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)
-    tracer.stage(0, 8, is_first=True, is_last=False)         # StageBytes
+    tracer = StageTracer(description, sequence=4096, compute_dtype=torch.bfloat16)
+    tracer.stage(0, 8, is_first=True, is_last=False, sequences=2)         # StageBytes
+
+A run of layers is traced once for all microbatches of two sequences and more (`lines`), and once for those of one: then
+some operations make no copies. Rows that travel to experts of other members are rounded, so every size has its own
+trace; and so it has in fp64, where experts keep one index more than there are tokens.
 
 Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -28,12 +33,13 @@ from evenpipe.experts.adopt import placements as placements_of_experts
 from evenpipe.experts.overlap import Layer, choose
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.memory.bench import Bench, Trace
+from evenpipe.memory.bench import Bench, LineTrace, Trace
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.emulation import emulated
 from evenpipe.memory.exchange import ALONE, FirstMember, FirstRank, Sharing
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.lines import prime_for
 from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
@@ -61,7 +67,7 @@ class StageTracer:
     """Traces the stages of one model.
 
     Args:
-        microbatch_size: sequences of a microbatch, of `sequence` tokens each.
+        sequence: tokens of a sequence.
         compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
         backwards: whole (B), split (I and W), or some of both.
         recompute: some microbatches have R.
@@ -74,7 +80,6 @@ class StageTracer:
         self,
         description: Description,
         *,
-        microbatch_size: int,
         sequence: int,
         compute_dtype: torch.dtype = torch.float32,
         parameter_dtype: torch.dtype = torch.float32,
@@ -89,12 +94,14 @@ class StageTracer:
         self._sharing = sharing
         self._ranks, self._cut, self._piece = ranks, cut, piece
         self._description = description
-        self._shape = (microbatch_size, sequence if piece is None else piece.tokens, description.hidden_size)
+        self._tokens = sequence if piece is None else piece.tokens
+        self._prime = prime_for([sequence, self._tokens, *map(math.prod, description.shapes.values())])
         self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
         self._backwards, self._recompute = backwards, recompute
         self._kernels = kernels
         self._kinds = kinds_of_layers(description)
-        self._traces: dict[tuple[Any, ...], Trace] = {}
+        self._traces: dict[tuple[Any, ...], LineTrace] = {}
+        self._made: dict[tuple[Any, ...], Trace] = {}
 
     def stage(
         self,
@@ -103,11 +110,13 @@ class StageTracer:
         *,
         is_first: bool,
         is_last: bool,
+        sequences: int,
         checkpointing: str | Sequence[str] = "none",
         kept_layers: Collection[int] = (),
     ) -> StageBytes:
         """Return the bytes of layers [first, last) with the ends that the stage owns.
 
+        sequences: of a microbatch.
         checkpointing: of all layers of the model, or one choice for each of them.
         kept_layers: layers that are not copied to the host.
 
@@ -119,30 +128,33 @@ class StageTracer:
         choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
         repeats = self._cut is not None  # of R, for which tensor ranks keep more
-        found = self._stage(first, choices, moves, (is_first, is_last, False))
+        found = self._stage(first, choices, moves, (is_first, is_last, False), sequences)
         if self._recompute and (repeats or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
-            found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats)))
+            found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats), sequences))
         return found
 
-    def layer(self, layer: int, checkpointing: str) -> tuple[int, int, int]:
+    def layer(self, layer: int, checkpointing: str, sequences: int) -> tuple[int, int, int]:
         """Return the bytes that one layer adds to a stage, without what it shares with others: between its forward and
         its backward, its output among them; between I and W; and at the peak of a backward that begins with it.
 
         Raises InputError as `stage`.
         """
-        trace, _ = self._trace(layer, ((self._kinds[layer], checkpointing, True),), (False, False, False))
+        alike = ((self._kinds[layer], checkpointing, True),)
+        trace, _ = self._trace(layer, alike, (False, False, False), sequences)
         stored = trace.profiles["forward"].layers[0].kept
         split = trace.profiles.get("input")
         queued = 0 if split is None else max(0, stored + split.layers[0].kept)
         peaks = trace.over((0,)).peaks
         return stored, queued, peaks.backward if split is None else peaks.input
 
-    def _stage(self, first: int, choices: Sequence[str], moves: Sequence[bool], ends: _Ends) -> StageBytes:
+    def _stage(
+        self, first: int, choices: Sequence[str], moves: Sequence[bool], ends: _Ends, sequences: int
+    ) -> StageBytes:
         kinds = self._kinds[first : first + len(choices)]
         if all(moves) and self._can_join(kinds, choices):
-            return self._joined(first, choices, ends)
-        trace, places = self._trace(first, tuple(zip(kinds, choices, moves, strict=True)), ends)
+            return self._joined(first, choices, ends, sequences)
+        trace, places = self._trace(first, tuple(zip(kinds, choices, moves, strict=True)), ends, sequences)
         return trace.over(places)
 
     def _can_join(self, kinds: Sequence[int], choices: Sequence[str]) -> bool:
@@ -151,10 +163,13 @@ class StageTracer:
         by_keeping = sorted(choices, key=_LEAST_FIRST.index)
         return self._cut is None and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
 
-    def _joined(self, first: int, choices: Sequence[str], ends: _Ends) -> StageBytes:
+    def _joined(self, first: int, choices: Sequence[str], ends: _Ends, sequences: int) -> StageBytes:
         """Return the bytes of such layers, each as in a stage where all have its choice."""
         kind = self._kinds[first]
-        made = {choice: self._trace(first, ((kind, choice, True),) * len(choices), ends) for choice in set(choices)}
+        made = {
+            choice: self._trace(first, ((kind, choice, True),) * len(choices), ends, sequences)
+            for choice in set(choices)
+        }
         traces, (_, places) = [made[choice][0] for choice in choices], made[choices[0]]
         found = traces[0].over(places, traces)
         if choices[-1] != "none":
@@ -165,16 +180,20 @@ class StageTracer:
         assert found.moved is not None
         return replace(found, moved=found.moved + plain[0] - plain[1])
 
-    def _trace(self, first: int, alike: Sequence[_Layer], ends: _Ends) -> tuple[Trace, tuple[int, ...]]:
+    def _trace(self, first: int, alike: Sequence[_Layer], ends: _Ends, sequences: int) -> tuple[Trace, tuple[int, ...]]:
         """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it."""
         start, width, places = window([alike.index(layer) for layer in alike])
         run = tuple(alike[start : start + width])
-        trace = self._traces.get((run, ends))
-        if trace is None:
-            trace = self._traces[run, ends] = self._run(first + start, run, ends)
-        return trace, places
+        if (run, ends, sequences) not in self._made:
+            alone = sequences == 1 or self._sharing.members > 1 or self._compute_dtype == torch.float64
+            key = run, ends, sequences if alone else self._prime
+            if key not in self._traces:
+                self._traces[key] = self._run(first + start, *key, lines=not alone)
+            self._made[run, ends, sequences] = self._traces[key].at(sequences)
+        return self._made[run, ends, sequences], places
 
-    def _run(self, first: int, run: Sequence[_Layer], ends: _Ends) -> Trace:
+    def _run(self, first: int, run: Sequence[_Layer], ends: _Ends, sequences: int, *, lines: bool) -> LineTrace:
+        """lines: bytes that the sequences divide grow with them."""
         description, (is_first, is_last, repeats) = self._description, ends
         choices = [choice for _, choice, _ in run]
         indices = range(first, first + len(choices))
@@ -182,7 +201,7 @@ class StageTracer:
         if self._cut is not None:
             for index in indices:
                 held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
-        member = self._first_member(indices)
+        member = self._first_member(indices, sequences)
         if member is not None:
             for index in indices:
                 held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
@@ -208,19 +227,19 @@ class StageTracer:
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
             self._cut.make_local(stage, layers, exchange, again)
         try:
-            with without_memory() as tracker, emulated(stage, self._kernels):
+            with without_memory(sequences if lines else None) as tracker, emulated(stage, self._kernels):
                 give_storage(stage)
                 seen = None
                 if self._piece is not None:
                     assert isinstance(stage, Stage)
                     adopt(stage.whole)
-                    seen = PieceBench(self._piece, self._shape[0])
+                    seen = PieceBench(self._piece, sequences, tracker.measure)
                 bench = Bench(
                     stage,
                     names,
                     choices,
                     argument=description.structure.layer_argument,
-                    shape=self._shape,
+                    shape=(sequences, self._tokens, description.hidden_size),
                     dtype=self._compute_dtype,
                     tracker=tracker,
                     moves=[moves for *_, moves in run],
@@ -238,9 +257,9 @@ class StageTracer:
                 " allocate cannot be found without running them"
             ) from error
 
-    def _first_member(self, layers: Iterable[int]) -> FirstMember | None:
+    def _first_member(self, layers: Iterable[int], sequences: int) -> FirstMember | None:
         """Return what the experts of these layers exchange; None where they have none, or where one has all."""
-        description, (sequences, tokens, _) = self._description, self._shape
+        description = self._description
         if self._sharing.members == 1:
             return None
         names, rows = names_of_experts(description), {}
@@ -250,7 +269,7 @@ class StageTracer:
             for name, count in names.items():
                 if name.startswith(prefix):
                     rows[name] = ExpertRows(
-                        tokens=sequences * tokens,
+                        tokens=sequences * self._tokens,
                         choices=choices,
                         experts=count,
                         members=self._sharing.members,

@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from evenpipe.layers.own_operations import WITHIN
 
+from .lines import Peak
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -60,6 +62,7 @@ class Tracker(TorchDispatchMode):
     Attributes:
         live: bytes that live now.
         peak: the most live bytes since the tracker was made, or the innermost span began.
+        levels: the same since somebody put a new one there, for bytes that are lines.
     """
 
     @classmethod
@@ -70,6 +73,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.levels = Peak(0)
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def add(self, *tensors: Tensor) -> int:
@@ -103,6 +107,10 @@ class Tracker(TorchDispatchMode):
                 self._see(leaf)
         return result
 
+    def measure(self, size: int) -> int:
+        """How a number of bytes is counted."""
+        return size
+
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation, which is then counted."""
         return operation(*args, **kwargs)
@@ -111,7 +119,7 @@ class Tracker(TorchDispatchMode):
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
+        address, size = storage._cdata, self.measure(storage.nbytes())
         known = self._living.get(address)
         if known is not None and known[0] == size:
             return
@@ -124,3 +132,4 @@ class Tracker(TorchDispatchMode):
         self.live += size - (0 if known is None else known[0])
         living[address] = (size, weakref.ref(storage, gone))
         self.peak = max(self.peak, self.live)
+        self.levels.see(self.live)
