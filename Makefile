@@ -25,7 +25,7 @@ PART ?= 1/1
 TYPES ?=
 part = $(shell printf '%s\n' $(1) | awk -v part=$(PART) '{ split(part, of, "/") } (NR - of[1]) % of[2] == 0')
 
-.PHONY: help install train test test-all fault-test fuzz families gpu-test lint format bench docs clean
+.PHONY: help install train test test-all fault-test fuzz families golden gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
@@ -41,6 +41,7 @@ help:
 	@echo "make fuzz        compare 100 random pipelines with the same models in one process; MINUTES=60, RUNS, SEED"
 	@echo "make families    compare a small model of every type in transformers with one process, and write"
 	@echo "                 docs/families.md; PART=1/8 runs an eighth of them, TYPES='llama gemma2' these types"
+	@echo "make golden      compare estimates of the models in examples/models with those of before; MODELS=llama-3.1-8b"
 	@echo "make gpu-test    run the tests that need an NVIDIA GPU, if there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -66,6 +67,9 @@ fuzz: $(STAMP)
 
 families: $(STAMP)
 	$(BIN)/python tests/families/run_families.py $(TYPES) --part $(PART) --record
+
+golden: $(STAMP)
+	$(BIN)/python benchmarks/golden.py --only estimates $(if $(MODELS),--models $(MODELS))
 
 gpu-test: $(STAMP)
 	$(BIN)/python tests/gpu/run_gpu.py
