@@ -19,7 +19,7 @@ from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
-from evenpipe.memory.states import SINGLE
+from evenpipe.memory.states import SINGLE, Dtypes
 from evenpipe.model import describe
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
@@ -76,8 +76,11 @@ def test_experts_are_estimated_however_they_run_and_are_shared(sample) -> None:
 
 
 def test_a_family_without_closed_form_is_traced() -> None:
-    bloom = describe(tiny_config("bloom"))
+    bloom, options = describe(tiny_config("bloom")), {"schedule": "zb-h1", "dtypes": Dtypes(gradients="bf16")}
     assert min(peaks(estimated(bloom, pp=2, sequence=32, microbatches=4))) > 0
+    mixture = describe(tiny_config("mixtral"))
+    both = [peaks(estimated(mixture, sequence=32, **options, traced=traced)) for traced in (False, True)]
+    assert both[0] == both[1]
     shared = estimated(bloom, pp=2, tp=2, sequence=32, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
     with pytest.raises(InputError, match="cp is 2; it must be 1: BloomForCausalLM takes no position ids"):

@@ -19,7 +19,7 @@ from .parameters import Held, Of
 from .pieces import Piece
 from .programs import Planned
 from .settings import Settings
-from .states import ELEMENT_BYTES, both_parts, both_states, part_bytes, state_bytes
+from .states import ELEMENT_BYTES, Dtypes, both_parts, both_states, part_bytes, state_bytes
 from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 
 COPIES_NOTHING = ("full", "attention")
@@ -171,13 +171,27 @@ def _stage(source: ModelBytes, plan: Planned, settings: Settings, stage: int, pi
     closed = source.closed
     is_described = closed is not None and closed.describe(settings.kernels, parallelism.tp, parallelism.ep)
     if settings.traced or (runs and not is_described):
-        return source.traced_stage(bounds, ends, settings, kinds, piece)
+        return _with_gradients(source.traced_stage(bounds, ends, settings, kinds, piece), settings.dtypes)
     found = source.closed_stage(bounds, ends, settings, piece)
     copies = _attention_copies(source, settings, *bounds)
     if copies:
         peaks = replace(found.peaks, forward=found.peaks.forward + copies)
         found = replace(found, stored=found.stored + copies, peaks=peaks)
     return found
+
+
+def _with_gradients(stage: StageBytes, dtypes: Dtypes) -> StageBytes:
+    """Return a traced stage with gradients in their type: the trace has them in that of the masters."""
+    if dtypes.gradients == dtypes.masters:
+        return stage
+    own = stage.parameters.input_gradients * ELEMENT_BYTES[dtypes.gradients] // ELEMENT_BYTES[dtypes.masters]
+    again = None if stage.recomputed is None else _with_gradients(stage.recomputed, dtypes)
+    return replace(
+        stage,
+        parameters=replace(stage.parameters, input_gradients=own),
+        peaks=replace(stage.peaks, first_backward=None, first_input=None, first_weight=None),
+        recomputed=again,
+    )
 
 
 def _runs(settings: Settings, piece: Piece | None) -> bool:
