@@ -167,26 +167,26 @@ def run(
     check_output(output, ".svg")
     memory_bytes = bytes_of(gpu_memory)
     machine = None if hardware is None else find_hardware(hardware)
-    run = _run_of_configuration if model.endswith(".toml") else _run_of_options
-    one = run(model, options, states, machine)
-    recipe = one.recipe
-    as_run = kernels == EVENPIPE and one.optimizer == "adamw" and recipe.vocabulary == "redistribute"
+    read = _run_of_configuration if model.endswith(".toml") else _run_of_options
+    trained = read(model, options, states, machine)
+    recipe = trained.recipe
+    as_run = kernels == EVENPIPE and trained.optimizer == "adamw" and recipe.vocabulary == "redistribute"
     if machine is not None and known_gpu(machine.name) and as_run:
         # A run takes other layers on this GPU than those that its times suggest, if only those fit.
         problem = problem_of_run(
-            one.description,
+            trained.description,
             machine,
             recipe,
             memory_bytes=memory_bytes,
-            dtype=one.dtypes.compute,
+            dtype=trained.dtypes.compute,
             skew=skew,
-            loss=one.loss,
+            loss=trained.loss,
         )
         recipe = replace(
-            recipe, layers_per_stage=split_that_fits(problem, recipe, one.offloaded) or recipe.layers_per_stage
+            recipe, layers_per_stage=split_that_fits(problem, recipe, trained.offloaded) or recipe.layers_per_stage
         )
     result = estimate(
-        one.description,
+        trained.description,
         recipe,
         kernels=kernels,
         hardware=machine,
@@ -194,12 +194,12 @@ def run(
         foreach=foreach_optimizer,
         traced=traced,
         skew=skew,
-        **one.arguments,
+        **trained.arguments,
     )
-    result = replace(result, schedule=one.schedule)
-    for remark in filter(None, (*one.remarks, host_remark(result))):
+    result = replace(result, schedule=trained.schedule)
+    for remark in filter(None, (*trained.remarks, host_remark(result))):
         print(f"evenpipe: {remark}", file=sys.stderr)
-    paper = _paper(one.description, result) if compare_to_paper else None
+    paper = _paper(trained.description, result) if compare_to_paper else None
     if output is not None:
         _draw(result, model, output)
     if json_:
@@ -208,7 +208,7 @@ def run(
             values["paper"] = {"states": paper.states, "activations": paper.activations, "total": paper.total}
         say_json(values)
     else:
-        say(estimate_report.text(one.description, result, paper))
+        say(estimate_report.text(trained.description, result, paper))
         if output is not None:
             say(f"wrote {output}")
     bad = ("does not fit", "at risk") if strict else ("does not fit",)
