@@ -395,14 +395,12 @@ def one_dies_before_all_are_here(how: str) -> None:
         "comes not": r"processes 1, 2 of 4 had not started when SIGTERM came",
     }[how]
     terminated: list[int] = []
-    with (
-        signals_handled(lambda number, _: terminated.append(number), [signal.SIGTERM]),
-        pytest.raises(RunError, match=f"^{message}$"),
-    ):
-        meet(store, rank, 4, 600.0, terminated)
-    store.write(f"found {rank}", "")
-    while not store.has(["found 0", "found 3"]):  # nobody takes the end of another for the cause
-        time.sleep(0.01)
+    with signals_handled(lambda number, _: terminated.append(number), [signal.SIGTERM]):
+        with pytest.raises(RunError, match=f"^{message}$"):
+            meet(store, rank, 4, 600.0, terminated)
+        store.write(f"found {rank}", "")
+        while not (terminated and store.has(["found 0", "found 3"])):  # nobody takes the end of another for the cause
+            time.sleep(0.01)
 
 
 def one_has_come_and_ended() -> None:
