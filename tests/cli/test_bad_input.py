@@ -187,6 +187,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("-o x.pdf", '--output is "x.pdf"; it must end in .svg'),
         ("--gpus 8", "estimate has no argument --gpus, did you mean --"),
     ],
+    "estimate --model config.toml": [("--pp 4", "--pp is for models given by name", "config.toml has its own")],
     "explain": [
         ("model.json --gpus 0", "--gpus is 0; it must be at least 1, at most 100000"),
         ("model.json --gpus 1000000000", "--gpus is 1000000000; it must be at least 1, at most 100000"),
