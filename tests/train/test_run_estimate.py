@@ -74,6 +74,7 @@ def estimate_with(changes: Iterable[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sampled(12)
 def test_what_changes_a_step_changes_the_estimate(change: str) -> None:
     _, *besides = change.split()
     assert estimate_with(change.split()) != estimate_with(besides)
