@@ -11,6 +11,7 @@ from evenpipe.cli.declarations import Count
 from evenpipe.cli.options import (
     BALANCED,
     SEQUENCE,
+    belongs_to_configuration,
     bytes_of,
     check_output,
     options_of_generators,
@@ -20,8 +21,7 @@ from evenpipe.cli.options import (
     whole_numbers,
 )
 from evenpipe.cli.printing import say, say_json
-from evenpipe.errors import InputError
-from evenpipe.given import plain, write_text
+from evenpipe.given import write_text
 
 if TYPE_CHECKING:
     from evenpipe.costs.hardware import Hardware
@@ -246,10 +246,7 @@ def _run_of_configuration(
     for given, usual in ((options, RecipeOptions()), (states, StateOptions())):
         for field in fields(given):
             if getattr(given, field.name) != getattr(usual, field.name):
-                name = field.name.replace("_", "-")
-                raise InputError(
-                    f"--{name} is for models given by name, folder or config.json, but {plain(model)} has its own"
-                )
+                raise belongs_to_configuration(field.name, model)
     return estimated_run(load_config(model), machine)
 
 

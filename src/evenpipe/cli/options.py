@@ -135,6 +135,12 @@ def check_output(path: Path | None, suffix: str) -> None:
         raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")
 
 
+def belongs_to_configuration(option: str, model: str) -> InputError:
+    """The error about an option beside a configuration, which says the same itself."""
+    name = option.replace("_", "-")
+    return InputError(f"--{name} is for models given by name, folder or config.json, but {plain(model)} has its own")
+
+
 def read_model(text: str) -> Description:
     """The model of `--model` without weights, and without the quantisation of a source that has one. Raises
     InputError if it is not a causal language model."""

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evenpipe.cli.declarations import Count
-from evenpipe.cli.options import SEQUENCE, Gpus, bytes_of, check_output, read_model, whole_numbers, words
+from evenpipe.cli.options import (
+    SEQUENCE,
+    Gpus,
+    belongs_to_configuration,
+    bytes_of,
+    check_output,
+    read_model,
+    whole_numbers,
+    words,
+)
 from evenpipe.cli.printing import progress_line, say, say_json
 from evenpipe.errors import InputError, RunError
-from evenpipe.given import plain
 from evenpipe.words import refused
 
 if TYPE_CHECKING:
@@ -69,10 +77,7 @@ class ProblemOptions:
             from evenpipe.train.planned_config import configured_model
 
             if self.data or self.tokenizer:
-                name = "data" if self.data else "tokenizer"
-                raise InputError(
-                    f"--{name} is for models given by name, folder or config.json, but {plain(self.model)} has its own"
-                )
+                raise belongs_to_configuration("data" if self.data else "tokenizer", self.model)
             run = PlannedRun(tables=read_toml(self.model))
             config = config_from_dict(run.tables)
             description = describe(configured_model(config))

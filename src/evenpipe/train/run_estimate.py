@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenpipe.costs.hardware import Hardware, known_gpu
-from evenpipe.costs.timed_model import arranging_model
+from evenpipe.costs.hardware import Hardware
 from evenpipe.memory.estimate import Estimate
 from evenpipe.memory.states import MIXED, SINGLE, Dtypes
 from evenpipe.model import Description, describe
+from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.slice_choice import with_slices
 from evenpipe.sizes import gib_text
@@ -53,8 +53,7 @@ def estimated_run(config: Config, hardware: Hardware | None) -> EstimatedRun:
     dtype = config.model.compute_dtype
     narrow = dtype == "bfloat16" or (dtype == "auto" and not on_cpu)
     dtypes, loss, recipe = MIXED if narrow else SINGLE, config.loss.options(), config.recipe()
-    at_hand = None if hardware is None else known_gpu(hardware.name)
-    costs = arranging_model(description, recipe, at_hand, dtypes.compute, loss)
+    costs = ModelCosts.of(description, recipe.batch.sequence_length)
     recipe, _ = with_slices(recipe, costs, "cpu" if on_cpu else "cuda")
     return EstimatedRun(
         description=description,
