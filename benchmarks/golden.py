@@ -72,13 +72,12 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "none", "selective", "full"),
     "offload": ("scheduled", "scheduled", "scheduled", "free", "all"),
     "kernels": ("transformers", "transformers", "transformers", *PRESETS),
-    "traced": (False, False, False, True),
     "optimizer": ("adamw", "adamw", "muon", "adafactor", "sgd"),
     "gradients": ("fp32", "fp32", "bf16"),
     "skew": (1.0, 1.0, 1.5),
 }
 """Options of an estimate, and what each is drawn from."""
-OF_ESTIMATE = ("kernels", "traced", "optimizer", "skew")
+OF_ESTIMATE = ("kernels", "optimizer", "skew")
 
 _models: dict[str, ModelBytes] = {}
 
@@ -118,12 +117,14 @@ def figures_of(result: Estimate) -> dict[str, Any]:
     }
 
 
-def drawn_estimates(model: str) -> list[dict[str, Any]]:
-    """The first `CASES` draws of a model that are not refused."""
+def drawn_estimates(model: str, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same cases, and as many more draws that are not refused as make `CASES`."""
     dice = random.Random(model)
-    cases: list[dict[str, Any]] = []
+    cases = [case for case in repeated_estimates(model, before) if "refused" not in case]
     while len(cases) < CASES:
         options = {name: dice.choice(values) for name, values in DRAWN.items()}
+        if any(case["options"] == options for case in cases):
+            continue
         try:
             cases.append({"options": options, **figures_of(estimated(model, options))})
         except InputError:
@@ -156,14 +157,14 @@ def problem(model: str) -> Problem:
     )
 
 
-def planned(model: str) -> dict[str, Any]:
+def planned(model: str, _before: Any = None) -> dict[str, Any]:
     """The three best plans, and the best of every vocabulary mode."""
     found = search_configurations(problem(model), wanted=3, each_vocabulary=True, workers=1)
     values = Ranking(found, 3).to_dict()
     return {name: values[name] for name in ("gpus", "plans", "vocabulary", "arranging_gain", "rejected")}
 
 
-def explained(model: str) -> dict[str, Any]:
+def explained(model: str, _before: Any = None) -> dict[str, Any]:
     """The explanation as JSON."""
     return explain(problem(model), model).to_dict()
 
@@ -205,11 +206,11 @@ def compared(kind: str, model: str, before: Any) -> list[str]:
     """What is not as before."""
     if kind == "estimates":
         return list(differences_of_estimates(before, repeated_estimates(model, before)))
-    now = json.loads(json.dumps(MADE[kind](model)))
+    now = json.loads(json.dumps(MADE[kind](model, before)))
     return sorted(differences(before, now))
 
 
-MADE: dict[str, Callable[[str], Any]] = {
+MADE: dict[str, Callable[[str, Any], Any]] = {
     "estimates": drawn_estimates,
     "plans": planned,
     "explanations": explained,
@@ -235,7 +236,8 @@ def main() -> int:
             path = file_of(kind)
             before = json.loads(path.read_text()) if path.exists() else {}
             if given.write:
-                for model, made in zip(given.models, pool.map(MADE[kind], given.models), strict=True):
+                old = [before.get(model, []) for model in given.models]
+                for model, made in zip(given.models, pool.map(MADE[kind], given.models, old), strict=True):
                     before[model] = made
                     path.write_text(json.dumps(dict(sorted(before.items())), separators=(",", ":")) + "\n")
                     print(f"{kind} of {model} written", flush=True)

@@ -334,7 +334,7 @@ def test_exit_codes_tell_the_verdict(capsys):
     text = estimate(capsys, "llama-8b --pp 2 --gpu-memory 40GiB", code=1)
     assert "does not fit: device 0 needs" in text and "available: 40.00 GiB" in text
     assert "does not fit too: device 1." in text
-    others = "--kernels megatron --checkpointing mlp"  # whose times are unknown, but not their memory
+    others = "--kernels megatron --checkpointing full"
     assert estimated(capsys, f"llama-8b --pp 2 --hardware B200 {others}")["verdict"] == "fits"
     most = max(device["process"]["most"] for device in estimated(capsys, "llama-8b --pp 2")["devices"])
     card = f"llama-8b --pp 2 --gpu-memory {most - 2**20}B"

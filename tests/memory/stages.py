@@ -1,9 +1,9 @@
-"""The bytes of a stage of a tiny model, found in three ways: closed forms, the trace, and real tensors counted."""
+"""The bytes of a stage of a tiny model, found in two ways: by a trace, and by counting real tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -11,16 +11,9 @@ from families import tiny_config
 
 from evenpipe.memory.bench import Bench
 from evenpipe.memory.bytes import StageBytes
-from evenpipe.memory.closed import ClosedForms
-from evenpipe.memory.cut import Portion
-from evenpipe.memory.kernels import PRESETS
-from evenpipe.memory.pieces import Piece
-from evenpipe.memory.traced import StageTracer
+from evenpipe.memory.traced import StageTracer, Tracing
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import Description, build_stage, describe, fill_parameters
-from evenpipe.tensor.check import cut_of_model
-
-KERNELS = PRESETS | {"eager attention": replace(PRESETS["fused"], attention="eager")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +28,6 @@ class Case:
     """Longer than the windows of tiny configs."""
     checkpointing: str | tuple[str, ...] = "none"
     """Of all layers of the stage, or of each."""
-    kernels: str = "transformers"
-    ranks: int = 1
-    """Tensor ranks."""
-    piece: Piece | None = None
     model: Callable[[], Description] | None = field(default=None, repr=False)
     """In place of the tiny model of the family."""
 
@@ -47,13 +36,8 @@ class Case:
         return described(self.family) if self.model is None else self.model()
 
     @property
-    def has_R(self) -> bool:
-        """Whether R is compared: of one rank, not with the kernels of others."""
-        return self.kernels == "transformers" or self.ranks > 1
-
-    @property
     def stage(self) -> dict:
-        """Arguments of `stage` of both back-ends."""
+        """Arguments of `StageTracer.stage`."""
         (first, last), layers, choices = self.layers, self.description.layers, self.checkpointing
         if not isinstance(choices, str):
             choices = ("none",) * first + choices + ("none",) * (layers - last)
@@ -65,45 +49,15 @@ class Case:
             "checkpointing": choices,
         }
 
-    @property
-    def cut(self):
-        return None if self.ranks == 1 else cut_of_model(self.description, self.ranks, check=False)
-
 
 @cache
 def described(family: str) -> Description:
     return describe(tiny_config(family))
 
 
-def closed(case: Case) -> StageBytes:
-    cut = case.cut
-    portion = Portion(
-        microbatch_size=case.batch,
-        sequence=case.sequence,
-        element=case.dtype.itemsize,
-        tp=case.ranks,
-        blocks=case.ranks > 1,
-        piece=case.piece,
-    )
-    return ClosedForms(case.description).stage(
-        portion=portion, kernels=KERNELS[case.kernels], whole_end=cut is not None and cut.end_is_whole, **case.stage
-    )
-
-
-def traced(case: Case, parameter_dtype: torch.dtype = torch.float32) -> StageBytes:
-    tracer = StageTracer(
-        case.description,
-        sequence=case.sequence,
-        compute_dtype=case.dtype,
-        parameter_dtype=parameter_dtype,
-        backwards="both",
-        recompute=case.has_R,
-        kernels=KERNELS[case.kernels],
-        ranks=case.ranks,
-        cut=case.cut,
-        piece=case.piece,
-    )
-    return tracer.stage(**case.stage, sequences=case.batch)
+def traced(case: Case) -> StageBytes:
+    how = Tracing(sequence=case.sequence, compute_dtype=case.dtype, backwards="both", recompute=True)
+    return StageTracer(case.description, how).stage(**case.stage, sequences=case.batch)
 
 
 def counted(case: Case) -> StageBytes:

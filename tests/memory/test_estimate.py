@@ -19,7 +19,7 @@ from evenpipe.memory.estimate import DeviceEstimate, Estimate, estimate
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory, verdict_of
-from evenpipe.memory.states import SINGLE, Dtypes
+from evenpipe.memory.states import SINGLE
 from evenpipe.model import describe
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
@@ -75,26 +75,14 @@ def test_experts_are_estimated_however_they_run_and_are_shared(sample) -> None:
     assert all(skewed[term] == even[term] for term in ("parameters", "gradients", "optimizer"))
 
 
-def test_a_family_without_closed_form_is_traced() -> None:
-    bloom, options = describe(tiny_config("bloom")), {"schedule": "zb-h1", "dtypes": Dtypes(gradients="bf16")}
-    assert min(peaks(estimated(bloom, pp=2, sequence=32, microbatches=4))) > 0
-    mixture = describe(tiny_config("mixtral"))
-    both = [peaks(estimated(mixture, sequence=32, **options, traced=traced)) for traced in (False, True)]
-    assert both[0] == both[1]
+def test_layouts_that_a_family_does_not_have_are_refused() -> None:
+    bloom = describe(tiny_config("bloom"))
     shared = estimated(bloom, pp=2, tp=2, sequence=32, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
     with pytest.raises(InputError, match="cp is 2; it must be 1: BloomForCausalLM takes no position ids"):
         estimated(bloom, sequence=32, cp=2)
-    for family, changes, words in (
-        (
-            "bloom",
-            {},
-            "'bloom' has layers that are not known in closed form; it must be one of cohere2, gemma2, gemma3",
-        ),
-        ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
-    ):
-        with pytest.raises(InputError, match=words):
-            estimated(describe(tiny_config(family, **changes)), sequence=32, tp=2, kernels="megatron")
+    with pytest.raises(InputError, match="tp: 2, but in Megatron-LM layers cannot be shared that have self_attention"):
+        estimated(bloom, sequence=32, tp=2, kernels="megatron")
 
 
 def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
@@ -209,17 +197,8 @@ WRONG = [
     ({"cp": 3}, "sequence is 64; it must be a multiple of cp = 3"),
     ({"tp": 3}, "tp is 3; it must be a divisor of the model's 4 attention heads"),
     ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
-    ({"cp": 2, "traced": True, "kernels": "megatron"}, "traced: with cp = 2 and kernels of Megatron-LM, expected 1"),
     ({"slices": 2, "kernels": "megatron"}, "slices is 2; it must be 1 with kernels of Megatron-LM"),
     ({"slices": 80}, "sequence is 64; it must be a multiple of 1 and at least 80"),
-    (
-        {"tp": 2, "traced": True, "kernels": "megatron"},
-        "traced: with tp = 2 and layers cut as in Megatron-LM, expected",
-    ),
-    (
-        {"pp": 2, "traced": True, "kernels": "megatron", "schedule": "zb-h1", "microbatches": 4},
-        "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W",
-    ),
     ({"schedule": "2f2b"}, 'schedule is "2f2b"; it must be one of gpipe'),
     ({"vocabulary": "all"}, 'vocabulary is "all"; it must be one of'),
     ({"kernels": "triton"}, 'kernels is "triton"; it must be one of transformers, fused, megatron, transformer-engine'),

@@ -164,7 +164,7 @@ def test_every_item_of_a_real_step_holds_what_is_estimated(case: Case) -> None:
     items = counted.items()[len(pipeline.program.rows[0]) :]
     source, cpu = ModelBytes(describe(model)), replace(KNOWN["H200"], torch_device="cpu")
     recipe = replace(recipe, schedule=pipeline.program, layers_per_stage=pipeline.layout.layers_per_stage)
-    estimated = estimate(source, recipe, hardware=cpu, dtypes=dtypes, traced=True)
+    estimated = estimate(source, recipe, hardware=cpu, dtypes=dtypes)
     plan, settings = source.planned(estimated.recipe), estimated.settings
     memory = DeviceBytes.of(source, plan, settings, 0).memory(plan, settings, 0, curve=True)
     differences = {str(item.item): by - item.after for by, item in zip(memory.curve, items, strict=True)}

@@ -264,10 +264,10 @@ def count_one(case: Case) -> Counted:
 # --- what is estimated ------------------------------------------------------------------------------------------------
 
 
-def estimated(case: Case, recipe: Recipe, *, traced: bool, skew: float = 1.0) -> list[tuple[DeviceMemory, int]]:
+def estimated(case: Case, recipe: Recipe, *, skew: float = 1.0) -> list[tuple[DeviceMemory, int]]:
     """Of each device: its memory with a curve, and its bytes on the host."""
     source, dtypes = ModelBytes(describe(config(case))), Dtypes(compute="bf16") if case.bf16 else SINGLE
-    found = estimate(source, recipe, hardware=CPU, dtypes=dtypes, traced=traced, skew=skew, loss=case.loss)
+    found = estimate(source, recipe, hardware=CPU, dtypes=dtypes, skew=skew, loss=case.loss)
     plan, settings = source.planned(found.recipe), found.settings
     devices = []
     for number, device in enumerate(found.devices):
@@ -277,15 +277,15 @@ def estimated(case: Case, recipe: Recipe, *, traced: bool, skew: float = 1.0) ->
     return devices
 
 
-def faults_of(case: Case, counted: list[Counted], *, traced: bool) -> list[str]:
-    devices, faults = estimated(case, counted[0].recipe, traced=traced), []
+def faults_of(case: Case, counted: list[Counted]) -> list[str]:
+    devices, faults = estimated(case, counted[0].recipe), []
     on_host = any(host for _, host in devices)
     for real in counted:
         memory, host = devices[real.device]
         error = memory.peak / real.peak - 1
-        text = f"{case}, {'traced' if traced else 'closed'}, device {real.device}"
+        text = f"{case}, device {real.device}"
         print(f"{text}: {memory.peak} of {real.peak} ({error:+.3%}), {memory.binding_event}")
-        above = case.above if on_host or not traced else 0.0
+        above = case.above if on_host else 0.0
         if not -case.close < error < max(above, case.close):
             faults.append(f"{text}: {memory.peak} bytes estimated, {real.peak} counted ({error:+.3%})")
         if not host <= real.host <= 1.02 * host:  # in slots of whole pages
@@ -303,7 +303,7 @@ def test_estimates_are_what_is_counted(sample) -> None:
     cases = sample(CASES, 1)
     faults = []
     for case, counted in zip(cases, zip(*run_processes(count, PROCESSES, cases, evenly), strict=True), strict=True):
-        faults += [fault for traced in (False, True) for fault in faults_of(case, list(counted), traced=traced)]
+        faults += faults_of(case, list(counted))
     assert not faults, "\n".join(faults)
 
 
@@ -338,7 +338,7 @@ def test_estimated_peaks_at_the_measured_skew_are_those_counted() -> None:
     for case, counted in zip(cases, zip(*run_processes(count, PROCESSES, cases, unevenly), strict=True), strict=True):
         skew = measured_skew(case)
         assert skew > 1.2
-        devices = estimated(case, counted[0].recipe, traced=False, skew=skew)
+        devices = estimated(case, counted[0].recipe, skew=skew)
         for device, (memory, _) in enumerate(devices):
             peak = max(real.peak for real in counted if real.device == device)  # of the fullest member
             error = memory.peak / peak - 1

@@ -110,7 +110,6 @@ def run(
     skew: float = 1.0,
     kernels: str = "transformers",
     foreach_optimizer: bool = False,
-    traced: bool = False,
     gpu_memory: str | None = None,
     hardware: str | None = None,
     strict: bool = False,
@@ -143,7 +142,6 @@ def run(
     --optimizer                 optimizer whose state is counted; sgd with momentum
     --offload-optimizer SHARE   share of the optimizer state in host memory
     --foreach-optimizer         the optimizer copies all parameters during its step
-    --traced                    run the stages on tensors without storage instead of using closed forms
     --gpu-memory SIZE           memory of one GPU, such as 80GiB; default: that of --hardware, if it is set
     --strict                    exit with 1 if it is at risk, too
     --compare-to-paper          also print the estimate by the formula of arXiv 2411.06465
@@ -192,7 +190,6 @@ def run(
         hardware=machine,
         memory=memory_bytes,
         foreach=foreach_optimizer,
-        traced=traced,
         skew=skew,
         **trained.arguments,
     )

@@ -19,14 +19,15 @@ from evenpipe.layers.entrance import StageGraph
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank
-from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.lines import Peak, at, highest
+from evenpipe.memory.megatron import FusedSum
 from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import LineProfile, LineStretch, Profile, Stretch
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import ModuleStage, Stage
 from evenpipe.parallel.parameters import StageParameters
 from evenpipe.parallel.running import Running
+from evenpipe.recipe.offload import PAGE
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""
@@ -143,7 +144,7 @@ class LineTrace:
             saves_input=at(self.kept, sequences) > 0,
             output=output,
             stored=stored,
-            moved=tuple(sum(size for size in all_at(sizes) if size >= SMALLEST_MOVED) for sizes in self.moved),
+            moved=tuple(sum(size for size in all_at(sizes) if size >= PAGE) for sizes in self.moved),
             queued=queued,
             profiles={name: profile.at(sequences) for name, profile in self.profiles.items()},
             gradients=all_at(self.gradients),
@@ -157,15 +158,18 @@ class LineTrace:
 class _Queue(WeightGradients):
     """The runtime's queue, which also reports the parameters that W has reached."""
 
-    def __init__(self, at: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, at: Callable[[nn.Parameter | None], None]) -> None:
         super().__init__()
         self._at = at
 
     def add(self, entry: Entry) -> None:
-        entry.gradients = partial(self._gradients, entry.parameters[0], entry.gradients)
+        parameter = entry.weight if isinstance(entry, FusedSum) else entry.parameters[0]
+        entry.gradients = partial(self._gradients, parameter, entry.gradients)
         super().add(entry)
 
-    def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _gradients(
+        self, parameter: nn.Parameter | None, gradients: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
         self._at(parameter)
         return gradients()
 
@@ -185,6 +189,9 @@ class Bench:
         piece: of every sequence; `shape` is that of the piece. None: whole sequences.
         experts: whether our function runs them, otherwise what the model's config names; or the member of a group whose
             experts the stage has.
+        shares: changes the stage before it runs, which has this queue of weight gradients.
+        positions: how many the stage is told of; None: those of its hidden states.
+        holds_input: the stage's input stays until the end of its backward.
     """
 
     def __init__(
@@ -202,6 +209,9 @@ class Bench:
         repeats: bool = False,
         piece: PieceBench | None = None,
         experts: FirstMember | bool = True,
+        shares: Callable[[WeightGradients], None] | None = None,
+        positions: int | None = None,
+        holds_input: bool = False,
     ) -> None:
         self._stage, self._names = stage, names
         self._exchange, self._repeats, self._piece = exchange, repeats, piece
@@ -214,6 +224,9 @@ class Bench:
         self._parameters = dict(StageParameters(stage, dtype, kept=stage.kept))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
         self._running = Running()
+        self._positions, self._holds_input = positions, holds_input
+        if shares is not None:
+            shares(self._queue)
         if experts:
             spread = None if experts is True else Spread(experts, Routing(self._running), experts.overlap)
             adopt_experts(stage, self._queue, spread)
@@ -233,19 +246,21 @@ class Bench:
         self._marks: list[LineStretch] = []
         self._weight_places: list[int] = []
         self._began = 0
-        self._input_gradients: tuple[int, ...] = ()
+        self._input_gradients = (0,) * (len(names) + 1)
         self._profiles: dict[str, LineProfile] = {}
 
-    def trace(self, *, whole: bool = True, split: bool, recompute: bool) -> LineTrace:
-        """Run every pass without gradients of parameters, and with them. Arguments as of `StageTracer`."""
+    def trace(self, *, whole: bool = True, split: bool, recompute: bool, from_start: bool = True) -> LineTrace:
+        """Run every pass. Arguments as of `StageTracer`; from_start: also before gradients of parameters exist, and for
+        the bytes of copies to the host."""
         gradients: tuple[int, ...] = ()
         # What other slices leave in a carry is known after a first whole backward.
         for parts in [False] * (whole or self._piece is not None) + [True] * split:
             for master in self._parameters.values():
-                master.grad = None
-            self._microbatch(first=True, split=parts)
-            if not gradients:
-                self._find_moved()
+                master.grad = None if from_start else torch.empty_like(master)
+            if from_start:
+                self._microbatch(first=True, split=parts)
+                if not gradients:
+                    self._find_moved()
             hidden, kept, output, stored, queued = self._microbatch(split=parts)
             gradients = gradients or self._gradient_sizes()
         if recompute:
@@ -288,6 +303,7 @@ class Bench:
         self._running.place = KEY
         graph = self._forward(hidden, "forward", split=split)
         stored = self._live - before - size
+        held = [hidden] if self._holds_input else []
         del hidden
         kept = self._live - before - stored
         if piece is not None:
@@ -301,13 +317,14 @@ class Bench:
             input_gradient = graph.backward(gradient)
         self._queue.under_way = self._running.place = None
         del graph, gradient
+        held.clear()
         queued = self._live - before - size
         if split and first:
             self._input_gradients = self._gradient_sizes()
         if split:
             with self._passing(f"{which}weight", backwards=True):
                 self._queue.compute(KEY)
-        del input_gradient
+        del input_gradient, held
         assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
         return size, kept, output_size, stored, queued
 
@@ -328,8 +345,11 @@ class Bench:
         return self._tracker.live - (0 if self._piece is None else self._piece.held)
 
     def _run(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self._stage(hidden) if self._piece is None else self._piece.run(self._stage, hidden)
-        return output
+        if self._piece is not None:
+            return self._piece.run(self._stage, hidden)
+        if self._positions is not None:
+            return self._stage(hidden, torch.arange(self._positions)[None])
+        return self._stage(hidden)
 
     def _forward(self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False) -> StageGraph:
         graph = StageGraph(self._anchor)
@@ -431,7 +451,7 @@ class Bench:
         if hidden.requires_grad and torch.is_grad_enabled():
             hidden.register_hook(self._mark)
 
-    def _at_parameter(self, parameter: nn.Parameter) -> None:
+    def _at_parameter(self, parameter: nn.Parameter | None) -> None:
         """Called when W reaches the entries of a layer, which are consecutive."""
         place = self._place_of.get(id(parameter))
         if place is not None and self._weight_places[-1:] != [place]:

@@ -7,6 +7,7 @@ start of the pass: its inputs were live, its result was not.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +77,6 @@ class StageBytes:
     first stage that gets all tokens and leaves a tensor rank's."""
     stored: int
     """Stored by F for the backward, besides its input and its output."""
-    shared: int = 0
-    """The part of it that all layers need: tables of positions, masks. Not found by tracing."""
     moved: int | None = None
     """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
     queued: int
@@ -113,6 +112,21 @@ class StageBytes:
     @property
     def _of_graph(self) -> int:
         return self.kept_input + self.stored
+
+
+class LayerBytes(NamedTuple):
+    """What one layer adds to a stage and microbatch, without what it shares with others."""
+
+    waiting: int
+    """Between its forward and its backward, its input among it."""
+    queued: int
+    """Between I and W."""
+    passing: int
+    """The peak within a pass, above what the layer keeps."""
+    turning: int
+    """The peak within a pass that begins its backward, above."""
+    carried: int
+    """Keys and values of whole sequences, if these are cut into slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from evenpipe.errors import InputError
 from evenpipe.recipe.loss import loss_of_model
 from evenpipe.schedule import Item, Kind
 from evenpipe.schedule.passes import parts_in
@@ -21,9 +20,6 @@ from .programs import Planned
 from .settings import Settings
 from .states import ELEMENT_BYTES, Dtypes, both_parts, both_states, part_bytes, state_bytes
 from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
-
-COPIES_NOTHING = ("full", "attention")
-"""Checkpointing that does not keep the result of attention."""
 
 
 class StageHeld(NamedTuple):
@@ -54,7 +50,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
-        """Raises InputError if a stage has no closed form and cannot be traced."""
+        """Raises InputError if a stage cannot be traced."""
         placement = plan.program.placement
         held, buffers, by_stage = StageHeld(Held(), Held()), 0, {}
         for stage in placement.stages_of(device):
@@ -152,36 +148,14 @@ def _with_parameters(stage: StageBytes, parameters: PartBytes) -> StageBytes:
 
 def _stage(source: ModelBytes, plan: Planned, settings: Settings, stage: int, piece: Piece | None) -> StageBytes:
     """Return the bytes of a stage, but for its parameters."""
-    placement, parallelism = plan.program.placement, settings.parallelism
+    placement = plan.program.placement
     bounds, kinds = plan.bounds[stage], plan.kinds[placement.stage_device[stage]]
     ends = (stage == 0, stage == placement.last_stage)
-    runs = _runs(settings, piece)
-    if settings.traced and parallelism.cp > 1 and piece is None:
-        raise InputError(f"traced: with cp = {parallelism.cp} and kernels of Megatron-LM, expected 1")
-    if settings.traced and not runs:
-        raise InputError(
-            f"traced: with tp = {parallelism.tp} and layers cut as in Megatron-LM, expected tp = 1, or sequence "
-            "parallelism and kernels 'transformers' or 'fused'"
-        )
-    if settings.traced and Kind.I in kinds and settings.kernels.weight_gradient == "fused":
-        raise InputError(
-            "traced: kernels add weight gradients to existing ones, and the schedule has backwards split into I and W; "
-            "expected kernels 'transformers' or 'fused', or a schedule with B"
-        )
-    closed = source.closed
-    is_described = closed is not None and closed.describe(settings.kernels, parallelism.tp, parallelism.ep)
-    if settings.traced or (runs and not is_described):
-        return _with_gradients(source.traced_stage(bounds, ends, settings, kinds, piece), settings.dtypes)
-    found = source.closed_stage(bounds, ends, settings, piece)
-    copies = _attention_copies(source, settings, *bounds)
-    if copies:
-        peaks = replace(found.peaks, forward=found.peaks.forward + copies)
-        found = replace(found, stored=found.stored + copies, peaks=peaks)
-    return found
+    return _with_gradients(source.stage(bounds, ends, settings, kinds, piece), settings.dtypes)
 
 
 def _with_gradients(stage: StageBytes, dtypes: Dtypes) -> StageBytes:
-    """Return a traced stage with gradients in their type: the trace has them in that of the masters."""
+    """Return a stage with gradients in their type: the trace has them in that of the masters."""
     if dtypes.gradients == dtypes.masters:
         return stage
     own = stage.parameters.input_gradients * ELEMENT_BYTES[dtypes.gradients] // ELEMENT_BYTES[dtypes.masters]
@@ -192,19 +166,6 @@ def _with_gradients(stage: StageBytes, dtypes: Dtypes) -> StageBytes:
         peaks=replace(stage.peaks, first_backward=None, first_input=None, first_weight=None),
         recomputed=again,
     )
-
-
-def _runs(settings: Settings, piece: Piece | None) -> bool:
-    """Return whether stages can be traced: our runtime would run them."""
-    sizes = settings.parallelism
-    return (sizes.cp == 1 or piece is not None) and (sizes.tp == 1 or settings.gathers_blocks)
-
-
-def check_known(source: ModelBytes, settings: Settings) -> None:
-    """Raise InputError if stages in such a layout can neither be traced nor have a closed form, whatever the
-    schedule."""
-    if not all(_runs(settings, piece) for piece in settings.pieces(source.description, source.row_work)):
-        source.closed_forms()
 
 
 def _held(source: ModelBytes, plan: Planned, settings: Settings, stage: int) -> StageHeld:
@@ -237,20 +198,6 @@ def _part(held: StageHeld, settings: Settings) -> PartBytes:
         for one, replicas in zip(held, _replicas(settings), strict=True)
     )
     return both_parts(*parts)
-
-
-def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: int) -> int:
-    """Return the bytes of second copies of attention results, if the framework needs them in two layouts."""
-    exchanged = settings.parallelism.cp > 1 and settings.parallelism.context_exchange == "heads"
-    if not settings.framework.attention_copies or not (settings.microbatch_size > 1 or exchanged):
-        return 0
-    assert source.closed is not None
-    total = 0
-    for shape, choice in zip(source.closed.shapes[first:last], settings.checkpointing[first:last], strict=True):
-        if choice not in COPIES_NOTHING:
-            width = shape.attention.heads * shape.attention.head_size
-            total += settings.tokens_here * width * settings.element // settings.parallelism.tp
-    return total
 
 
 # --- vocabulary ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ inside. Each function allocates its result and its saved tensors, and its backwa
     gate           act(gate) * up: saves gate and up
     activation     without a gate: saves its input
     rotary         queries and keys at once: saves the tables
-    attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap
+    attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap; over context ranks
+                   and with copies of its result as in `MegatronLayout`
 
 Sources for saved tensors: reference implementations of FlashAttention (arXiv 2205.14135, section 3.1), of Megatron-LM
 (`megatron/core/fusions`) and of Transformer Engine.
@@ -23,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from evenpipe.layers import checkpointing
+from evenpipe.layers.own_operations import own_operation
 from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.megatron import MegatronLayout
 
 KERNEL = "evenpipe_kernel"
 """Name under which transformers finds our attention."""
@@ -40,8 +42,10 @@ ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
 @contextmanager
-def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
+def emulated(stage: nn.Module, kernels: Kernels, layout: MegatronLayout | None = None) -> Iterator[None]:
     """While entered, the modules of `stage` run like these kernels. For a stage whose tensors have no memory.
+
+    layout: if layers are shared as in Megatron-LM.
 
     Enter it before layers are compiled or checkpointed, and before or after the queue of weight gradients is added.
     """
@@ -50,7 +54,7 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
         change = partial(checkpointing.create_selective_checkpoint_contexts, allow_cache_entry_mutation=True)
         stack.enter_context(replaced(checkpointing, "create_selective_checkpoint_contexts", change))
         modules = list(stage.modules())
-        attention = {"flash": KERNEL, "eager": "eager"}.get(kernels.attention)
+        attention = {"flash": _kernel_over(layout), "eager": "eager"}.get(kernels.attention)
         for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
             if attention is not None:  # otherwise the model's own choice: sdpa, or eager if it refuses that
                 stack.enter_context(replaced(config, "_attn_implementation_internal", attention))
@@ -77,8 +81,6 @@ def _kernel_of(module: Any, kernels: Kernels) -> Callable[..., Tensor] | None:
             return lambda x: module.down_proj(_packed_gate(module.gate_up_proj(x)))
         if type(module).__module__ in ACTIVATIONS:
             return _activation
-    if kernels.weight_gradient == "fused" and type(module) is nn.Linear:
-        return lambda x: _linear(x, module.weight, module.bias)
     return None
 
 
@@ -171,23 +173,21 @@ def _heads(like: Tensor, size: int | None = None) -> Tensor:
     return like.new_empty((batch, sequence, heads, size or own)).transpose(1, 2)
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer that makes no tensor for its weight's gradient, because it adds to the existing gradient."""
-    return _kernel(
-        lambda hidden, *_: (functional.linear(hidden, weight, bias), (hidden,)),
-        lambda _, gradient: (gradient.matmul(weight), None, None),
-        *(hidden, weight, bias),
-    )
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """query, key: [batch, heads, sequence, size]; value may have another size. Returns [batch, heads, ...]."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Saved]:
-        result = _heads(query, value.shape[-1])
-        return result, (query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
+        result, rows = torch.ops.evenpipe.kernel_attention(query, key, value)
+        return result, (query, key, value, result, rows)
 
     return _kernel(run, lambda saved, _: map(_heads, saved[:3]), query, key, value)
+
+
+def _kernel_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return _heads(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+own_operation("kernel_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)", _kernel_attention)
 
 
 # --- attention, as transformers calls it ------------------------------------------------------------------------------
@@ -199,6 +199,54 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
     if in_rows and value.shape[-1] == query.shape[-1] <= 256:  # as sdpa passes it to its kernel
         return sdpa_attention_forward(module, query, key, value, None, scaling=1.0)
     return _attention(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _kernel_over(layout: MegatronLayout | None) -> str:
+    """Return the name under which transformers finds this attention."""
+    if layout is None:
+        return KERNEL
+    name = f"{KERNEL}_{layout.cp}_{layout.exchanges_heads}_{layout.copies_attention}"
+    AttentionInterface.register(name, partial(_shared, layout))
+    AttentionMaskInterface.register(name, lambda **_: None)
+    return name
+
+
+def _shared(  # noqa: PLR0917 - the arguments of transformers
+    layout: MegatronLayout, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    others: list[Tensor] = []
+    """The keys and values of other ranks, and in the backward their gradients."""
+    shapes, dtype = [one.shape for one in (key, value)] * (layout.cp - 1), key.dtype
+
+    def receive(times: int) -> None:
+        others.extend(torch.empty(shape, dtype=dtype) for shape in shapes * times)
+
+    if layout.cp == 1:
+        result, _none = _flash(module, query, key, value, mask)
+    else:
+        query, key, value = _Passed.apply(others, query, key, value)
+        receive(1)
+        result, _none = _flash(module, query, key, value, mask)
+        others.clear()
+        if result.requires_grad:
+            result.register_hook(lambda _: receive(2))
+    if layout.copies_attention and (layout.exchanges_heads or len(query) > 1):
+        result = result.clone()
+    return result, None
+
+
+class _Passed(torch.autograd.Function):
+    """Returns its arguments; the backward frees what the list holds."""
+
+    @staticmethod
+    def forward(ctx: Any, others: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.others = others
+        return tuple(one.view_as(one) for one in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.others.clear()
+        return None, *gradients
 
 
 AttentionInterface.register(KERNEL, _flash)

@@ -3,8 +3,8 @@
     found = estimate(describe("Qwen/Qwen3-8B"), Recipe.of(dp=2, tp=2, pp=2, sequence_length=8192), memory=80 * 2**30)
     found.verdict, found.devices[0].peak_allocated, found.devices[0].binding_event
 
-Bytes of stages come from closed forms, or from a trace of the stage if the model has none (always with `traced=True`);
-the program is the one that `evenpipe train` would run, and each of its rows is replayed.
+Stages are traced: their modules run on tensors without memory (`traced`). The program is the one that `evenpipe train`
+would run, and each of its rows is replayed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenpipe.model.flops import usual_length
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.vocabulary import LossOptions
-from evenpipe.words import unknown
+from evenpipe.words import refused, unknown
 
 from .bytes import DeviceMemory
 from .device import DeviceBytes
@@ -152,11 +152,9 @@ def estimate(
     dtypes: Dtypes | None = None,
     hardware: Hardware | None = None,
     memory: int | None = None,
-    framework: Framework | None = None,
     optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
-    traced: bool = False,
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Estimate:
@@ -164,24 +162,19 @@ def estimate(
 
     Args:
         model: its description; for estimates of many recipes its `ModelBytes`, which share what they compute.
-        recipe: a program in it stays unchanged. In closed form, checkpointing may also be one of Megatron-LM's
-            selective choices (`layers.REGIONS`).
+        recipe: a program in it stays unchanged.
         kernels: the implementations, or the name of a preset.
         dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
         hardware: None: some NVIDIA GPU.
         memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
-        framework: None: the framework of the preset of kernels.
         optimizer: of `optimizers.Optimizer`; "sgd" with momentum.
         offloaded: share of the optimizer state in host memory.
         foreach: the optimizer processes all tensors at once (a fused one does not).
-        traced: run the stages without memory instead of using closed forms; only as this library cuts layers over
-            tensor ranks and sequences over context ranks.
         skew: with ep > 1, what the fullest of the members that share experts gets over the mean: 1 if the router
             chooses evenly, some 2 early in a training.
         loss: its options, without what the model does to its logits; None: the default ones.
 
-    Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
-    cannot be traced.
+    Raises InputError for sizes that do not divide, for unknown names, and for a model that cannot be traced.
     """
     source = model if isinstance(model, ModelBytes) else ModelBytes(model)
     description = source.description
@@ -193,11 +186,9 @@ def estimate(
         kernels=kernels,
         dtypes=dtypes,
         hardware=hardware,
-        framework=framework,
         optimizer=optimizer,
         offloaded=offloaded,
         foreach=foreach,
-        traced=traced,
         skew=skew,
         loss=loss,
     )
@@ -221,31 +212,28 @@ def settings_of(
     kernels: Kernels | str,
     dtypes: Dtypes | None,
     hardware: Hardware | None,
-    framework: Framework | None = None,
     optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
-    traced: bool = False,
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Settings:
     """Return how `estimate` computes a recipe; arguments and errors as there."""
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
-    chosen, usual = _kernels(kernels)
+    chosen, framework = _kernels(kernels)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
     return Settings(
         recipe=recipe,
         checkpointing=recipe.checkpointing_of(description.layers),
         kernels=chosen,
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
-        framework=framework or usual,
+        framework=framework,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
         optimizer=optimizer,
         offloaded=offloaded,
         foreach=foreach,
-        traced=traced,
         skew=skew,
         loss=loss or LossOptions(),
     )
@@ -281,6 +269,8 @@ def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
     """Return kernels, and the framework that runs them: our own, if they are no preset."""
     if isinstance(kernels, Kernels):
         name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
+        if kernels.weight_gradient == "fused" and FRAMEWORKS[name].gathers == "blocks":
+            raise refused("kernels: weight_gradient", "fused", "eager, or a preset of Megatron-LM's kernels")
         return kernels, FRAMEWORKS[name]
     if kernels not in PRESETS:
         raise unknown("kernels", kernels, PRESETS)

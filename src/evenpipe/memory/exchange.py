@@ -15,7 +15,7 @@ from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.tensor.exchange import Overlap
 
 
-class _UnderWay(NamedTuple):
+class UnderWay(NamedTuple):
     """A transfer and the tensors that it holds, as a communicator's handle does."""
 
     result: Tensor
@@ -41,15 +41,15 @@ class FirstRank:
     def gather(self, rows: Tensor) -> Tensor:
         return self.start_gather(rows).wait()
 
-    def start_gather(self, rows: Tensor) -> _UnderWay:
-        return _UnderWay(self.table(rows).flatten(0, 1), [rows])
+    def start_gather(self, rows: Tensor) -> UnderWay:
+        return UnderWay(self.table(rows).flatten(0, 1), [rows])
 
     def scatter(self, partial: Tensor) -> Tensor:
         return self.start_scatter(partial).wait()
 
-    def start_scatter(self, partial: Tensor) -> _UnderWay:
+    def start_scatter(self, partial: Tensor) -> UnderWay:
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()
-        return _UnderWay(torch.empty_like(parts[0]), [parts])
+        return UnderWay(torch.empty_like(parts[0]), [parts])
 
     def sum(self, partial: Tensor) -> Tensor:
         return partial.clone(memory_format=torch.contiguous_format)

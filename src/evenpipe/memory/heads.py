@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from .bytes import OutputPeaks, VocabularyBytes
 from .letters import Letters
-from .operations import WIDE
+
+WIDE = 4
+"""Bytes of an fp32 number."""
 
 CHUNKS = 8
 """Number of chunks of the loss in chunks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from evenpipe.model.shape import LayerShape
 from evenpipe.words import refused
 
 
@@ -35,10 +34,6 @@ class Kernels:
     """Output layer and loss: "evenpipe" is S, C and T of this library; the others are those of frameworks: logits in
     fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
     bf16 logits, and a recomputed head and loss in chunks."""
-
-    def is_eager(self, shape: LayerShape) -> bool:
-        """Return whether attention stores all of its probabilities."""
-        return self.attention == "eager" or (self.attention == "sdpa" and shape.attention.eager)
 
     def __post_init__(self) -> None:
         check_literals("kernels", self)

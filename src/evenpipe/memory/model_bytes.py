@@ -1,10 +1,10 @@
-"""Shared by estimates of one model: its parameters, its stages in closed form, its traced stages."""
+"""Shared by estimates of one model: its parameters, its programs, its traced stages."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -18,40 +18,27 @@ from evenpipe.tensor.check import copy_to_cut, cut_of_model
 from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions
 
-from .bytes import StageBytes
-from .closed import ClosedForms
-from .cut import Portion
+from .bytes import LayerBytes, StageBytes
 from .exchange import Sharing
+from .megatron import MegatronLayout
 from .parameters import Parameters
 from .pieces import Piece
 from .programs import Planned, planned
 from .settings import Settings
-from .traced import StageTracer
+from .traced import StageTracer, Tracing
 
-KEPT_STAGES = 4096
 KEPT_PROGRAMS = 64
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelBytes:
-    """Stages are computed on first use, and cached.
-
-    Attributes:
-        closed: closed forms of its stages; None if it has none.
-    """
+    """Stages are traced on first use, and cached."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
         self.parameters = Parameters(description)
-        self.closed: ClosedForms | None = None
-        self._why_not = ""
-        try:
-            self.closed = ClosedForms(description)
-        except InputError as error:
-            self._why_not = str(error)
         self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
-        self._stages: dict[tuple[object, ...], StageBytes] = {}
-        self._tracers: dict[tuple[object, ...], StageTracer] = {}
+        self._tracers: dict[Tracing, StageTracer] = {}
         self._cuts: dict[int, ModelCut | str] = {}
 
     @cached_property
@@ -69,8 +56,11 @@ class ModelBytes:
 
         Raises InputError if the model cannot be cut so.
         """
-        ranks = settings.parallelism.tp
-        if ranks == 1 or not settings.is_ours:
+        return self._layer_cut(settings.parallelism.tp) if settings.is_ours else None
+
+    def _layer_cut(self, ranks: int) -> ModelCut | None:
+        """Return how layers are cut over tensor ranks. Errors as `cut`."""
+        if ranks == 1:
             return None
         if ranks not in self._cuts:
             try:
@@ -108,58 +98,7 @@ class ModelBytes:
                 del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
 
-    def closed_forms(self) -> ClosedForms:
-        """Return its closed forms. Raises InputError if it has none, with the reason."""
-        if self.closed is None:
-            raise InputError(self._why_not)
-        return self.closed
-
-    def closed_stage(
-        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, piece: Piece | None = None
-    ) -> StageBytes:
-        """Return a stage in closed form.
-
-        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. piece:
-        of `settings.pieces`. Raises InputError if there is no closed form.
-        """
-        first, last = bounds
-        closed = self.closed_forms()
-        shapes: Any = closed.shapes[first:last]
-        if len(set(shapes)) == 1:  # quicker to compare
-            shapes = len(shapes), shapes[0]
-        parallelism = settings.parallelism
-        portion = Portion(
-            microbatch_size=settings.microbatch_size,
-            sequence=settings.sequence,
-            element=settings.element,
-            tp=parallelism.tp,
-            sequence_parallel=parallelism.sequence_parallel,
-            cp=parallelism.cp,
-            blocks=settings.gathers_blocks,
-            keeps_input=settings.framework.holds_transferred,
-            piece=piece,
-        )
-        cut = self.cut(settings)
-        kept = settings.recipe.offload.kept_layers(self.description.layers)
-        moves = tuple(layer not in kept for layer in range(first, last))
-        key = (shapes, settings.checkpointing[first:last], moves, ends, portion, settings.kernels)
-        if key not in self._stages:
-            if len(self._stages) >= KEPT_STAGES:
-                self._stages.clear()
-            self._stages[key] = closed.stage(
-                first,
-                last,
-                portion,
-                is_first=ends[0],
-                is_last=ends[1],
-                checkpointing=settings.checkpointing,
-                kept_layers=kept,
-                kernels=settings.kernels,
-                whole_end=cut is not None and cut.end_is_whole,
-            )
-        return self._stages[key]
-
-    def traced_stage(
+    def stage(
         self,
         bounds: tuple[int, int],
         ends: tuple[bool, bool],
@@ -167,7 +106,11 @@ class ModelBytes:
         kinds: Collection[Kind],
         piece: Piece | None = None,
     ) -> StageBytes:
-        """Return a stage from running it without memory. Arguments as above; kinds: of its device's passes."""
+        """Return a stage from running it without memory.
+
+        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage.
+        kinds: of its device's passes. piece: of `settings.pieces`. Raises InputError if it cannot be run so.
+        """
         backwards: Literal["whole", "split", "both"] = "whole"
         if Kind.I in kinds:
             backwards = "both" if Kind.B in kinds else "split"
@@ -180,31 +123,45 @@ class ModelBytes:
             kept_layers=settings.recipe.offload.kept_layers(self.description.layers),
         )
 
-    def traced_layer(
-        self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None
-    ) -> tuple[int, int, int]:
-        """Return the bytes that one layer adds to a stage, as `StageTracer.layer`. split: whether backwards are."""
+    def layer(self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None) -> LayerBytes:
+        """Return the bytes that one layer adds to a stage. split: backwards are I and W. Raises InputError as
+        `stage`."""
         tracer = self._tracer(settings, "split" if split else "whole", recompute=False, piece=piece)
         return tracer.layer(layer, settings.checkpointing[layer], settings.microbatch_size)
 
     def _tracer(
         self, settings: Settings, backwards: Literal["whole", "split", "both"], *, recompute: bool, piece: Piece | None
     ) -> StageTracer:
-        ranks = settings.parallelism.tp
-        sharing = Sharing(settings.parallelism.ep, settings.skew, settings.parallelism.experts)
-        key = (settings.sequence, piece, ranks, sharing, settings.dtypes, settings.kernels, backwards, recompute)
-        if key not in self._tracers:
-            self._tracers[key] = StageTracer(
-                self.description,
-                sequence=settings.sequence,
-                compute_dtype=TORCH[settings.dtypes.compute],
-                parameter_dtype=TORCH[settings.dtypes.masters],
-                backwards=backwards,
-                recompute=recompute,
-                kernels=settings.kernels,
-                ranks=ranks,
-                cut=self.cut(settings),
-                piece=piece,
-                sharing=sharing,
-            )
-        return self._tracers[key]
+        sizes, dtypes = settings.parallelism, settings.dtypes
+        how = Tracing(
+            sequence=settings.sequence,
+            piece=piece,
+            ranks=sizes.tp,
+            sharing=Sharing(sizes.ep, settings.skew, sizes.experts),
+            layout=_megatron_layout(settings),
+            kernels=settings.kernels,
+            compute_dtype=TORCH[dtypes.compute],
+            parameter_dtype=TORCH[dtypes.masters],
+            backwards=backwards,
+            recompute=recompute,
+        )
+        if how not in self._tracers:
+            self._tracers[how] = StageTracer(self.description, how, self._layer_cut(sizes.tp))
+        return self._tracers[how]
+
+
+def _megatron_layout(settings: Settings) -> MegatronLayout | None:
+    """Return how layers are shared in another framework, or without sequence parallelism; None: as this library does
+    it."""
+    sizes, framework = settings.parallelism, settings.framework
+    if settings.is_ours and (sizes.tp == 1 or sizes.sequence_parallel):
+        return None
+    return MegatronLayout(
+        tp=sizes.tp,
+        sequence_parallel=sizes.sequence_parallel,
+        fuses_gradients=settings.kernels.weight_gradient == "fused",
+        cp=1 if settings.is_ours else sizes.cp,
+        exchanges_heads=sizes.cp > 1 and sizes.context_exchange == "heads",
+        copies_attention=framework.attention_copies,
+        holds_input=framework.holds_transferred,
+    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 import torch
 
-from evenpipe.attention.blocks import Block, Look, causal_blocks
 from evenpipe.attention.places import places_of_ranks
-from evenpipe.attention.sight import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,25 +89,3 @@ class Piece:
         by_slice = [places_of_ranks(starts[one], starts[one + 1], self.ranks, None) for one in range(self.index + 1)]
         own = by_slice[-1] if self.exchange == "heads" else by_slice[-1][:1]
         return torch.cat(own), torch.cat([places for ranks in by_slice for places in ranks])
-
-
-@lru_cache(maxsize=1024)
-def blocks_of(piece: Piece, window: int | None) -> Sequence[Block]:
-    """Return the blocks of queries that the kernel attends with, as `attention.sight.Mask.blocks`.
-
-    window: number of tokens that attention sees; None: all before.
-    """
-    if window is None:
-        return causal_blocks(*piece.places, None, None)
-    queries, keys = piece.places
-    found = []
-    for start, asking in zip(range(0, len(queries), ROWS), queries.split(ROWS), strict=True):
-        least, most = int(asking.min()), int(asking.max())
-        ordered = asking.sort().values  # a key is seen by the next query behind it, if by any
-        behind = ordered[torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)]
-        anyone = ((keys <= most) & (behind - keys < window)).nonzero()
-        seen = slice(int(anyone[0]), int(anyone[-1]) + 1)
-        sees_all = int(keys[seen].max()) <= least and int(keys[seen].min()) > most - window
-        look = Look(seen, "all" if sees_all else "some")
-        found.append(Block(slice(None), slice(start, start + len(asking)), (look,)))
-    return found

@@ -36,7 +36,6 @@ class Settings:
     optimizer: str
     offloaded: float
     foreach: bool
-    traced: bool
     skew: float = 1.0
     """What the fullest of the members that share experts gets over the mean."""
     loss: LossOptions = field(default_factory=LossOptions)

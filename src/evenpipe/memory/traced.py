@@ -1,10 +1,10 @@
-"""The allocations of a stage's passes, found by running them: for any module, and to test the closed forms.
+"""The allocations of a stage's passes, found by running them, for any module.
 
 The stage is the one that `evenpipe train` runs, with its queue of weight gradients and its checkpointing, but its
 tensors have no memory (`fakes`), and a tracker counts their storages. A few layers stand for all
 that are alike (`stretches.window`).
 
-    tracer = StageTracer(description, sequence=4096, compute_dtype=torch.bfloat16)
+    tracer = StageTracer(description, Tracing(sequence=4096, compute_dtype=torch.bfloat16))
     tracer.stage(0, 8, is_first=True, is_last=False, sequences=2)         # StageBytes
 
 A run of layers is traced once for all microbatches of two sequences and more (`lines`), and once for those of one: then
@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,12 +35,13 @@ from evenpipe.experts.overlap import Layer, choose
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, LineTrace, Trace
-from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.bytes import LayerBytes, StageBytes
 from evenpipe.memory.emulation import emulated
 from evenpipe.memory.exchange import ALONE, FirstMember, FirstRank, Sharing
 from evenpipe.memory.fakes import give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.lines import prime_for
+from evenpipe.memory.megatron import MegatronLayout, share
 from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
@@ -63,42 +65,44 @@ _LEAST_FIRST = ("full", "selective", "none")
 """Checkpointing by what layers keep."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracing:
+    """What the bytes of a stage depend on besides its layers and the sequences of a microbatch."""
+
+    sequence: int
+    """Tokens of a sequence."""
+    piece: Piece | None = None
+    """Of every sequence; then `sequence` is not used. None: whole sequences."""
+    ranks: int = 1
+    """Tensor ranks of a device: the stage is that of the first one."""
+    sharing: Sharing = ALONE
+    """Of the experts of every layer: the stage is that of the member that has most."""
+    layout: MegatronLayout | None = None
+    """How Megatron-LM shares layers; None: this library does."""
+    kernels: Kernels = PRESETS["transformers"]
+    compute_dtype: torch.dtype = torch.float32
+    """Of activations and products."""
+    parameter_dtype: torch.dtype = torch.float32
+    """Of parameters and gradients."""
+    backwards: Literal["whole", "split", "both"] = "whole"
+    """B, or I and W, or some of both."""
+    recompute: bool = False
+    """Some microbatches have R."""
+
+
 class StageTracer:
     """Traces the stages of one model.
 
     Args:
-        sequence: tokens of a sequence.
-        compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
-        backwards: whole (B), split (I and W), or some of both.
-        recompute: some microbatches have R.
-        piece: of every sequence; then `sequence` is not used. None: whole sequences.
-        ranks, cut: tensor ranks of a device, and how layers are cut over them: the stage is that of the first one.
-        sharing: of the experts of every layer: the stage is that of the member that has most.
+        cut: how layers are cut over several tensor ranks.
     """
 
-    def __init__(
-        self,
-        description: Description,
-        *,
-        sequence: int,
-        compute_dtype: torch.dtype = torch.float32,
-        parameter_dtype: torch.dtype = torch.float32,
-        backwards: Literal["whole", "split", "both"] = "whole",
-        recompute: bool = False,
-        kernels: Kernels = PRESETS["transformers"],
-        ranks: int = 1,
-        cut: ModelCut | None = None,
-        piece: Piece | None = None,
-        sharing: Sharing = ALONE,
-    ) -> None:
-        self._sharing = sharing
-        self._ranks, self._cut, self._piece = ranks, cut, piece
-        self._description = description
-        self._tokens = sequence if piece is None else piece.tokens
-        self._prime = prime_for([sequence, self._tokens, *map(math.prod, description.shapes.values())])
-        self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
-        self._backwards, self._recompute = backwards, recompute
-        self._kernels = kernels
+    def __init__(self, description: Description, how: Tracing, cut: ModelCut | None = None) -> None:
+        self._description, self._how, self._cut = description, how, cut
+        self._tokens = how.sequence if how.piece is None else how.piece.tokens
+        if how.layout is not None:
+            self._tokens //= how.layout.cp
+        self._prime = prime_for([how.sequence, self._tokens, *map(math.prod, description.shapes.values())])
         self._kinds = kinds_of_layers(description)
         self._traces: dict[tuple[Any, ...], LineTrace] = {}
         self._made: dict[tuple[Any, ...], Trace] = {}
@@ -127,26 +131,32 @@ class StageTracer:
         check_choices(every)
         choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
-        repeats = self._cut is not None  # of R, for which tensor ranks keep more
+        repeats = self._cut is not None and self._how.layout is None  # of R, for which tensor ranks keep more
         found = self._stage(first, choices, moves, (is_first, is_last, False), sequences)
-        if self._recompute and (repeats or any(choice != "none" for choice in choices)):
+        if self._how.recompute and (repeats or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
             found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats), sequences))
         return found
 
-    def layer(self, layer: int, checkpointing: str, sequences: int) -> tuple[int, int, int]:
-        """Return the bytes that one layer adds to a stage, without what it shares with others: between its forward and
-        its backward, its output among them; between I and W; and at the peak of a backward that begins with it.
-
-        Raises InputError as `stage`.
-        """
+    def layer(self, layer: int, checkpointing: str, sequences: int) -> LayerBytes:
+        """Return the bytes that one layer adds to a stage. Raises InputError as `stage`."""
         alike = ((self._kinds[layer], checkpointing, True),)
-        trace, _ = self._trace(layer, alike, (False, False, False), sequences)
-        stored = trace.profiles["forward"].layers[0].kept
-        split = trace.profiles.get("input")
-        queued = 0 if split is None else max(0, stored + split.layers[0].kept)
-        peaks = trace.over((0,)).peaks
-        return stored, queued, peaks.backward if split is None else peaks.input
+        trace, _ = self._trace(layer, alike, (False, False, False), sequences, from_start=False)
+
+        def kept(name: str) -> int:
+            grown = trace.grown.get(name)
+            return trace.profiles[name].layers[0].kept - (grown[0] if grown else 0)
+
+        # Its output stays if the next layer, which is like it, saves its input.
+        waiting, peaks = kept("forward") - (0 if trace.saves_input else trace.output), trace.over((0,)).peaks
+        splits = "input" in trace.profiles
+        return LayerBytes(
+            waiting=waiting,
+            queued=max(0, min(trace.queued, kept("forward") + kept("input"))) if splits else 0,
+            passing=max(trace.profiles["forward"].layers[0].above - waiting, peaks.backward, peaks.input, peaks.weight),
+            turning=peaks.input if splits else peaks.backward,
+            carried=trace.carried[0].keys if trace.carried else 0,
+        )
 
     def _stage(
         self, first: int, choices: Sequence[str], moves: Sequence[bool], ends: _Ends, sequences: int
@@ -180,27 +190,34 @@ class StageTracer:
         assert found.moved is not None
         return replace(found, moved=found.moved + plain[0] - plain[1])
 
-    def _trace(self, first: int, alike: Sequence[_Layer], ends: _Ends, sequences: int) -> tuple[Trace, tuple[int, ...]]:
-        """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it."""
+    def _trace(
+        self, first: int, alike: Sequence[_Layer], ends: _Ends, sequences: int, *, from_start: bool = True
+    ) -> tuple[Trace, tuple[int, ...]]:
+        """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it.
+        from_start: as of `Bench.trace`."""
         start, width, places = window([alike.index(layer) for layer in alike])
         run = tuple(alike[start : start + width])
-        if (run, ends, sequences) not in self._made:
-            alone = sequences == 1 or self._sharing.members > 1 or self._compute_dtype == torch.float64
-            key = run, ends, sequences if alone else self._prime
+        made = run, ends, sequences, from_start
+        if made not in self._made:
+            alone = sequences == 1 or self._how.sharing.members > 1 or self._how.compute_dtype == torch.float64
+            key = run, ends, sequences if alone else self._prime, from_start
             if key not in self._traces:
                 self._traces[key] = self._run(first + start, *key, lines=not alone)
-            self._made[run, ends, sequences] = self._traces[key].at(sequences)
-        return self._made[run, ends, sequences], places
+            self._made[made] = self._traces[key].at(sequences)
+        return self._made[made], places
 
-    def _run(self, first: int, run: Sequence[_Layer], ends: _Ends, sequences: int, *, lines: bool) -> LineTrace:
+    def _run(
+        self, first: int, run: Sequence[_Layer], ends: _Ends, sequences: int, from_start: bool, *, lines: bool
+    ) -> LineTrace:
         """lines: bytes that the sequences divide grow with them."""
         description, (is_first, is_last, repeats) = self._description, ends
+        layout = self._how.layout
         choices = [choice for _, choice, _ in run]
         indices = range(first, first + len(choices))
         held: dict[str, TensorPlacement | None] = {}
         if self._cut is not None:
             for index in indices:
-                held |= self._cut.placements(description, index, FirstRank.rank, self._ranks)
+                held |= self._cut.placements(description, index, FirstRank.rank, self._how.ranks)
         member = self._first_member(indices, sequences)
         if member is not None:
             for index in indices:
@@ -211,45 +228,58 @@ class StageTracer:
             last=first + len(choices),
             is_first=is_first,
             is_last=is_last,
-            dtype=self._parameter_dtype,
-            compute_dtype=self._compute_dtype,
+            dtype=self._how.parameter_dtype,
+            compute_dtype=self._how.compute_dtype,
             torch_device="meta",
             held=held,
-            tensor_ranks=self._ranks,
+            tensor_ranks=self._how.ranks if layout is None else 1 if is_first else layout.rows,
         )
         stage = (ModuleStage if description.config is None else Stage)(description, part)
         names = [f"{description.structure.layers_name}.{index}" for index in indices]
-        exchange = None
-        if self._cut is not None:
+        exchange = shares = positions = None
+        tokens = self._tokens
+        if layout is not None:
+            tokens //= layout.rows
+            shares = partial(share, description, stage, names, layout, cut=self._cut)
+            if is_first and layout.rows > 1 and description.takes("position_ids"):
+                positions = self._tokens if not description.structure.first_parameters else None
+        elif self._cut is not None:
             assert isinstance(stage, Stage)
-            exchange = FirstRank(self._ranks)
+            exchange = FirstRank(self._how.ranks)
             layers = {index: stage.get_submodule(name) for index, name in zip(indices, names, strict=True)}
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
             self._cut.make_local(stage, layers, exchange, again)
         try:
-            with without_memory(sequences if lines else None) as tracker, emulated(stage, self._kernels):
+            with without_memory(sequences if lines else None) as tracker, emulated(stage, self._how.kernels, layout):
                 give_storage(stage)
                 seen = None
-                if self._piece is not None:
+                if self._how.piece is not None:
                     assert isinstance(stage, Stage)
                     adopt(stage.whole)
-                    seen = PieceBench(self._piece, sequences, tracker.measure)
+                    seen = PieceBench(self._how.piece, sequences, tracker.measure)
                 bench = Bench(
                     stage,
                     names,
                     choices,
                     argument=description.structure.layer_argument,
-                    shape=(sequences, self._tokens, description.hidden_size),
-                    dtype=self._compute_dtype,
+                    shape=(sequences, tokens, description.hidden_size),
+                    dtype=self._how.compute_dtype,
                     tracker=tracker,
                     moves=[moves for *_, moves in run],
                     exchange=exchange,
                     repeats=repeats,
                     piece=seen,
-                    experts=self._kernels.experts == "rows" if member is None else member,
+                    experts=self._how.kernels.experts == "rows" if member is None else member,
+                    shares=shares,
+                    positions=positions,
+                    holds_input=layout is not None and layout.holds_input,
                 )
                 return bench.trace(
-                    whole=self._backwards != "split", split=self._backwards != "whole", recompute=self._recompute
+                    whole=self._how.backwards != "split",
+                    split=self._how.backwards != "whole",
+                    recompute=self._how.recompute,
+                    # A first microbatch finds out what slices leave for each other.
+                    from_start=from_start or (seen is not None and seen.piece.carried),
                 )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise InputError(
@@ -260,7 +290,7 @@ class StageTracer:
     def _first_member(self, layers: Iterable[int], sequences: int) -> FirstMember | None:
         """Return what the experts of these layers exchange; None where they have none, or where one has all."""
         description = self._description
-        if self._sharing.members == 1:
+        if self._how.sharing.members == 1:
             return None
         names, rows = names_of_experts(description), {}
         for index in layers:
@@ -272,8 +302,8 @@ class StageTracer:
                         tokens=sequences * self._tokens,
                         choices=choices,
                         experts=count,
-                        members=self._sharing.members,
-                        skew=self._sharing.skew,
+                        members=self._how.sharing.members,
+                        skew=self._how.sharing.skew,
                     )
         if not rows:
             return None
@@ -286,7 +316,7 @@ class StageTracer:
             choices=one.choices,
             members=one.members,
         )
-        return FirstMember(rows, choose(self._sharing.options, layer).overlap)
+        return FirstMember(rows, choose(self._how.sharing.options, layer).overlap)
 
 
 # --- layers that are alike -------------------------------------------------------------------------------------------

@@ -209,9 +209,7 @@ class Stage(nn.Module):
         relay = self._relay
         try:
             if not (self.is_first and self.is_last):
-                batch, length, width = hidden.shape
-                rows = 1 if self.is_first else self._tensor_ranks
-                relay.stand_in = hidden.new_zeros((batch, length * rows, width), requires_grad=False)
+                relay.stand_in = self.make_stand_in(hidden)
             relay.received, relay.router_logits = hidden, router_logits
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
             assert embedded is not None
@@ -229,6 +227,12 @@ class Stage(nn.Module):
             return result
         finally:
             relay.clear()
+
+    def make_stand_in(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what replaces the hidden states of other stages, [batch, sequence, hidden_size]."""
+        batch, length, width = hidden.shape
+        rows = 1 if self.is_first else self._tensor_ranks
+        return hidden.new_zeros((batch, length * rows, width), requires_grad=False)
 
     def _rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states of the form of the result."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from evenpipe.costs.step import Parameters
-from evenpipe.memory.device import check_known, copied_bytes
+from evenpipe.memory.device import copied_bytes
 from evenpipe.memory.estimate import estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
@@ -81,7 +81,11 @@ def _running(configuration: Configuration, program: Program) -> Recipe:
 
 def check_estimate(problem: Problem, layout: Recipe) -> None:
     """Raise InputError if the memory of a layout cannot be estimated, whatever the schedule."""
-    check_known(problem.bytes, settings_of(problem.description, layout, **how_estimated(problem)))
+    source, layers = problem.bytes, {id(work): layer for layer, work in enumerate(problem.works)}
+    settings = settings_of(problem.description, layout, **how_estimated(problem))
+    for piece in settings.pieces(problem.description, source.row_work)[:1]:
+        for layer in layers.values():
+            source.layer(layer, settings, split=False, piece=piece)
 
 
 def how_estimated(problem: Problem) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.timed_model import computing
 from evenpipe.costs.work import LayerWork
 from evenpipe.errors import InputError
-from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.estimate import settings_of
 from evenpipe.recipe.recipe import Recipe
 
@@ -37,97 +36,73 @@ class LayerUse(NamedTuple):
     """The highest of these peaks among the slices of a sequence."""
 
 
-def mean_uses(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
-    """Return, for every policy, what a layer needs of a whole sequence on average, and the highest peak within one."""
-    key = (mean_uses, computing(recipe.parallelism), recipe.batch.microbatch_size)
+def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
+    """Return, for every policy, what a layer needs of a whole sequence on average, and the highest peak within one.
+    split: backwards are I and W."""
 
-    def mean() -> tuple[LayerUse, ...]:
-        whole = replace(recipe, batch=replace(recipe.batch, slices=1))
-        of_kinds = _uses_of_kinds(problem, whole, traced=False, split=False)
-        every = [[found[id(work)] for work in problem.works] for found in of_kinds]
-        return tuple(
-            LayerUse(
-                math.fsum(use.waiting for use in uses) / len(uses),
-                math.fsum(use.queued for use in uses) / len(uses),
-                max(use.passing for use in uses),
-            )
-            for uses in every
-        )
+    def mean(uses: Sequence[LayerUse]) -> LayerUse:
+        waiting, queued, *peaks = zip(*uses, strict=True)
+        return LayerUse(math.fsum(waiting) / len(uses), math.fsum(queued) / len(uses), *map(max, peaks))
 
-    return problem.once(key, mean)
+    whole = replace(recipe, batch=replace(recipe.batch, slices=1))
+    return tuple(
+        mean([of_kinds[id(work)] for work in problem.works]) for of_kinds in _uses_of_kinds(problem, whole, split=split)
+    )
 
 
-def least_uses(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> tuple[LayerUse, ...]:
-    """Return, for every policy, the least that any layer needs of a whole sequence, or of a slice of one.
-
-    traced: layers without a closed form are traced, as in stages whose backwards are `split` or not.
-    """
-    found = _uses_of_kinds(problem, recipe, traced=traced, split=split)
+def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
+    """Return, for every policy, the least that any layer needs of a whole sequence, or of a slice of one. split:
+    backwards are I and W."""
+    found = _uses_of_kinds(problem, recipe, split=split)
     return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in found)
 
 
-def _uses_of_kinds(problem: Problem, recipe: Recipe, *, traced: bool, split: bool) -> list[dict[int, LayerUse]]:
-    """Return, for every policy, the memory of each kind of layer, by the id of its work, of a mean or least slice
-    (`_use_of_slices`). Where nothing else tells, it is the least that the gradients of products need."""
-    recipe, slices = replace(recipe, layers_per_stage=None), recipe.slices
-    sizes = recipe.batch.microbatch_size, slices
-    key = (_uses_of_kinds, computing(recipe.parallelism), *sizes, traced and split, traced)
+def least_floors(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
+    """Return the same without a trace: the least that any implementation needs for the gradients of products."""
+    setting, slices = problem.setting(recipe), recipe.slices
+    floors = zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
+    none, selective, full = (min(sizes) / slices for sizes in floors)
+    return tuple(LayerUse(waiting, none, 0.0) for waiting in (none, selective, full))
+
+
+def _uses_of_kinds(problem: Problem, recipe: Recipe, *, split: bool) -> list[dict[int, LayerUse]]:
+    """Return, for every policy, the memory of each kind of layer, by the id of its work."""
+    recipe = replace(recipe, layers_per_stage=None)
+    key = (_uses_of_kinds, computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices, split)
 
     def uses() -> list[dict[int, LayerUse]]:
         first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
-        floors = {id(work): saved_floor(work, problem.setting(recipe)) for work in problem.kinds}
         return [
             {
-                kind: _use(problem, replace(recipe, checkpointing=policy), layer, traced=traced, split=split)
-                or LayerUse(floors[kind][place] / slices, floors[kind][0] / slices, 0.0)
+                kind: _use(problem, replace(recipe, checkpointing=policy), layer, split=split)
                 for kind, layer in first.items()
             }
-            for place, policy in enumerate(POLICIES)
+            for policy in POLICIES
         ]
 
     return problem.once(key, uses)
 
 
-def _use(problem: Problem, recipe: Recipe, layer: int, *, traced: bool, split: bool) -> LayerUse | None:
-    """Return the memory of a layer under a recipe with one policy; None if it is not known, or if the model cannot be
-    cut this way."""
-    source, sizes = problem.bytes, recipe.parallelism
-    try:
-        settings = settings_of(problem.description, recipe, **how_estimated(problem))
-        pieces = settings.pieces(problem.description, source.row_work)
-        if source.closed is None or not source.closed.describe(settings.kernels, sizes.tp, sizes.ep):
-            if not traced or len(pieces) > 1:
-                return None
-            stored, queued, turning = source.traced_layer(layer, settings, split=split, piece=pieces[0])
-            return LayerUse(stored, queued, turning, turning, turning)
-        stages = [source.closed_stage((layer, layer + 1), (False, False), settings, piece) for piece in pieces]
-    except InputError:
-        return None
-    return _use_of_slices(stages)
-
-
-def _use_of_slices(slices: Sequence[StageBytes]) -> LayerUse:
-    """Return what each of the slices that a stage holds needs at least.
+def _use(problem: Problem, recipe: Recipe, layer: int, *, split: bool) -> LayerUse:
+    """Return what a layer needs of each of the slices that a stage holds, at least; nothing if the layer cannot be run
+    so, which an evaluation says.
 
     Backwards take the slices of a sequence in reverse, so those that wait for theirs are the first ones of each
     sequence, and need at least as many times the least mean of first ones. Each sequence has its keys and values.
     """
-    uses = [_use_of_stage(found) for found in slices]
+    try:
+        settings = settings_of(problem.description, recipe, **how_estimated(problem))
+        pieces = settings.pieces(problem.description, problem.bytes.row_work)
+        uses = [problem.bytes.layer(layer, settings, split=split, piece=piece) for piece in pieces]
+    except InputError:
+        return LayerUse(0.0, 0.0, 0.0)
     waiting = min(total / count for count, total in enumerate(accumulate(use.waiting for use in uses), 1))
-    least = LayerUse(*map(min, zip(*uses, strict=True)))
-    carried = min(found.carried for found in slices) / len(slices)
-    return least._replace(waiting=waiting + carried, sharpest=max(use.sharpest for use in uses))
-
-
-def _use_of_stage(found: StageBytes) -> LayerUse:
-    peaks = found.peaks
-    turning = min(peaks.backward, peaks.input)
     return LayerUse(
-        max(found.kept_input, found.stored - found.shared),
-        found.queued,
-        max(peaks.forward - found.stored, peaks.backward, peaks.input, peaks.weight),
-        turning,
-        turning,
+        waiting + min(use.carried for use in uses) / len(uses),
+        min(use.queued for use in uses),
+        min(use.passing for use in uses),
+        min(use.turning for use in uses),
+        max(use.turning for use in uses),
     )
 
 

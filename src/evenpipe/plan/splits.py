@@ -149,7 +149,7 @@ class _Devices:
         setting, barriers = problem.setting(recipe), recipe.mode.barriers
         times = layer_times(problem, recipe)
         relative = _relative_times(problem, recipe)
-        uses = mean_uses(problem, recipe)
+        uses = mean_uses(problem, recipe, split=one.shape.split)
         passing = max(use.passing for use in uses)
         others, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
         state = sum(state_floor(problem, recipe, Parameters(math.fsum(others), math.fsum(experts)))) / layers

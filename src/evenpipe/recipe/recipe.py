@@ -93,8 +93,7 @@ class Recipe:
     checkpointing: str | tuple[str, ...] = "none"
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
-    layer. If the order has R for a microbatch, R repeats the forward before the backward. Estimates also know those of
-    Megatron-LM (`evenpipe.memory.layers.REGIONS`)."""
+    layer. If the order has R for a microbatch, R repeats the forward before the backward."""
     compile_layers: bool = False
     """Run every layer through torch.compile; the first steps take longer. Embedding, output layer, loss and other code
     outside the layers are not compiled."""

@@ -84,7 +84,7 @@ class ModelCut:
         layer = description.layer(index)
         prefix = f"{description.structure.layers_name}.{index}"
         found: dict[str, TensorPlacement | None] = {}
-        for name, block in self._of(layer).items():
+        for name, block in self.blocks_of(layer).items():
             if block.cut is None:
                 continue
             try:
@@ -98,7 +98,7 @@ class ModelCut:
         """Return whether several of so many ranks hold the same heads of keys and values."""
         for index in range(description.layers):
             layer = description.layer(index)
-            for name, block in self._of(layer).items():
+            for name, block in self.blocks_of(layer).items():
                 if block.cut is not None and any(
                     count_of(layer.get_submodule(name), group) < ranks for group in block.cut.groups
                 ):
@@ -108,7 +108,7 @@ class ModelCut:
     def alone(self, description: Description, index: int) -> set[str]:
         """Return the names of a layer's parameters that only the first rank holds."""
         prefix = f"{description.structure.layers_name}.{index}"
-        blocks = self._of(description.layer(index)).items()
+        blocks = self.blocks_of(description.layer(index)).items()
         return {f"{prefix}.{name}.{bias}" for name, block in blocks if block.cut for bias in block.cut.biases}
 
     def make_local(
@@ -124,7 +124,7 @@ class ModelCut:
         """
         dtype_of = stage.computing_dtypes().__getitem__
         for index, layer in layers.items():
-            for name, block in self._of(layer).items():
+            for name, block in self.blocks_of(layer).items():
                 module = layer.get_submodule(name)
                 if block.cut is None:
                     keep_whole(module, exchange, block.hidden)
@@ -139,7 +139,8 @@ class ModelCut:
             stage.layers[-1].register_forward_hook(partial(hand_over, Gather, exchange))
             stage.finish = partial(_own_rows, exchange)
 
-    def _of(self, layer: nn.Module) -> Mapping[str, Block]:
+    def blocks_of(self, layer: nn.Module) -> Mapping[str, Block]:
+        """Return the parts of a layer that get all tokens, by name."""
         (kind,) = kinds_of_layers([layer])
         return self.blocks[kind]
 

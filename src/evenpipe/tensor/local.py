@@ -44,10 +44,7 @@ def make_local(
             layer, so its forward is repeated at the beginning of the backward.
         dtype_of: returns the dtype in which products read a parameter.
     """
-    _divide_counts(block, cut, exchange.size, groups)
-    for group in cut.groups:
-        for name in group.splits:
-            _fit(block.get_submodule(name.rpartition(".")[0]))
+    divide(block, cut, exchange.size, groups)
     for name in cut.biases if exchange.rank else ():
         owner, _, leaf = name.rpartition(".")
         module = block.get_submodule(owner)
@@ -87,7 +84,11 @@ def block_width(module: nn.Module, weight: Tensor) -> int:
     return down.shape[2 if module.is_transposed else 1]
 
 
-def _divide_counts(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
+def divide(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
+    """Set the counts and sizes of a block to those of a rank, whose parameters it has. groups: as of `make_local`."""
+    for group in cut.groups:
+        for name in group.splits:
+            _fit(block.get_submodule(name.rpartition(".")[0]))
     for name, attribute in cut.counts:
         module = block.get_submodule(name)
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.model.shape import NormStyle, norm_style
 from evenpipe.tensor.exchange import Exchange, Sum
 from evenpipe.tensor.units import Call, is_linear, until_the_end
+
+NormStyle = Literal["narrow", "wide", "plus one"]
+"""How transformers' module computes a norm in fp32: rounded before the weight ("narrow"), after it ("wide"), or with
+1 + weight."""
 
 
 def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
@@ -55,6 +59,23 @@ def _epsilon(norm: nn.Module, taken: Tensor, given: Tensor) -> float | None:
                 if torch.allclose(normed * factor, given.double(), rtol=1e-4, atol=1e-6):
                     return value
     return None
+
+
+@torch.no_grad()
+def norm_style(norm: nn.Module) -> NormStyle:
+    """Find out how a norm is computed, from its results on simple inputs.
+
+    norm: by the root of the mean square, with one weight, on any device; a copy is run.
+    """
+    real = copy.deepcopy(norm).to_empty(device="cpu").float()
+    weight = next(real.parameters())
+    hidden = torch.arange(1.0, weight.shape[-1] + 1)
+    weight.zero_()
+    if real(hidden).any():
+        return "plus one"
+    weight.fill_(1.0)
+    # If the weight is applied after the rounding, the result has the weight's dtype.
+    return "narrow" if real(hidden.bfloat16()).dtype == torch.float32 else "wide"
 
 
 def sum_over_ranks(norm: nn.Module, exchange: Exchange) -> None:

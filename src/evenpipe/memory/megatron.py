@@ -1,0 +1,246 @@
+"""Layers that are shared as in Megatron-LM, for tensors without memory (`fakes`).
+
+Tensor parallelism (arXiv 1909.08053) cuts the parameters of every block. With sequence parallelism (arXiv 2205.05198)
+each rank keeps its rows of the hidden states between blocks: a product by columns gathers them, saves only its own, and
+gathers again in the backward; a product by rows scatters the sum of its result. With context parallelism, attention
+holds the keys and values of all other ranks while it runs, and in the backward their gradients too (for a ring and an
+all-gather alike).
+
+A block gets a placeholder of all rows, a view of a single one; its products read the rank's own rows instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.errors import InputError
+from evenpipe.layers.weight_gradients import Entry, WeightGradients
+from evenpipe.memory.exchange import FirstRank, UnderWay
+from evenpipe.model import Description, ModuleStage, Stage
+from evenpipe.tensor.cuts import count_of
+from evenpipe.tensor.layers import Block, ModelCut
+from evenpipe.tensor.local import divide
+from evenpipe.tensor.operations import sum_product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLayout:
+    """How GPUs share layers."""
+
+    tp: int = 1
+    sequence_parallel: bool = True
+    fuses_gradients: bool = True
+    """Products for weights' gradients add to the existing gradients, without tensors of their own."""
+    cp: int = 1
+    exchanges_heads: bool = False
+    """Context ranks exchange heads for tokens."""
+    copies_attention: bool = False
+    """The result of attention is kept in the layouts of the kernel and of the next product, if these differ: with
+    several sequences, or if heads are exchanged."""
+    holds_input: bool = False
+    """A stage's input stays until the end of its backward."""
+
+    @property
+    def rows(self) -> int:
+        """Ranks that each have their own rows of the hidden states."""
+        return self.tp if self.sequence_parallel else 1
+
+
+class _Rank(FirstRank):
+    """The first tensor rank. Sums are scattered without a copy."""
+
+    def start_scatter(self, partial: Tensor) -> UnderWay:
+        return UnderWay(partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), [partial])
+
+
+@dataclass(slots=True, eq=False)
+class FusedSum(Entry):
+    """The inputs of W for a layer whose weight's gradient is added where it is, without a tensor of its own."""
+
+    weight: nn.Parameter | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """A linear layer, called instead of its own forward."""
+
+    module: Any
+    """`nn.Linear` or `Conv1D`."""
+    queue: WeightGradients
+    rank: _Rank
+    rows: Callable[[], Tensor] | None = None
+    """Returns the own rows of its input, if it gathers the others."""
+    scatters: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        result: Tensor = _Product.apply(hidden if self.rows is None else self.rows(), self)
+        return result
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """Return [batch, tokens, out] for an input [batch, tokens, in]; either may have own rows only."""
+        weight = self.module.weight if isinstance(self.module, Conv1D) else self.module.weight.t()
+        if self.scatters:
+            batch, length, width = hidden.shape
+            rows = sum_product(hidden.reshape(-1, width), weight, self.module.bias, self.rank)
+            return rows.view(batch, length // self.rank.size, -1)
+        whole = hidden if self.rows is None else self._whole(hidden)
+        return functional.linear(whole, weight.t(), self.module.bias)
+
+    def input_gradient(self, saved: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of what was saved, and queue or add that of the weight."""
+        whole = self._whole(gradient) if self.scatters else None
+        entry = FusedSum((), partial(self._add, saved, gradient), weight=self.module.weight)
+        if self.queue.under_way is not None:
+            self.queue.add(entry)
+            again = None
+        else:
+            again = self._whole(saved) if self.rows is not None else None
+        result = torch.empty_like(saved) if self.rows is None else self._whole(saved)
+        if self.rows is not None:
+            result = torch.empty_like(saved)  # scattered
+        del whole, again
+        return result
+
+    def _add(self, saved: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        gathered = [self._whole(saved)] if self.rows is not None else []
+        gathered += [self._whole(gradient)] if self.scatters else []
+        return ()
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Return memory for the rows of all ranks."""
+        batch, length, width = rows.shape
+        return rows.new_empty(batch, length * self.rank.size, width)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: _Layer) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.layer = layer
+        return layer.output(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        found: Tensor = ctx.layer.input_gradient(saved.detach(), gradient)
+        return found, None
+
+
+@dataclass(slots=True)
+class _Input:
+    """The own rows that a block gets, while it runs."""
+
+    block: Block
+    ranks: int
+    _rows: Callable[[], Tensor | None] = lambda: None
+
+    def replace(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The hook before the block: replace own rows by the placeholder of all."""
+        hidden = self.block.hidden
+        self._rows = weakref.ref(next(args[key] if isinstance(key, int) else kwargs[key] for key in hidden))
+        return (
+            tuple(self._placeholder(one) if index in hidden else one for index, one in enumerate(args)),
+            {key: self._placeholder(one) if key in hidden else one for key, one in kwargs.items()},
+        )
+
+    def _placeholder(self, rows: Tensor) -> Tensor:
+        batch, length, width = rows.shape
+        return rows.detach()[:, :1].expand(batch, length * self.ranks, width)
+
+    def rows(self) -> Tensor:
+        """The own rows."""
+        found = self._rows()
+        assert found is not None
+        return found
+
+
+def share(
+    description: Description,
+    stage: Stage | ModuleStage,
+    names: Iterable[str],
+    layout: MegatronLayout,
+    queue: WeightGradients,
+    *,
+    cut: ModelCut | None,
+) -> None:
+    """Let a stage, which has one rank's parameters, compute as this rank does.
+
+    Args:
+        names: of its layers.
+        queue: of weight gradients between I and W.
+        cut: over tensor ranks; None for one.
+
+    Raises:
+        InputError: a part of a layer cannot be shared so.
+    """
+    products: dict[nn.Module, _Layer] = {}
+    rank = _Rank(layout.rows)
+    for layer in map(stage.get_submodule, names):
+        for name, block in {} if cut is None else cut.blocks_of(layer).items():
+            module = layer.get_submodule(name)
+            if block.cut is None:
+                raise _refused(layout.tp, f"{name}, which cannot be cut: {block.reason or 'it mixes tokens'}")
+            divide(module, block.cut, layout.tp, count_of(module, block.cut.groups[0]))
+            if layout.rows > 1:
+                products |= _of_block(name, module, block, rank, queue)
+        for linear in filter(_is_linear, layer.modules() if layout.fuses_gradients else ()):
+            products.setdefault(linear, _Layer(linear, queue, rank))
+    for linear, product in products.items():
+        linear.forward = product  # type: ignore[assignment]
+    if isinstance(stage, Stage):
+        _leave_out_ends(stage, layout.rows, description.structure.last_parameters)
+
+
+def _of_block(
+    name: str, module: nn.Module, block: Block, rank: _Rank, queue: WeightGradients
+) -> dict[nn.Module, _Layer]:
+    """Return the products of a block, which gets the placeholder from now on."""
+    cut, given = block.cut, _Input(block, rank.size)
+    assert cut is not None
+    module.register_forward_pre_hook(given.replace, with_kwargs=True)
+    linear = {key: one for key, one in module.named_modules() if _is_linear(one)}
+    split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
+    if cut.sums_at is None or linear.keys() - split:
+        raise _refused(rank.size, f"{name}, which is more than matrices cut by columns and one by rows")
+    return {
+        one: _Layer(one, queue, rank, scatters=True) if key == cut.sums_at else _Layer(one, queue, rank, given.rows)
+        for key, one in linear.items()
+    }
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _refused(ranks: int, what: str) -> InputError:
+    return InputError(
+        f"tp: {ranks}, but in Megatron-LM layers cannot be shared that have {what}; expected tp = 1, or kernels"
+        " 'transformers' or 'fused'"
+    )
+
+
+def _leave_out_ends(stage: Stage, ranks: int, last_parameters: Iterable[str]) -> None:
+    """Compute nothing of other stages: Megatron-LM's have no parts but their own."""
+
+    def stand_in(hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        return hidden.detach()[:, :1].expand(batch, length * (1 if stage.is_first else ranks), width)
+
+    stage.make_stand_in = stand_in  # type: ignore[method-assign]
+    for name in () if stage.is_last else last_parameters:
+        stage.whole.get_submodule(name.rpartition(".")[0]).forward = _as_it_is  # type: ignore[assignment]
+
+
+def _as_it_is(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
