@@ -197,7 +197,9 @@ def estimate(
     plan = source.planned(recipe, hardware, settings.dtypes.compute, settings.loss)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(
-        devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),
+        devices=tuple(
+            device_estimate(source, plan, settings, device, memory) for device in range(plan.program.devices)
+        ),
         schedule=recipe.schedule if isinstance(recipe.schedule, str) else "given",
         layers_per_stage=plan.layers_per_stage,
         settings=settings,
@@ -239,7 +241,10 @@ def settings_of(
     )
 
 
-def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None) -> DeviceEstimate:
+def device_estimate(
+    source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None
+) -> DeviceEstimate:
+    """Return one device of an estimate. memory: bytes of a GPU; None: no verdict. Errors as of `estimate`."""
     held = DeviceBytes.of(source, plan, settings, device)
     found = held.memory(plan, settings, device)
     process = process_memory(

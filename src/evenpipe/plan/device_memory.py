@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from evenpipe.costs.step import Parameters
 from evenpipe.memory.device import copied_bytes
-from evenpipe.memory.estimate import estimate, settings_of
+from evenpipe.memory.estimate import device_estimate, settings_of
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
@@ -42,21 +42,21 @@ class DeviceUse:
 
 def device_uses(problem: Problem, configuration: Configuration, program: Program) -> tuple[DeviceUse, ...]:
     """Return the memory of all devices. Raises InputError for a model that cannot be cut this way."""
-    found = estimate(
-        problem.bytes,
-        _running(configuration, program),
-        memory=problem.memory_bytes,
-        offloaded=configuration.host_share or 0.0,
-        **how_estimated(problem),
-    )
-    return tuple(
-        DeviceUse(
-            peak_bytes=device.peak_allocated,
-            spare=problem.memory_bytes - round(device.process.process.most),
-            event=device.binding_event,
-            host_bytes=device.host,
-        )
-        for device in found.devices
+    return tuple(device_use(problem, configuration, program, device) for device in range(program.devices))
+
+
+def device_use(problem: Problem, configuration: Configuration, program: Program, device: int) -> DeviceUse:
+    """Return the memory of one device. Errors as of `device_uses`."""
+    source, recipe = problem.bytes, _running(configuration, program)
+    share = configuration.host_share or 0.0
+    settings = settings_of(problem.description, recipe, offloaded=share, **how_estimated(problem))
+    source.parameters.check(recipe.parallelism.tp)
+    found = device_estimate(source, source.planned(recipe), settings, device, problem.memory_bytes)
+    return DeviceUse(
+        peak_bytes=found.peak_allocated,
+        spare=problem.memory_bytes - round(found.process.process.most),
+        event=found.binding_event,
+        host_bytes=found.host,
     )
 
 

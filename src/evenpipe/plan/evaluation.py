@@ -14,9 +14,10 @@ avoids recomputation, whichever is faster.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from evenpipe.costs.step import Parameters, step_end_seconds
@@ -31,12 +32,9 @@ from evenpipe.schedule.passes import Kind
 from evenpipe.simulate import makespan
 
 from .configuration import LEAST, Configuration, costs_of
-from .device_memory import DeviceUse, copied, device_uses, state_floor
+from .device_memory import DeviceUse, copied, device_use, device_uses, state_floor
 from .problem import Problem
 from .programs import extended
-
-TRIES = 4
-"""Rounds of adding layers to recompute, if the first guess does not fit."""
 
 SHARES = 4
 """The share of the optimizer's moments on the host is a multiple of 1 over this number."""
@@ -360,77 +358,61 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
     given = _given(problem, one)
     if given is not None:
         return _held(problem, one, given, microbatches)
-    layers = problem.layers
-    none = _held(problem, one, ("none",) * layers, microbatches)
+    none = _held(problem, one, ("none",) * problem.layers, microbatches)
     if none.fits:
         return none
-    full = _held(problem, one, ("full",) * layers, microbatches, quick=True)
-    # With split backwards, W needs more after recomputation: devices that hold many of these keep everything.
-    if not all(kept.fits or one.fits for kept, one in zip(none.devices, full.devices, strict=True)):
-        return replace(full, kept=none.devices)
-    selective = _held(problem, one, ("selective",) * layers, microbatches, quick=True)
-    held = layers_of_devices(one)
-    least = [
-        _Wanted.of(*uses, len(own))
-        for uses, own in zip(zip(none.devices, selective.devices, full.devices, strict=True), held, strict=True)
-    ]
-    wanted = {device: least[device] for device, use in enumerate(none.devices) if not use.fits}
-    fewest = _with_least_work(problem, one.decided(checkpointing=_policies(layers, held, wanted)))
+    held, ladders, steps = layers_of_devices(one), dict[int, list[tuple[str, ...]]](), dict[int, int]()
+
+    def policies() -> tuple[str, ...]:
+        found = ["none"] * problem.layers
+        for device, step in steps.items():
+            for layer, policy in zip(held[device], ladders[device][step], strict=True):
+                found[layer] = policy
+        return tuple(found)
+
+    # In an order arranged without recomputation, which holds about as much.
+    program = problem.arranged(none.configuration.decided(checkpointing="none").recipe, microbatches)
+
+    def use(device: int, step: int) -> DeviceUse:
+        steps[device] = step
+        return device_use(problem, none.configuration.decided(checkpointing=policies()), program, device)
+
+    def fits(device: int, step: int) -> bool:
+        return use(device, step).fits
+
+    for device, kept in enumerate(none.devices):
+        if kept.fits:
+            continue
+        count = len(held[device])
+        ladders[device] = _ladder(count)
+        if use(device, count).peak_bytes >= kept.peak_bytes:  # the host holds more for "none" than this accounts for
+            ladders[device] = _ladder(count, between="none")
+        last = len(ladders[device]) - 1
+        if not fits(device, last):
+            full = _held(problem, one, ("full",) * problem.layers, microbatches, quick=True)
+            return replace(full, kept=none.devices)
+        steps[device] = bisect_left(range(last), True, 1, key=partial(fits, device))
+    fewest = _with_least_work(problem, one.decided(checkpointing=policies()))
     if fewest.seconds >= limit:
         return fewest
-
-    def found() -> Evaluation:
-        return replace(_held(problem, one, _policies(layers, held, wanted), microbatches), kept=none.devices)
-
-    for _ in range(TRIES):
-        some = found()
-        if some.fits:
+    while True:
+        some = replace(_held(problem, one, policies(), microbatches), kept=none.devices)
+        lacking = [device for device, use in enumerate(some.devices) if not use.fits]
+        if not lacking or all(device in steps and steps[device] == len(ladders[device]) - 1 for device in lacking):
             return some
-        for device, use in enumerate(some.devices):
-            if not use.fits:
-                wanted[device] = wanted[device].more(len(held[device])) if device in wanted else least[device]
-    wanted = {device: _Wanted("selective", len(held[device])) for device in wanted}
-    some = found()
-    if some.fits:
-        return some
-    wanted = {device: _Wanted("full", len(held[device])) for device in wanted}
-    return found()
+        for device in lacking:
+            ladders.setdefault(device, _ladder(len(held[device])))
+            steps[device] = min(steps.get(device, 0) + 1, len(ladders[device]) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """`count` layers of a device have the policy; the others keep more, as in `others`."""
-
-    policy: str
-    count: int
-    others: str = "none"
-
-    @classmethod
-    def of(cls, none: DeviceUse, selective: DeviceUse, full: DeviceUse, layers: int) -> _Wanted:
-        """Interpolate linearly between evaluated numbers of layers."""
-        if selective.peak_bytes >= none.peak_bytes:  # the host holds more for "none" than this accounts for
-            return cls("full", _share(none, full, layers))
-        if selective.fits:
-            return cls("selective", _share(none, selective, layers))
-        return cls("full", _share(selective, full, layers), "selective")
-
-    def more(self, layers: int) -> _Wanted:
-        if self.count < layers:
-            return replace(self, count=self.count + 1)
-        return self if self.policy == "full" else _Wanted("full", 1, "selective")
-
-
-def _share(more: DeviceUse, less: DeviceUse, layers: int) -> int:
-    freed = more.peak_bytes - less.peak_bytes
-    return min(layers, max(1, math.ceil(layers * -more.spare / freed))) if freed > 0 else layers
-
-
-def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wanted]) -> tuple[str, ...]:
-    policies = ["none"] * layers
-    for device, choice in wanted.items():
-        for place, layer in enumerate(held[device]):
-            policies[layer] = choice.policy if place < choice.count else choice.others
-    return tuple(policies)
+def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
+    """Return the policies of a device's layers, in steps that each recompute more. between: what layers have before
+    they keep only their input."""
+    steps = [("none", between)] * (between != "none") + [(between, "full")]
+    ladder = [("none",) * layers]
+    for before, after in steps:
+        ladder += [(after,) * count + (before,) * (layers - count) for count in range(1, layers + 1)]
+    return ladder
 
 
 def layers_of_devices(configuration: Configuration) -> tuple[tuple[int, ...], ...]:
