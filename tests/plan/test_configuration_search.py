@@ -18,9 +18,10 @@ from evenpipe.plan.configuration_search import head_layers, search_configuration
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.problem import Problem
-from evenpipe.plan.ranking import Ranking, arranging_gain, explained, gains, utilization
+from evenpipe.plan.ranking import Budget, Ranking, arranging_gain, explained, gains, utilization
 from evenpipe.plan.runnable import refusal
 from evenpipe.plan.space import RUNNABLE, Space, configurations, layouts
+from evenpipe.plan.without_pipeline import without_pipeline
 from evenpipe.recipe.recipe import Recipe
 
 LONG = 131072
@@ -242,6 +243,33 @@ def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
     assert helped and all(plan.fits for one in helped for _, plan in one.fixes)
     text = Ranking(found, 5).text(explain=True)
     assert "out of memory by" in text and "cheapest fixes:" in text
+
+
+# --- without a pipeline, and what a training costs ------------------------------------------------------------------
+
+
+def test_the_best_layouts_without_a_pipeline_stand_beside_the_plans() -> None:
+    given = problem(memory=12)
+    found = search_configurations(given, Space(pp=(1, 2), schedules=("1f1b",)), wanted=2, workers=1)
+    unpiped = without_pipeline(found, workers=1)
+    assert [one.kind for one in unpiped] == ["whole replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    ranking = Ranking(found, 2, unpiped, Budget.of("2e3 GPU-days"))
+    text, values = ranking.text(), ranking.to_dict()
+    for one, said in zip(unpiped, values["without_pipeline"], strict=True):
+        if one.plan is None:
+            assert one.nearest is not None and one.nearest.lacking > 0 and said["plan"] is None
+        else:
+            assert one.plan.fits and one.plan.configuration.recipe.devices == 1
+            assert said["plan"]["name"] == one.plan.configuration.name
+        assert said["kind"] == one.kind
+    assert text.count("without a pipeline") == len([one for one in unpiped if one.plan not in found.plans[:2]])
+    rate = values["plans"][0]["tokens_per_second"]
+    assert values["budget"] == pytest.approx({"tokens": 2e3 / 8 * 86400 * rate, "gpu_days": 2e3, "days": 250})
+    assert "2,000 GPU-days, 250.0 days on 8 GPUs" in text
+    assert without_pipeline(replace(found, space=Space(pp=(2,))), workers=1) == ()
+    for wrong in ("15", "-1T", "1e999T", "many GPU-days"):
+        with pytest.raises(InputError, match="--budget"):
+            Budget.of(wrong)
 
 
 # --- what the arrangement is worth ---------------------------------------------------------------------------

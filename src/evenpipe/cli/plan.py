@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from evenpipe.plan.configuration_search import Found
     from evenpipe.plan.problem import Problem
     from evenpipe.plan.space import Space
+    from evenpipe.plan.without_pipeline import WithoutPipeline
     from evenpipe.train.planned_run import PlannedRun
 
 BATCH_TOKENS = 2**22
@@ -131,6 +132,7 @@ def run(
     options: ProblemOptions,
     choices: SpaceOptions,
     best: Count = 10,
+    budget: str | None = None,
     explain: bool = False,
     minutes: float | None = None,
     workers: Count | None = None,
@@ -167,6 +169,8 @@ def run(
     --offload X[,X...]          activations on the host: scheduled (as the schedule says; default), none, free (all that
                                 lower the memory of a device and cost no time), all, or least (free, if memory is short)
     --best N                    plans to show
+    --budget AMOUNT             tokens of a whole training, such as 15T (or M, B), or "1000 GPU-days": say what the best
+                                plan makes of it
     --explain                   show the gain of each vocabulary mode, and which configurations were rejected, why, and
                                 what would help
     --minutes N                 end the search after so long, with the best plans found until then; default: when no
@@ -190,7 +194,8 @@ def run(
         from evenpipe.plan.configuration_search import SearchInterrupted, search_configurations
         from evenpipe.plan.evaluation_cache import EvaluationCache
         from evenpipe.plan.nearest import nearest
-        from evenpipe.plan.ranking import Ranking, progress_text
+        from evenpipe.plan.ranking import Budget, Ranking, progress_text
+        from evenpipe.plan.without_pipeline import without_pipeline
 
     output, seconds = options.output, math.inf if minutes is None else 60 * minutes
     if not seconds > 0:
@@ -199,10 +204,12 @@ def run(
     for name in ("data", "tokenizer"):
         if getattr(options, name) is not None and output is None:
             raise InputError(f"--{name} goes into the configuration that -o writes, but there is no -o")
+    whole = None if budget is None else Budget.of(budget)
     problem, written = options.problem()
     space = _space(problem, choices)
     cache = EvaluationCache() if no_cache else EvaluationCache.of(problem)
     near = None
+    unpiped: tuple[WithoutPipeline, ...] = ()
     with progress_line() as show:
 
         def progress(state: Found) -> None:
@@ -232,7 +239,14 @@ def run(
             except KeyboardInterrupt:
                 interrupted = True
             cache.save()
-    ranking = Ranking(result, best)
+        elif not result.ended:
+            left = seconds - result.seconds
+            try:
+                unpiped = without_pipeline(result, workers=workers, cache=cache, progress=progress, seconds=left)
+            except KeyboardInterrupt:
+                interrupted = True
+            cache.save()
+    ranking = Ranking(result, best, unpiped, whole)
     if json_:
         say_json(ranking.to_dict() | ({} if near is None else near.to_dict()))
     else:

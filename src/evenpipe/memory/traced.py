@@ -7,9 +7,10 @@ that are alike (`stretches.window`).
     tracer = StageTracer(description, Tracing(sequence=4096, compute_dtype=torch.bfloat16))
     tracer.stage(0, 8, is_first=True, is_last=False, sequences=2)         # StageBytes
 
-A run of layers is traced once for all microbatches of two sequences and more (`lines`), and once for those of one: then
-some operations make no copies. Rows that travel to experts of other members are rounded, so every size has its own
-trace; and so it has in fp64, where experts keep one index more than there are tokens.
+A run of layers is traced once for all sizes of microbatches (`lines`). Where attention multiplies queries and keys
+itself, a single sequence has a trace of its own: then some of these products make no copies. Rows that travel to
+experts of other members are rounded, so every size has its own trace; and so it has in fp64, where experts keep one
+index more than there are tokens.
 
 Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
@@ -20,7 +21,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -199,12 +200,28 @@ class StageTracer:
         run = tuple(alike[start : start + width])
         made = run, ends, sequences, from_start
         if made not in self._made:
-            alone = sequences == 1 or self._how.sharing.members > 1 or self._how.compute_dtype == torch.float64
+            alone = self._is_alone(sequences)
             key = run, ends, sequences if alone else self._prime, from_start
             if key not in self._traces:
                 self._traces[key] = self._run(first + start, *key, lines=not alone)
             self._made[made] = self._traces[key].at(sequences)
         return self._made[made], places
+
+    def _is_alone(self, sequences: int) -> bool:
+        """Return whether microbatches of this size have a trace of their own."""
+        how = self._how
+        copies = how.layout is not None and how.layout.copies_attention
+        alone_if_one = self._multiplies_scores or copies
+        return how.sharing.members > 1 or how.compute_dtype == torch.float64 or (sequences == 1 and alone_if_one)
+
+    @cached_property
+    def _multiplies_scores(self) -> bool:
+        """Whether attention is no kernel's."""
+        kind, description = self._how.kernels.attention, self._description
+        if kind != "sdpa" or description.config is None:
+            return kind != "flash"
+        configs = filter(None, (vars(module).get("config") for module in description.skeleton.modules()))
+        return any(config._attn_implementation != "sdpa" for config in configs)
 
     def _run(
         self, first: int, run: Sequence[_Layer], ends: _Ends, sequences: int, from_start: bool, *, lines: bool

@@ -58,7 +58,7 @@ from .problem import ArrangedBy, Problem
 from .space import LONG, Space, configurations, layouts, refuses, usual_space
 
 TOGETHER = 8
-"""Configurations that are evaluated at the same time."""
+"""Configurations that are evaluated at the same time, at most; two for each plan that is wanted."""
 
 LOSS_SHARE = 0.5
 """Share of the smallest loss of a schedule on any layout that it is expected to lose on others."""
@@ -203,9 +203,10 @@ class _Watch:
 
     @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Hold Ctrl-C back until the next `look` if it comes in a `__del__`, such as that of `memory.sketch.Storage`:
-        Python ignores what is raised there."""
-        with _holding(lambda frame: frame is not None and frame.f_code.co_name == "__del__") as self.answer:
+        """Hold Ctrl-C back until the next `look` if it comes in a callback of freed memory, such as that of
+        `memory.tracker`, or in a `__del__`: Python ignores what is raised there."""
+        ignored = ("gone", "__del__")
+        with _holding(lambda frame: frame is not None and frame.f_code.co_name in ignored) as self.answer:
             yield
 
     @property
@@ -379,7 +380,7 @@ class _Search:
         is not known yet wait for the first of them."""
         batch: list[Configuration] = []
         unknown: set[Any] = set()
-        while self.heap and len(batch) < TOGETHER:
+        while self.heap and len(batch) < min(TOGETHER, 2 * self.wanted):
             self.watch.look()
             seconds, _, node = heapq.heappop(self.heap)
             if not batch:

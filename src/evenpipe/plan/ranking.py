@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.sizes import gib_text
-from evenpipe.words import count, table
+from evenpipe.words import count, refused, table
 
 from .bounds import order_bound
 from .configuration import name_of_axes
@@ -21,6 +22,9 @@ from .problem import Problem
 from .runnable import refusal
 from .space import refuses
 
+if TYPE_CHECKING:
+    from .without_pipeline import WithoutPipeline
+
 REJECTED = 8
 """Number of rejected configurations to explain."""
 
@@ -28,6 +32,11 @@ FIXES = 3
 """Number of fixes to offer for each."""
 
 # --- figures of one plan -------------------------------------------------------------------------------------
+
+
+def tokens_per_second(problem: Problem, plan: Evaluation) -> float:
+    """Return the tokens that all GPUs train on in a second."""
+    return problem.sequence * problem.sequences_per_step / plan.seconds
 
 
 def utilization(problem: Problem, plan: Evaluation) -> float:
@@ -101,6 +110,42 @@ def split_in_words(layers_per_stage: Sequence[int]) -> str:
     return ", ".join(f"{layers}" if stages == 1 else f"{layers} in each of {stages} stages" for layers, stages in runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a training may cost: a number of tokens, or of GPU-days."""
+
+    tokens: float | None
+    gpu_days: float | None
+
+    @classmethod
+    def of(cls, text: str) -> Budget:
+        """Read "15T" tokens (or M, B), or "1000 GPU-days". Raises InputError."""
+        given = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([MBT]|GPU-days)\s*", text)
+        try:
+            amount = float(given[1]) if given else 0.0
+        except ValueError:
+            amount = 0.0
+        if given is None or not 0 < amount < math.inf:
+            raise refused("--budget", text, 'a number of tokens, as in 15T (or M, B), or as in "1000 GPU-days"')
+        factor = {"M": 1e6, "B": 1e9, "T": 1e12}.get(given[2])
+        return cls(None, amount) if factor is None else cls(amount * factor, None)
+
+    def to_dict(self, problem: Problem, plan: Evaluation) -> dict[str, float]:
+        """Return tokens, GPU-days, and days on all GPUs of a plan."""
+        a_day = 86400 * tokens_per_second(problem, plan)
+        tokens = self.tokens or (self.gpu_days or 0.0) * a_day / problem.gpus
+        return {"tokens": tokens, "gpu_days": problem.gpus * tokens / a_day, "days": tokens / a_day}
+
+    def text(self, problem: Problem, plan: Evaluation) -> str:
+        """Return the same in words."""
+        found = self.to_dict(problem, plan)
+        power, letter = (1e12, "T") if found["tokens"] >= 1e12 else (1e9, "B")
+        return (
+            f"{found['tokens'] / power:.4g} {letter} tokens take {found['gpu_days']:,.0f} GPU-days,"
+            f" {found['days']:,.1f} days on {count(problem.gpus, 'GPU')}"
+        )
+
+
 # --- the table -----------------------------------------------------------------------------------------------
 
 
@@ -110,6 +155,9 @@ class Ranking:
 
     found: Found
     wanted: int
+    unpiped: tuple[WithoutPipeline, ...] = ()
+    """The best layouts without a pipeline."""
+    budget: Budget | None = None
 
     @property
     def plans(self) -> list[Evaluation]:
@@ -131,19 +179,29 @@ class Ranking:
             "layouts_left": found.layouts_left if found.ended else 0,
             "configurations_left": found.configurations_left if found.ended else 0,
             "least_seconds_left": found.least_seconds if found.ended and found.left else None,
-            "plans": [
+            "plans": [self._figures(plan) for plan in self.plans],
+            "without_pipeline": [
                 {
-                    **plan.to_dict(),
-                    "tokens_per_second": problem.sequence * problem.sequences_per_step / plan.seconds,
-                    "model_flops_utilization": utilization(problem, plan),
-                    "binding": binding(problem, plan),
-                    "runnable": not refusal(problem, plan.configuration.recipe),
+                    "kind": one.kind,
+                    "plan": None if one.plan is None else self._figures(one.plan),
+                    "nearest": None if one.nearest is None else one.nearest.to_dict(),
                 }
-                for plan in self.plans
+                for one in self.unpiped
             ],
+            "budget": None if self.budget is None or not self.plans else self.budget.to_dict(problem, self.plans[0]),
             "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not found.ended else None,
             "vocabulary": [gain.to_dict() for gain in gains(self.found)],
             "rejected": [one.to_dict() for one in explained(self.found)],
+        }
+
+    def _figures(self, plan: Evaluation) -> dict[str, Any]:
+        problem = self.found.problem
+        return {
+            **plan.to_dict(),
+            "tokens_per_second": tokens_per_second(problem, plan),
+            "model_flops_utilization": utilization(problem, plan),
+            "binding": binding(problem, plan),
+            "runnable": not refusal(problem, plan.configuration.recipe),
         }
 
     def text(self, *, explain: bool = False) -> str:
@@ -169,32 +227,45 @@ class Ranking:
                 yield f"left out: {count(number, 'layout')}: {reason}"
             return
         yield ""
-        rows = [("", "plan", "step", "tokens/s", "MFU", "most memory", "recomputed", "")]
-        for place, plan in enumerate(self.plans, 1):
-            worst = plan.devices[plan.worst]
-            tokens = problem.sequence * problem.sequences_per_step / plan.seconds
-            rows.append(
-                (
-                    str(place),
-                    plan.configuration.name,
-                    _seconds(plan.seconds),
-                    f"{tokens:,.0f}".replace(",", " "),
-                    f"{100 * utilization(problem, plan):.1f} %",
-                    gib_text(worst.peak_bytes),
-                    recomputation(plan),
-                    "estimate only" if refusal(problem, plan.configuration.recipe) else "",
-                )
-            )
-        yield from table(rows, left=(1, 6, 7))
+        rows: list[tuple[str, ...]] = [
+            ("", "plan", "step", "tokens/s", "per GPU", "MFU", "most memory", "recomputed", "")
+        ]
+        rows += [self._row(str(place), plan) for place, plan in enumerate(self.plans, 1)]
+        shown = {plan.configuration for plan in self.plans}
+        for other in self.unpiped:
+            if other.plan is None:
+                assert other.nearest is not None
+                lacks = f"without a pipeline: {gib_text(other.nearest.lacking)} too much"
+                rows.append(("", other.kind, "-", "-", "-", "-", "-", "-", lacks))
+            elif other.plan.configuration not in shown:
+                rows.append(self._row("", other.plan, "without a pipeline"))
+        yield from table(rows, left=(1, 7, 8))
         yield ""
         namesakes = Counter(plan.configuration.name for plan in self.plans)
         for place, plan in enumerate(self.plans, 1):
             one = plan.configuration
             split = f"; layers: {split_in_words(one.layers_per_stage)}" if namesakes[one.name] > 1 else ""
             yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
+        if self.budget is not None:
+            yield f"plan 1: {self.budget.text(problem, self.plans[0])}"
         said = "" if found.ended else arrangement_in_words(arranging_gain(problem, self.plans[0]))
         if said:
             yield f"plan 1: {said}"
+
+    def _row(self, place: str, plan: Evaluation, remark: str = "") -> tuple[str, ...]:
+        problem, tokens = self.found.problem, tokens_per_second(self.found.problem, plan)
+        remarks = (remark, "estimate only" if refusal(problem, plan.configuration.recipe) else "")
+        return (
+            place,
+            plan.configuration.name,
+            _seconds(plan.seconds),
+            f"{tokens:,.0f}".replace(",", " "),
+            f"{tokens / problem.gpus:,.0f}".replace(",", " "),
+            f"{100 * utilization(problem, plan):.1f} %",
+            gib_text(plan.devices[plan.worst].peak_bytes),
+            recomputation(plan),
+            ", ".join(filter(None, remarks)),
+        )
 
     def _gains(self) -> Iterator[str]:
         compared = gains(self.found)

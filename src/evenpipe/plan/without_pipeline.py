@@ -1,0 +1,58 @@
+"""The best layouts without a pipeline, by what replicas share: whether a pipeline is needed at all."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from evenpipe.errors import InputError
+
+from .configuration_search import Found, Progress, search_configurations
+from .evaluation import Evaluation
+from .evaluation_cache import EvaluationCache
+from .ranking import Rejection, by_lack
+
+KINDS: dict[Literal[0, 1, 2, 3], str] = {0: "whole replicas", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+"""By ZeRO's level."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutPipeline:
+    """The best layout of one kind; without a plan, what comes nearest."""
+
+    kind: str
+    plan: Evaluation | None
+    nearest: Rejection | None = None
+
+
+def without_pipeline(
+    found: Found,
+    *,
+    workers: int | None = None,
+    cache: EvaluationCache | None = None,
+    progress: Progress | None = None,
+    seconds: float = math.inf,
+) -> tuple[WithoutPipeline, ...]:
+    """Return the best layout of each kind, for the problem of a search and in its space; nothing for a space that has
+    pipelines only, or no layout without any. seconds: for all of them."""
+    started, space = time.monotonic(), found.space
+    if found.problem.gpus == 1 or (space.pp is not None and 1 not in space.pp):
+        return ()
+    best = []
+    for level, kind in KINDS.items():
+        left = seconds - (time.monotonic() - started)
+        if left <= 0:
+            break
+        part = replace(space, pp=(1,), zero=(level,))
+        try:
+            one = search_configurations(
+                found.problem, part, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
+            )
+        except InputError:  # nothing divides
+            return ()
+        lacking = [] if one.best else by_lack(one)
+        if one.best is not None or lacking:
+            best.append(WithoutPipeline(kind, one.best, lacking[0] if lacking else None))
+    return tuple(best)
