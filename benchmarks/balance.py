@@ -40,8 +40,8 @@ from torch_pipeline import TorchPipeline
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline, launch
+from evenpipe.compare.measured import compare
 from evenpipe.model import describe, layer_flops
-from evenpipe.plan.measured import compare
 from evenpipe.schedule import SCHEDULES
 
 MODES = ("first-last", "vocab-1", "vocab-2")

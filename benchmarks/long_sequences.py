@@ -28,11 +28,11 @@ import torch
 from common import configuration, llama, option
 
 from evenpipe import Recipe, initialise_worker, launch
+from evenpipe.compare.measured import compare
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.states import SINGLE
 from evenpipe.model import describe
-from evenpipe.plan.measured import compare
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.profile import ALONE, measure_pipeline, profile_of, token_ids

@@ -35,7 +35,7 @@ import common
 from common import configuration, option
 
 from evenpipe import Pipeline, initialise_worker, launch
-from evenpipe.plan.measured import compare
+from evenpipe.compare.measured import compare
 from evenpipe.schedule import Costs, Kind, Order, Pass, plan_order
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 from evenpipe.train.build import build_pipeline

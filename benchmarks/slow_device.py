@@ -30,11 +30,11 @@ from common import configuration, option
 
 from evenpipe import Callback, run_training
 from evenpipe.costs import costs_of
-from evenpipe.plan.optimal_order import OrderProblem, solve
 from evenpipe.recipe.layout import Layout
 from evenpipe.schedule import Kind
 from evenpipe.schedule.passes import STAGE_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.trace_file import read_trace
+from evenpipe.search.optimal_order import OrderProblem, solve
 from evenpipe.simulate import best_bound, simulate
 from evenpipe.train.callbacks import TrainingState
 from evenpipe.train.run_sections import OutputConfig, TrainingConfig

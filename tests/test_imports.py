@@ -47,6 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {
         *{"memory", "simulate", "costs", "schedule", "vocabulary", "model", "recipe", "tensor", "attention", "experts"},
     },
+    "compare": {"schedule", "simulate", "costs", "recipe"},
+    "search": {"schedule", "simulate", "compare"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
         *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan", "experts"},

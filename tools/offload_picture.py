@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from evenpipe.compare.cases import plan_cases
 from evenpipe.draw import svg
-from evenpipe.plan.cases import plan_cases
 from evenpipe.schedule import Costs
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "offload.svg"

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from evenpipe.compare.cases import plan_cases
 from evenpipe.draw import draw
-from evenpipe.plan.cases import plan_cases
 from evenpipe.schedule import Costs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from evenpipe.compare.cases import plan_cases
 from evenpipe.draw import svg
-from evenpipe.plan.cases import plan_cases
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.schedule import Costs
 from evenpipe.schedule.links import REPLICAS, Link

@@ -11,6 +11,7 @@ from typing import Any
 
 from models import Model, costs_name
 
+from evenpipe.compare.stage_costs import with_whole_vocabulary
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES
 from evenpipe.costs.hardware import Wire, find_hardware
 from evenpipe.costs.timed_model import pass_costs
@@ -21,7 +22,6 @@ from evenpipe.plan.evaluation import end_seconds
 from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.programs import Shape
 from evenpipe.plan.space import Space, configurations
-from evenpipe.plan.stage_costs import with_whole_vocabulary
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Link, Placement
 from evenpipe.schedule.cost_values import spread

@@ -13,7 +13,7 @@ from small_run import as_json, printed, refused
 from transformers import LlamaConfig
 
 from evenpipe.cli.main import main
-from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
+from evenpipe.compare.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.recipe.layout import runnable_order
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import (

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_steps import measured, one_device, two_devices
 
+from evenpipe.compare.measured import compare
 from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward, write_costs
 from evenpipe.costs.cost_file import check_output, costs_to_toml
 from evenpipe.costs.links import Size, link_of, with_links
 from evenpipe.costs.slice_fit import slice_factors
 from evenpipe.errors import InputError
-from evenpipe.plan.measured import compare
 from evenpipe.schedule import (
     SCHEDULES,
     Costs,

@@ -12,9 +12,9 @@ from traced_steps import measured
 from traced_steps import two_devices as traced
 
 from evenpipe.cli.main import main
+from evenpipe.compare.measured import compare, scaled
 from evenpipe.draw import svg, terminal, trace
 from evenpipe.draw.kinds import LOOKS
-from evenpipe.plan.measured import compare, scaled
 from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
 from evenpipe.schedule.trace import Allocations
 from evenpipe.schedule.trace_file import write_trace

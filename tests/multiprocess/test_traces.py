@@ -18,9 +18,9 @@ from small_llama import described
 from evenpipe import Pipeline, initialise_worker
 from evenpipe.communication import clock
 from evenpipe.communication.communicators import Communicators
+from evenpipe.compare.measured import compare
 from evenpipe.costs import costs_of, with_backward
 from evenpipe.errors import InputError
-from evenpipe.plan.measured import compare
 from evenpipe.schedule import Order, Pass, Rules, generate
 from evenpipe.schedule.trace import Allocations, Trace
 from evenpipe.schedule.trace_file import read_trace, trace_from_dict, trace_to_dict, write_trace

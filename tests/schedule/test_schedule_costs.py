@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.compare.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.costs import write_costs
 from evenpipe.errors import InputError
-from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.schedule import Costs, Kind, Order, Placement, add_vocabulary, generate, plan_order, time_order
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.files import read_costs

@@ -22,7 +22,7 @@ from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.words import refused
 
 if TYPE_CHECKING:
-    from evenpipe.plan.cases import Case
+    from evenpipe.compare.cases import Case
     from evenpipe.schedule import Timeline
 
 TRACES = """
@@ -80,7 +80,7 @@ def run(
 
 
 def _simulated(options: CaseOptions) -> tuple[Mapping[str, Timeline], str]:
-    from evenpipe.plan.case_report import labels
+    from evenpipe.compare.case_report import labels
     from evenpipe.words import count
 
     planned = options.cases()
@@ -119,7 +119,7 @@ def _limit(options: CaseOptions, case: Case, timeline: Timeline) -> tuple[float,
 
 
 def _measured(trace: str, options: CaseOptions, unit_seconds: float | None) -> tuple[Mapping[str, Timeline], str, str]:
-    from evenpipe.plan.measured import compare
+    from evenpipe.compare.measured import compare
     from evenpipe.schedule.trace_file import read_trace
 
     for field in fields(options):

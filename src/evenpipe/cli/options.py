@@ -18,8 +18,8 @@ from evenpipe.given import plain
 from evenpipe.words import refused, show
 
 if TYPE_CHECKING:
+    from evenpipe.compare.cases import Case
     from evenpipe.model import Description
-    from evenpipe.plan.cases import Case
     from evenpipe.schedule import Costs
     from evenpipe.schedule.placement import Edge
 
@@ -233,7 +233,7 @@ class CaseOptions:
 
     def cases(self) -> list[Case]:
         """The cases, planned and simulated. Raises InputError."""
-        from evenpipe.plan.cases import plan_cases
+        from evenpipe.compare.cases import plan_cases
         from evenpipe.recipe.parallelism import Parallelism
         from evenpipe.schedule import SCHEDULES
 

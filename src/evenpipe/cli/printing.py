@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.given import plain, plain_lines
 
 if TYPE_CHECKING:
-    from evenpipe.plan.case_report import CaseTable
+    from evenpipe.compare.case_report import CaseTable
 
 EVERY_SECONDS = 60.0
 """Time between two lines of progress where stderr is no terminal."""

@@ -47,8 +47,8 @@ def run(
 
     exit codes: 0 an order, 1 no order fits the memory limit, 2 the input is wrong
     """
-    from evenpipe.plan.search import order_problem_of, search
     from evenpipe.schedule.files import write_schedule
+    from evenpipe.search.search import order_problem_of, search
 
     check_output(output, ".csv")
     refuse_too_large(devices, microbatches, stages_per_device)

@@ -28,7 +28,7 @@ def run(
     """
     planned, costs = options.cases(), options.costs
 
-    from evenpipe.plan import case_report
+    from evenpipe.compare import case_report
 
     several = options.compare is not None or len(planned) > 1
     if sort is not None and not several:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from evenpipe.compare.case_report import summary, table
+from evenpipe.compare.cases import plan_cases
+from evenpipe.compare.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.errors import InputError
-from evenpipe.plan.case_report import summary, table
-from evenpipe.plan.cases import plan_cases
-from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
-from evenpipe.plan.whole_costs import WholeCosts
 from evenpipe.schedule import Costs, Link, Placement, TransferKind
+from evenpipe.search.whole_costs import WholeCosts
 
 REPLICAS = {"replicas": Link(bandwidth=1.0)}
 

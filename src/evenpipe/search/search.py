@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe import words
+from evenpipe.compare.stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 from evenpipe.errors import InputError
 from evenpipe.schedule.check import check_order
 from evenpipe.schedule.check_limit import limits_per_device
@@ -26,7 +27,6 @@ from evenpipe.words import refused
 
 from .named_orders import NamedOrder, named_orders
 from .optimal_order import OrderProblem, refuse_large, solve
-from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vocabulary
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in interlaced mode S and T leave no choice."""

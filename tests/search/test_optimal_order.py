@@ -8,9 +8,6 @@ from itertools import product
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.plan.named_orders import named_orders
-from evenpipe.plan.optimal_order import OrderProblem, solve
-from evenpipe.plan.search import lower_bound, order_problem_of, search
 from evenpipe.schedule import (
     EQUAL_COSTS,
     Costs,
@@ -22,6 +19,9 @@ from evenpipe.schedule import (
     check_order,
     time_order,
 )
+from evenpipe.search.named_orders import named_orders
+from evenpipe.search.optimal_order import OrderProblem, solve
+from evenpipe.search.search import lower_bound, order_problem_of, search
 
 pytest.importorskip("ortools")
 
