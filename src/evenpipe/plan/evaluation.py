@@ -395,14 +395,25 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
     fewest = _with_least_work(problem, one.decided(checkpointing=policies()))
     if fewest.seconds >= limit:
         return fewest
-    while True:
-        some = replace(_held(problem, one, policies(), microbatches), kept=none.devices)
-        lacking = [device for device, use in enumerate(some.devices) if not use.fits]
-        if not lacking or all(device in steps and steps[device] == len(ladders[device]) - 1 for device in lacking):
+
+    def tried() -> Evaluation:
+        return replace(_held(problem, one, policies(), microbatches), kept=none.devices)
+
+    some = tried()
+    while lacking := [device for device, use in enumerate(some.devices) if not use.fits]:
+        if all(device in steps and steps[device] == len(ladders[device]) - 1 for device in lacking):
             return some
         for device in lacking:
             ladders.setdefault(device, _ladder(len(held[device])))
             steps[device] = min(steps.get(device, 0) + 1, len(ladders[device]) - 1)
+        some = tried()
+    while one.moves and any(steps.values()):  # copies take less time, and are more, if less is recomputed
+        steps = {device: max(0, step - 1) for device, step in steps.items()}
+        less = tried()
+        if not less.fits:
+            break
+        some = less
+    return some
 
 
 def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
