@@ -95,6 +95,30 @@ class StageBytes:
     """The gradients of these, from the last slice's B (or I) to the first one's."""
 
     @property
+    def bare_forward_peak(self) -> int:
+        """The peak within an F that has an R."""
+        peaks = self.peaks
+        return peaks.forward if peaks.bare_forward is None else peaks.bare_forward
+
+    @property
+    def first_backward_peak(self) -> int:
+        """The peak within a B that allocates the gradients of parameters."""
+        first = self.peaks.first_backward
+        return self.peaks.backward + self.parameters.gradients if first is None else first
+
+    @property
+    def first_input_peak(self) -> int:
+        """The same of I."""
+        first = self.peaks.first_input
+        return self.peaks.input + self.parameters.input_gradients if first is None else first
+
+    @property
+    def first_weight_peak(self) -> int:
+        """The same of W."""
+        first = self.peaks.first_weight
+        return self.peaks.weight + self.parameters.weight_gradients if first is None else first
+
+    @property
     def uncopied(self) -> int:
         """The rest of `input` and `stored`."""
         return self._of_graph - self.copied

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, gradient_parts, part_things
+from evenpipe.memory.things import EMBEDDING_PART, OUTPUT_PART, Moments, PartThings, Thing, parameters_of
 from evenpipe.schedule import Pass, Program
 from evenpipe.schedule.sharding import ParameterUse, Part, RowSharding, part_of
 
@@ -27,7 +27,7 @@ class Parts:
         embedding, output = ParameterUse.of_row(placement, program.vocabulary, row).matrices
         self._things: dict[Part, list[PartThings]] = defaultdict(list)
         for stage in placement.stages_of(device):
-            self._things[stage].append(part_things("parameters", stage, gradient_parts(stage)))
+            self._things[stage].append(parameters_of(stage))
         self._things[embedding].append(EMBEDDING_PART)
         self._things[output].append(OUTPUT_PART)
 

@@ -8,14 +8,13 @@ Communication and the overhead of an allocator are not tensors and are counted e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.memory.bytes import TERMS, DeviceMemory, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.things import NO_STAGE, RECOMPUTED, Thing, label_of
+from evenpipe.memory.things import NO_STAGE, Thing, label_of
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
@@ -55,8 +54,7 @@ class Replay:
         self._above = np.array(walked.above, dtype=np.int64)
         self._after = np.array(walked.after, dtype=np.int64)
         self._rooms = np.array(walked.rooms, dtype=np.int64)
-        self._sizes = [(_size_of(thing), thing.slice or 0) for thing in walked.things]
-        self._terms = [thing.term for thing in walked.things]
+        self._things = walked.things
 
     def memory(
         self,
@@ -79,7 +77,7 @@ class Replay:
             curve: also the bytes after every item of the row.
         """
         slices = ((stages, vocabulary), *later)
-        sizes = np.array([size(*slices[number]) for size, number in self._sizes], dtype=np.int64)
+        sizes = np.array([_size_of(thing, *slices[thing.slice or 0]) for thing in self._things], dtype=np.int64)
         always = state.parameters + state.copies + state.unsharded + state.optimizer + batch
         if self._gradients_exist:
             always += state.gradients
@@ -101,48 +99,14 @@ class Replay:
             return DeviceMemory(peak=at_step, binding_event=OPTIMIZER_STEP, terms=terms, curve=values)
         terms |= {"gradients": state.gradients if self._gradients_exist else 0, "buffers": batch}
         terms["parameters"] += state.unsharded
-        for term, share in zip(self._terms, self._counts[moment] * sizes, strict=True):
-            terms[term] += int(share)
+        for thing, share in zip(self._things, self._counts[moment] * sizes, strict=True):
+            terms[thing.term] += int(share)
         terms["transient"] += int(whole[moment] - held[moment])
         return DeviceMemory(peak=peak, binding_event=event, terms=terms, curve=values)
 
 
-# --- sizes ----------------------------------------------------------------------------------------------------------
-
-Size = Callable[[Mapping[int, StageBytes], VocabularyBytes], int]
-"""Bytes of the stages, bytes of the vocabulary layers -> bytes of one thing."""
+_NOTHING = StageBytes(input=0, output=0, stored=0, queued=0)
 
 
-def _size_of(thing: Thing) -> Size:
-    """Return the size of a thing. Its name is an attribute, with the fields that lead to it, or one of those below."""
-    name, number = thing.size, thing.stage
-    if number == NO_STAGE:
-        of_vocabulary = _OF_VOCABULARY.get(name, attrgetter(name))
-        return lambda stages, vocabulary: of_vocabulary(vocabulary)
-    if name == "copied_gradient":
-        return lambda stages, vocabulary: 0 if vocabulary.gradient == stages[number].output else stages[number].output
-    again, name = name.startswith(RECOMPUTED), name.removeprefix(RECOMPUTED)
-    given: Callable[[StageBytes], int | None] = attrgetter(name)
-
-    def size(stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
-        stage = stages[number]
-        stage = (stage.recomputed or stage) if again else stage
-        found = given(stage)
-        return _OF_STAGE[name](stage) if found is None else found
-
-    return size
-
-
-_OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
-    "stored": lambda one: one.stored - one.product - one.handed_on,
-    "peaks.output": lambda one: one.peaks.output - one.handed_on,
-}
-"""`product` and `handed_on` are separate things."""
-
-_OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
-    "peaks.bare_forward": lambda one: one.peaks.forward,
-    "peaks.first_backward": lambda one: one.peaks.backward + one.parameters.gradients,
-    "peaks.first_input": lambda one: one.peaks.input + one.parameters.input_gradients,
-    "peaks.first_weight": lambda one: one.peaks.weight + one.parameters.weight_gradients,
-}
-"""Fields that may be None."""
+def _size_of(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
+    return thing.size(_NOTHING if thing.stage == NO_STAGE else stages[thing.stage], vocabulary)

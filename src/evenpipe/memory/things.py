@@ -1,12 +1,9 @@
-"""The things that a device can hold, by name, and the distinct moments of its step, as counts of them.
-
-Each thing has its bytes in `StageBytes` or `VocabularyBytes` (`replay`).
-"""
+"""The things that a device can hold, and the distinct moments of its step, as counts of them."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,16 +13,20 @@ from numpy.typing import NDArray
 
 from evenpipe.schedule import Item
 
+from .bytes import PartBytes, StageBytes, VocabularyBytes
+
 NO_STAGE = -1
 """Stage number of things without a stage."""
-RECOMPUTED = "recomputed_"
-"""Prefix of the sizes of a microbatch that has R."""
+
+Size = Callable[[StageBytes, VocabularyBytes], int]
+"""Bytes of the thing's stage, bytes of the vocabulary layers of the device -> bytes of the thing. Each is one object:
+things are equal if their sizes are the same."""
 
 
 class Thing(NamedTuple):
-    """A thing and the source of its bytes: a field, or one of those that `replay` derives."""
+    """A thing and its bytes."""
 
-    size: str
+    size: Size
     stage: int
     term: str
     slice: int | None = None
@@ -36,56 +37,108 @@ PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
 BUFFERS, GRADIENTS, TRANSIENT, CARRY = "buffers", "gradients", "transient", "carry"
 
 
+def of_stage(size: Callable[[StageBytes], int]) -> Size:
+    """A size that depends on the stage alone."""
+    return lambda stage, _: size(stage)
+
+
+def of_vocabulary(size: Callable[[VocabularyBytes], int]) -> Size:
+    """A size that depends on the vocabulary layers alone."""
+    return lambda _, vocabulary: size(vocabulary)
+
+
 @cache
-def peak(size: str, stage: int = NO_STAGE) -> Thing:
+def recomputed(size: Size) -> Size:
+    """The size for a microbatch that has R."""
+    return lambda stage, vocabulary: size(stage.recomputed or stage, vocabulary)
+
+
+INPUT, OUTPUT = of_stage(lambda stage: stage.input), of_stage(lambda stage: stage.output)
+STORED, QUEUED = of_stage(lambda stage: stage.stored), of_stage(lambda stage: stage.queued)
+KEPT_INPUT = of_stage(lambda stage: stage.kept_input)
+COPIED, UNCOPIED = of_stage(lambda stage: stage.copied), of_stage(lambda stage: stage.uncopied)
+CARRIED = of_stage(lambda stage: stage.carried)
+CARRIED_GRADIENTS = of_stage(lambda stage: stage.carried_gradients)
+INPUT_GRADIENTS = of_stage(lambda stage: stage.parameters.input_gradients)
+WEIGHT_GRADIENTS = of_stage(lambda stage: stage.parameters.weight_gradients)
+
+FORWARD_PEAK = of_stage(lambda stage: stage.peaks.forward)
+BARE_FORWARD_PEAK = of_stage(lambda stage: stage.bare_forward_peak)
+RECOMPUTE_PEAK = of_stage(lambda stage: stage.peaks.recompute)
+BACKWARD_PEAK, INPUT_PEAK, WEIGHT_PEAK = (
+    (of_stage(lambda stage: stage.peaks.backward), of_stage(lambda stage: stage.first_backward_peak)),
+    (of_stage(lambda stage: stage.peaks.input), of_stage(lambda stage: stage.first_input_peak)),
+    (of_stage(lambda stage: stage.peaks.weight), of_stage(lambda stage: stage.first_weight_peak)),
+)
+"""Within B, I and W: if the gradients of parameters exist, and if it allocates them."""
+
+
+def _copied_gradient(stage: StageBytes, vocabulary: VocabularyBytes) -> int:
+    return 0 if vocabulary.gradient == stage.output else stage.output
+
+
+COPIED_GRADIENT: Size = _copied_gradient
+"""The gradient of the last stage's output, if it is another tensor than dX."""
+
+PLACING_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.placing_peak)
+PICKING_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.picking_peak)
+ROWS_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.forward_peak)
+ROWS_GRADIENT_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.backward_peak)
+OUTPUT_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.output - vocabulary.handed_on)
+COMBINE_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.combine)
+DX_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.gradient)
+OUTPUT_BACKWARD_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.backward)
+OUTPUT_WEIGHT_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.weight)
+
+
+@cache
+def peak(size: Size, stage: int = NO_STAGE) -> Thing:
     return Thing(size, stage, TRANSIENT)
 
 
 @cache
 def input_of(stage: int) -> Thing:
-    return Thing("input", stage, ACTIVATIONS)
+    return Thing(INPUT, stage, ACTIVATIONS)
 
 
 @cache
 def output_buffer(stage: int) -> Thing:
     """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
-    return Thing("output", stage, BUFFERS)
+    return Thing(OUTPUT, stage, BUFFERS)
 
 
 @cache
 def input_buffer(stage: int) -> Thing:
     """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
-    return Thing("input", stage, BUFFERS)
+    return Thing(INPUT, stage, BUFFERS)
 
 
 @cache
 def moved_of(stage: int) -> tuple[Thing, Thing]:
     """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
     stay."""
-    return Thing("copied", stage, ACTIVATIONS), Thing("uncopied", stage, ACTIVATIONS)
+    return Thing(COPIED, stage, ACTIVATIONS), Thing(UNCOPIED, stage, ACTIVATIONS)
 
 
 @cache
 def gradient_of(stage: int) -> Thing:
     """Return the input of B: the gradient of the stage's output."""
-    return Thing("output", stage, ACTIVATIONS)
+    return Thing(OUTPUT, stage, ACTIVATIONS)
 
 
 @cache
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
-    return _of_all("parameters.input_gradients", stage, GRADIENTS), _of_all(
-        "parameters.weight_gradients", stage, GRADIENTS
-    )
+    return _of_all(INPUT_GRADIENTS, stage, GRADIENTS), _of_all(WEIGHT_GRADIENTS, stage, GRADIENTS)
 
 
 @cache
 def carry_of(stage: int) -> tuple[Thing, Thing]:
     """Return the keys and values of whole sequences that slices share, and their gradients."""
-    return _of_all("carried", stage, CARRY), _of_all("carried_gradients", stage, CARRY)
+    return _of_all(CARRIED, stage, CARRY), _of_all(CARRIED_GRADIENTS, stage, CARRY)
 
 
-def _of_all(size: str, stage: int, term: str) -> Thing:
+def _of_all(size: Size, stage: int, term: str) -> Thing:
     """Return a thing that is the same for all slices."""
     return Thing(size, stage, term, 0)
 
@@ -100,42 +153,54 @@ class PartThings(NamedTuple):
     reducing_peak: Thing
 
 
-def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartThings:
-    """Return the things with bytes in the `PartBytes` called `prefix`."""
+def part_things(
+    part: Callable[[StageBytes, VocabularyBytes], PartBytes], stage: int, gradients: tuple[Thing, ...]
+) -> PartThings:
+    """Return the things with bytes in the `PartBytes` that `part` returns."""
     return PartThings(
         gradients,
-        _of_all(f"{prefix}.gathered", stage, PARAMETERS),
-        _of_all(f"{prefix}.gathering_peak", stage, TRANSIENT),
-        _of_all(f"{prefix}.summed", stage, GRADIENTS),
-        _of_all(f"{prefix}.reducing_peak", stage, TRANSIENT),
+        _of_all(lambda *given: part(*given).gathered, stage, PARAMETERS),
+        _of_all(lambda *given: part(*given).gathering_peak, stage, TRANSIENT),
+        _of_all(lambda *given: part(*given).summed, stage, GRADIENTS),
+        _of_all(lambda *given: part(*given).reducing_peak, stage, TRANSIENT),
     )
 
 
-def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
-    return Thing(size, NO_STAGE, term)
+@cache
+def parameters_of(stage: int) -> PartThings:
+    """Return the things of a stage's own parameters."""
+    return part_things(lambda found, _: found.parameters, stage, gradient_parts(stage))
 
 
-LOOKED_UP = _of_vocabulary("embedding.looked_up")
-ROWS_INPUT = _of_vocabulary("embedding.rows")
-ROWS_RECEIVED = _of_vocabulary("embedding.rows", BUFFERS)
-ROWS_ALL = _of_vocabulary("embedding.all_rows")
-ROWS_GRADIENT = _of_vocabulary("embedding.all_rows", BUFFERS)
-X = _of_vocabulary("hidden")
-OUTPUT_STORED = _of_vocabulary("stored")
-PRODUCT = _of_vocabulary("product")
-COMBINED = _of_vocabulary("combined")
-OWN_STATISTICS = _of_vocabulary("own_statistics")
-STATISTICS = _of_vocabulary("statistics")
-DX = _of_vocabulary("gradient")
-HANDED_ON = _of_vocabulary("handed_on")
-ROOM = _of_all("room", NO_STAGE, VOCABULARY)
-OUTPUT_GRADIENTS = _of_all("parameters.gradients", NO_STAGE, GRADIENTS)
-EMBEDDING_GRADIENTS = _of_all("embedding.parameters.gradients", NO_STAGE, GRADIENTS)
-OUTPUT_PART = part_things("parameters", NO_STAGE, (OUTPUT_GRADIENTS,))
-EMBEDDING_PART = part_things("embedding.parameters", NO_STAGE, (EMBEDDING_GRADIENTS,))
+def _vocabulary(size: Callable[[VocabularyBytes], int], term: str = VOCABULARY) -> Thing:
+    return Thing(of_vocabulary(size), NO_STAGE, term)
 
-ROOMS = ("handed_on", "room")
-"""Things that are held between steps."""
+
+def _matrix(part: Callable[[VocabularyBytes], PartBytes]) -> PartThings:
+    gradients = _of_all(of_vocabulary(lambda vocabulary: part(vocabulary).gradients), NO_STAGE, GRADIENTS)
+    return part_things(lambda _, vocabulary: part(vocabulary), NO_STAGE, (gradients,))
+
+
+LOOKED_UP = _vocabulary(lambda vocabulary: vocabulary.embedding.looked_up)
+ROWS_INPUT = _vocabulary(lambda vocabulary: vocabulary.embedding.rows)
+ROWS_RECEIVED = ROWS_INPUT._replace(term=BUFFERS)
+ROWS_ALL = _vocabulary(lambda vocabulary: vocabulary.embedding.all_rows)
+ROWS_GRADIENT = ROWS_ALL._replace(term=BUFFERS)
+X = _vocabulary(lambda vocabulary: vocabulary.hidden)
+OUTPUT_STORED = _vocabulary(lambda vocabulary: vocabulary.stored - vocabulary.product - vocabulary.handed_on)
+PRODUCT = _vocabulary(lambda vocabulary: vocabulary.product)
+COMBINED = _vocabulary(lambda vocabulary: vocabulary.combined)
+OWN_STATISTICS = _vocabulary(lambda vocabulary: vocabulary.own_statistics)
+STATISTICS = _vocabulary(lambda vocabulary: vocabulary.statistics)
+DX = _vocabulary(lambda vocabulary: vocabulary.gradient)
+HANDED_ON = _vocabulary(lambda vocabulary: vocabulary.handed_on)
+ROOM = _of_all(of_vocabulary(lambda vocabulary: vocabulary.room), NO_STAGE, VOCABULARY)
+OUTPUT_PART = _matrix(lambda vocabulary: vocabulary.parameters)
+EMBEDDING_PART = _matrix(lambda vocabulary: vocabulary.embedding.parameters)
+(OUTPUT_GRADIENTS,), (EMBEDDING_GRADIENTS,) = OUTPUT_PART.gradients, EMBEDDING_PART.gradients
+
+ROOMS = (HANDED_ON.size, ROOM.size)
+"""Sizes of things that are held between steps."""
 
 # --- moments ---------------------------------------------------------------------------------------------------------
 

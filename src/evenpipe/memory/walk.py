@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from evenpipe.memory import things
 from evenpipe.memory.parts import Parts
 from evenpipe.memory.pool import Pool
-from evenpipe.memory.things import Moments, Thing, Walk
+from evenpipe.memory.things import Moments, Size, Thing, Walk
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.schedule.passes import (
@@ -169,11 +169,11 @@ class _Walker:
             if self._spread and self._passes_rows:
                 self._drop(things.ROWS_INPUT)
             self._hold(things.LOOKED_UP)
-            self._peak("embedding.placing_peak")
+            self._peak(things.PLACING_PEAK)
         for before in placement.predecessors(stage):
             self._drop(things.input_buffer(stage) if self._is_elsewhere(before) else things.output_buffer(before))
         self._hold(things.input_of(stage))
-        self._peak("peaks.bare_forward" if bare else "peaks.forward", stage)
+        self._peak(things.BARE_FORWARD_PEAK if bare else things.FORWARD_PEAK, stage)
         self._hold(*[things.output_buffer(stage)] * max(1, len(placement.successors(stage))))
         if not bare:
             self._drop(things.input_of(stage))
@@ -186,26 +186,26 @@ class _Walker:
                 self._drop(things.ROWS_INPUT if self._alone else things.ROWS_ALL)
         if stage == self._last and not self._spread:
             self._take_buffer(item)
-            self._peak("peaks.output")
+            self._peak(things.OUTPUT_PEAK)
             self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
-            self._peak("peaks.combine")
+            self._peak(things.COMBINE_PEAK)
             self._drop(things.OWN_STATISTICS, things.output_buffer(stage))
             self._hold(things.COMBINED)
 
     def _is_elsewhere(self, stage: int) -> bool:
         return self._program.placement.device_of(stage) != self._device
 
-    def _peak(self, size: str, stage: int = things.NO_STAGE) -> None:
+    def _peak(self, size: Size, stage: int = things.NO_STAGE) -> None:
         """Record a moment with a peak within a pass, above what is held."""
         self._moment(things.peak(size, stage))
 
-    def _sized(self, size: str, item: Pass) -> str:
-        """Return the name of a size of a stage for the microbatch of `item`."""
-        return things.RECOMPUTED + size if self._key(item) in self._recomputed else size
+    def _sized(self, size: Size, item: Pass) -> Size:
+        """Return a size of a stage for the microbatch of `item`."""
+        return things.recomputed(size) if self._key(item) in self._recomputed else size
 
     def _of_graph(self, item: Pass) -> tuple[Thing, Thing]:
         """Return what the graph keeps: the stage's input, and all else."""
-        kept, stored = (self._sized(size, item) for size in ("kept_input", "stored"))
+        kept, stored = (self._sized(size, item) for size in (things.KEPT_INPUT, things.STORED))
         return Thing(kept, _stage(item), things.ACTIVATIONS), Thing(stored, _stage(item), things.ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
@@ -219,12 +219,12 @@ class _Walker:
         else:
             if not self._spread:
                 self._whole_output_gradient(item, split=split)
-            self._peak("copied_gradient", stage)
+            self._peak(things.COPIED_GRADIENT, stage)
             self._drop(things.DX)
             self._hold(gradient)
         added = things.gradient_parts(stage)[: 1 if split else 2]
-        first = "first_" if any(map(self._parts.lacks, added)) else ""
-        self._peak(self._sized(f"peaks.{first}{'input' if split else 'backward'}", item), stage)
+        there, first = things.INPUT_PEAK if split else things.BACKWARD_PEAK
+        self._peak(self._sized(first if any(map(self._parts.lacks, added)) else there, item), stage)
         for part in added:
             self._parts.make(part)
         self._free(item)
@@ -240,10 +240,10 @@ class _Walker:
 
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; that of the output still exists."""
-        self._peak("embedding.picking_peak")
+        self._peak(things.PICKING_PEAK)
         if not self._spread:
             self._parts.make(things.EMBEDDING_GRADIENTS)
-            self._peak("embedding.backward_peak")
+            self._peak(things.ROWS_GRADIENT_PEAK)
         elif not self._passes_rows:
             self._hold(things.ROWS_GRADIENT)
             self._moment()
@@ -254,16 +254,16 @@ class _Walker:
         stage = _stage(item)
         if stage == self._last and not self._spread:
             self._parts.make(things.OUTPUT_GRADIENTS)
-            self._peak("peaks.weight")
+            self._peak(things.OUTPUT_WEIGHT_PEAK)
             self._release_output(item)
         rest = things.gradient_parts(stage)[1]
-        first = "first_" if self._parts.lacks(rest) else ""
-        self._peak(self._sized(f"peaks.{first}weight", item), stage)
+        there, first = things.WEIGHT_PEAK
+        self._peak(self._sized(first if self._parts.lacks(rest) else there, item), stage)
         self._parts.make(rest)
         self._free(item)
 
     def _recompute(self, item: Pass) -> None:
-        self._peak("peaks.recompute", _stage(item))
+        self._peak(things.RECOMPUTE_PEAK, _stage(item))
         self._hold(*self._of_graph(item))
         self._drop(things.input_of(_stage(item)))
 
@@ -281,7 +281,7 @@ class _Walker:
         """Return what a stage's pass keeps or frees on the device, as things with bytes."""
         stage, recomputed = _stage(item), self._key(item) in self._recomputed
         if held is Kept.WEIGHT_INPUTS:
-            return (Thing(self._sized("queued", item), stage, things.ACTIVATIONS),)
+            return (Thing(self._sized(things.QUEUED, item), stage, things.ACTIVATIONS),)
         if held is not Kept.ACTIVATIONS:  # on the host
             return ()
         if item.kind in OFFLOAD_KINDS:
@@ -294,11 +294,11 @@ class _Walker:
 
     def _whole_output_gradient(self, item: Pass, *, split: bool) -> None:
         if split:  # the inputs of W stay
-            self._peak("peaks.gradient")
+            self._peak(things.DX_PEAK)
             self._hold(things.DX)
             return
         self._parts.make(things.OUTPUT_GRADIENTS)
-        self._peak("peaks.backward")
+        self._peak(things.OUTPUT_BACKWARD_PEAK)
         self._release_output(item)
         self._hold(things.DX)
 
@@ -318,12 +318,12 @@ class _Walker:
     # --- vocabulary passes --------------------------------------------------------------------------------------
 
     def _embed(self, item: Pass) -> None:
-        self._peak("embedding.forward_peak")
+        self._peak(things.ROWS_PEAK)
         self._hold(things.ROWS_INPUT)
 
     def _embedding_gradient(self, item: Pass) -> None:
         self._parts.make(things.EMBEDDING_GRADIENTS)
-        self._peak("embedding.backward_peak")
+        self._peak(things.ROWS_GRADIENT_PEAK)
         if self._passes_rows:
             self._drop(things.input_buffer(self._first))
         elif self._alone:
@@ -341,7 +341,7 @@ class _Walker:
 
     def _output(self, item: Pass) -> None:
         self._take_buffer(item)
-        self._peak("peaks.output")
+        self._peak(things.OUTPUT_PEAK)
         root = self._device == self._program.placement.last_device
         self._drop(things.output_buffer(self._last) if root else things.X)
         self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
@@ -349,13 +349,13 @@ class _Walker:
     def _open_barrier(self) -> None:
         if not self._alone:
             self._drop(things.OWN_STATISTICS)
-        self._peak("peaks.combine")
+        self._peak(things.COMBINE_PEAK)
         self._drop(things.OWN_STATISTICS if self._alone else things.STATISTICS)
         self._hold(things.COMBINED)
 
     def _combine(self, item: Pass) -> None:
         self._open_barrier()
-        self._peak("peaks.gradient")
+        self._peak(things.DX_PEAK)
         self._drop(things.PRODUCT)
         self._hold(things.DX)
 
@@ -364,7 +364,7 @@ class _Walker:
             self._open_barrier()
             self._drop(things.PRODUCT)
         self._parts.make(things.OUTPUT_GRADIENTS)
-        self._peak("peaks.backward")
+        self._peak(things.OUTPUT_BACKWARD_PEAK)
         self._drop(things.OUTPUT_STORED, things.COMBINED)
         self._pool.give(self._unit(item))
         if self._program.vocabulary.combining is Kind.T:
