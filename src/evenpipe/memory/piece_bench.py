@@ -134,10 +134,6 @@ class PieceBench:
         if not self.piece.is_last:
             self._carry._gradients = {layer: _like(keys, wide=True) for layer, keys in self._shapes.items()}
 
-    def end(self) -> None:
-        """End a microbatch."""
-        self._carry = None
-
     @property
     def held(self) -> int:
         """Bytes of the carry now."""

@@ -14,15 +14,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from evenpipe.recipe.offload import OffloadOptions
 
 from .configuration import Configuration
 from .device_memory import DeviceUse
 from .evaluation import Evaluation
 from .problem import ArrangedBy, Problem
-
-ROOMS = ("costs", "experts", "memory", "model", "plan", "recipe", "schedule", "simulate", "vocabulary")
-"""Folders whose sources affect an evaluation."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
 _CHOSEN = ("open", "copy_seconds", "host_share")
@@ -141,10 +141,8 @@ def _key(problem: Problem) -> str:
 
 
 def _sources() -> str:
-    """Return a hash of the sources of `ROOMS`."""
-    root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(path.read_bytes())
+    """Return a hash of the sources of this package, whose layers are traced, and the versions of what they rest on."""
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for path in sorted(Path(__file__).resolve().parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
