@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,15 @@ def count(number: float, noun: str, form: str = "") -> str:
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{number:{form}} {noun[:-1]}ies"
     return f"{number:{form}} {noun}{'es' if noun.endswith(('ch', 'sh', 'ss', 'x')) else 's'}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with three figures or more: "4.03 s", "131.40 ms", "12 us"; "-" for none."""
+    if math.isinf(seconds):
+        return "-"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
 def join(words: Sequence[str], most: int = 8) -> str:

@@ -20,7 +20,7 @@ from evenpipe.schedule import Timeline
 from evenpipe.schedule.collection import collecting_rarely
 from evenpipe.simulate import simulate
 from evenpipe.sizes import gib_text
-from evenpipe.words import count, refused, table
+from evenpipe.words import count, refused, seconds_text, table
 
 from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of
@@ -224,7 +224,7 @@ class Explanation:
         uneven = max(one.busy) / (sum(one.busy) / len(one.busy))
         again = "" if max(one.again) == 0 else f"{100 * sum(one.again) / sum(one.busy):.0f} %"
         return (
-            _step(one.seconds),
+            seconds_text(one.seconds),
             speed,
             f"{100 * one.mean_busy:.0f} %",
             f"{uneven:.2f}",
@@ -358,7 +358,3 @@ def _name(one: Evaluation) -> str:
     """Return the name of a schedule, with its choice for activations."""
     configuration = one.configuration
     return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name
-
-
-def _step(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.sizes import gib_text
-from evenpipe.words import count
+from evenpipe.words import count, seconds_text
 
 from .configuration import LEAST
 from .configuration_search import Found, Progress, search_configurations
@@ -33,7 +33,7 @@ class Remedy:
     def text(self) -> str:
         worst = self.plan.devices[self.plan.worst]
         name = self.plan.configuration.name
-        return f"{self.change}: {name}, {self.plan.seconds:.3g} s per step, {gib_text(worst.peak_bytes)}"
+        return f"{self.change}: {name}, {seconds_text(self.plan.seconds)} per step, {gib_text(worst.peak_bytes)}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"change": self.change, "plan": self.plan.configuration.name, "seconds": self.plan.seconds}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.sizes import gib_text
-from evenpipe.words import count, refused, table
+from evenpipe.words import count, refused, seconds_text, table
 
 from .bounds import order_bound
 from .configuration import name_of_axes
@@ -258,7 +258,7 @@ class Ranking:
         return (
             place,
             plan.configuration.name,
-            _seconds(plan.seconds),
+            seconds_text(plan.seconds),
             f"{tokens:,.0f}".replace(",", " "),
             f"{tokens / problem.gpus:,.0f}".replace(",", " "),
             f"{100 * utilization(problem, plan):.1f} %",
@@ -272,7 +272,7 @@ class Ranking:
         if len(compared) > 1:
             yield "best plan of each vocabulary mode:"
         for gain in compared if len(compared) > 1 else ():
-            yield f"  {gain.mode:<13}{_seconds(gain.plan.seconds):>9}  {gain.words}"
+            yield f"  {gain.mode:<13}{seconds_text(gain.plan.seconds):>9}  {gain.words}"
 
     def _rejections(self) -> Iterator[str]:
         rejected = explained(self.found)
@@ -323,11 +323,11 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
     idlest = min(range(len(busy)), key=busy.__getitem__)
     mean = sum(busy) / len(busy)
     longer = f"+{100 * (factor - 1):.1f} %: " if factor > 1 else ""
-    words = f"{longer}{one.name}; a microbatch takes {_seconds(busy[busiest])} on device {busiest}"
+    words = f"{longer}{one.name}; a microbatch takes {seconds_text(busy[busiest])} on device {busiest}"
     if busy[busiest] < 1.02 * mean:
         words += ", as on all others"
     else:
-        words += f", {_seconds(busy[idlest])} on device {idlest}"
+        words += f", {seconds_text(busy[idlest])} on device {idlest}"
         if not one.recipe.mode.sharded:
             beside = count(one.layers_per_stage[-1], "layer")
             layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {beside}"
@@ -481,7 +481,7 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 def progress_text(found: Found) -> str:
     """Return how far a search is, in a line."""
     best = found.best
-    plan = "no plan yet" if best is None else f"best step {_seconds(best.seconds)}: {best.configuration.name}"
+    plan = "no plan yet" if best is None else f"best step {seconds_text(best.seconds)}: {best.configuration.name}"
     if found.ended:
         return f"{_duration(found.seconds)}, checking {plan} (Ctrl-C: leave it unchecked)"
     return f"{_duration(found.seconds)}, {plan}; {_left(found)}"
@@ -497,7 +497,7 @@ def _about_the_end(found: Found) -> str:
     why = "the time is up" if found.ended == "time" else "interrupted"
     said = f"unfinished, {why} after {_duration(found.seconds)}: {_left(found)}"
     if found.left:
-        said += f", with steps of {_seconds(found.least_seconds)} or more"
+        said += f", with steps of {seconds_text(found.least_seconds)} or more"
     if len(found.plans) > 1:
         said += "; steps of all plans but the first are rough"
     return said
@@ -516,15 +516,3 @@ def _about_measured(problem: Problem) -> Iterator[str]:
         yield f"pass times corrected by measurements of this model with microbatches of {', '.join(map(str, sizes))}"
     else:
         yield "pass times from shapes alone: the hardware file measured other models, lengths or kernels"
-
-
-def _seconds(seconds: float) -> str:
-    if math.isinf(seconds):
-        return "-"
-    return (
-        f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{1e3 * seconds:.2f} ms"
-        if seconds >= 1e-3
-        else f"{1e6 * seconds:.0f} us"
-    )
