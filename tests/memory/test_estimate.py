@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from families import GROUPED, tiny_config
+from families import GROUPED, NAMED, tiny_config
 from llamas import llama
 from transformers import AutoConfig
 
@@ -83,6 +83,18 @@ def test_layouts_that_a_family_does_not_have_are_refused() -> None:
         estimated(bloom, sequence=32, cp=2)
     with pytest.raises(InputError, match="tp: 2, but in Megatron-LM layers cannot be shared that have self_attention"):
         estimated(bloom, sequence=32, tp=2, kernels="megatron")
+
+
+def test_layers_of_every_dense_family_are_shared_as_in_megatron(sample) -> None:
+    """Tensor ranks hold less than one, and with rows of their own less again."""
+    for family in sample([*NAMED, "gpt2", "phi", "olmo3"], 3):
+        model = describe(tiny_config(family))
+        options = {"sequence": 64, "microbatches": 4, "pp": 2, "kernels": "megatron"}
+        alone, whole, own = (
+            peaks(estimated(model, **options, **sizes))
+            for sizes in ({}, {"tp": 2, "sequence_parallel": False}, {"tp": 2})
+        )
+        assert all(one > two > three for one, two, three in zip(alone, whole, own, strict=True)), family
 
 
 def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:

@@ -199,7 +199,7 @@ def share(
     for linear, product in products.items():
         linear.forward = product  # type: ignore[assignment]
     if isinstance(stage, Stage):
-        _leave_out_ends(stage, layout.rows, description.structure.last_parameters)
+        _leave_out_ends(stage, description.structure.last_parameters)
 
 
 def _of_block(
@@ -230,12 +230,12 @@ def _refused(ranks: int, what: str) -> InputError:
     )
 
 
-def _leave_out_ends(stage: Stage, ranks: int, last_parameters: Iterable[str]) -> None:
+def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:
     """Compute nothing of other stages: Megatron-LM's have no parts but their own."""
 
     def stand_in(hidden: Tensor) -> Tensor:
         batch, length, width = hidden.shape
-        return hidden.detach()[:, :1].expand(batch, length * (1 if stage.is_first else ranks), width)
+        return hidden.detach()[:, :1].expand(batch, length * (1 if stage.is_first else stage.tensor_ranks), width)
 
     stage.make_stand_in = stand_in  # type: ignore[method-assign]
     for name in () if stage.is_last else last_parameters:

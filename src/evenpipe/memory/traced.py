@@ -239,6 +239,10 @@ class StageTracer:
         if member is not None:
             for index in indices:
                 held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
+        ranks = self._how.ranks
+        if layout is not None:  # ends compute on a rank's own rows
+            is_end = is_first or (is_last and self._cut is not None and self._cut.end_is_whole)
+            ranks = 1 if is_end else layout.rows
         # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
         part = Part(
             first=first,
@@ -249,7 +253,7 @@ class StageTracer:
             compute_dtype=self._how.compute_dtype,
             torch_device="meta",
             held=held,
-            tensor_ranks=self._how.ranks if layout is None else 1 if is_first else layout.rows,
+            tensor_ranks=ranks,
         )
         stage = (ModuleStage if description.config is None else Stage)(description, part)
         names = [f"{description.structure.layers_name}.{index}" for index in indices]
@@ -258,7 +262,7 @@ class StageTracer:
         if layout is not None:
             tokens //= layout.rows
             shares = partial(share, description, stage, names, layout, cut=self._cut)
-            if is_first and layout.rows > 1 and description.takes("position_ids"):
+            if ranks < layout.rows and description.takes("position_ids"):
                 positions = self._tokens if not description.structure.first_parameters else None
         elif self._cut is not None:
             assert isinstance(stage, Stage)

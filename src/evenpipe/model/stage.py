@@ -107,7 +107,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         structure = description.structure
-        self.held, self._tensor_ranks = part.held, part.tensor_ranks
+        self.held, self.tensor_ranks = part.held, part.tensor_ranks
         self.layer_argument = structure.layer_argument
         relay = self._relay = Relay(structure.layer_argument)
         own = range(part.first, part.last)
@@ -231,12 +231,12 @@ class Stage(nn.Module):
     def make_stand_in(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what replaces the hidden states of other stages, [batch, sequence, hidden_size]."""
         batch, length, width = hidden.shape
-        rows = 1 if self.is_first else self._tensor_ranks
+        rows = 1 if self.is_first else self.tensor_ranks
         return hidden.new_zeros((batch, length * rows, width), requires_grad=False)
 
     def _rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states of the form of the result."""
-        return hidden[:, : hidden.shape[1] // self._tensor_ranks] if self.is_first else hidden
+        return hidden[:, : hidden.shape[1] // self.tensor_ranks] if self.is_first else hidden
 
     def _name(self) -> str:
         return f"The stage of layers [{self.first}, {self.last}) of {type(self.whole).__name__}"
