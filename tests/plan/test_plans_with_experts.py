@@ -88,7 +88,9 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
 def test_layouts_that_cannot_be_estimated_are_left_out_once_and_for_all() -> None:
     """Megatron-LM's tensor parallelism is known of matrices only, not of experts."""
     sizes = {"gpus": 4, "sequence": 512, "sequences_per_step": 8, "kernels": "megatron"}
-    given = planned_problems.problem(tiny_config("gpt_oss"), **sizes)
+    config = tiny_config("gpt_oss")
+    config._experts_implementation = "grouped_mm"
+    given = planned_problems.problem(config, **sizes)
     found = search_configurations(given, Space(schedules=("1f1b",)), workers=1)
     sizes = [one.configuration.recipe.parallelism for one in (*found.plans, *found.failed)]
     assert sizes and all(one.tp == 1 for one in sizes)

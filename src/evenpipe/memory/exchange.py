@@ -87,13 +87,14 @@ class FirstMember:
 
     rank = 0
 
-    def __init__(self, rows: Mapping[str, ExpertRows], overlap: Beside) -> None:
+    def __init__(self, rows: Mapping[str, ExpertRows], overlap: Beside, times: int = 1) -> None:
         """
         Args:
             rows: of the experts of each layer, by their name in the model.
             overlap: what runs beside the exchange.
+            times: how often there are so many rows.
         """
-        self._rows, self.overlap = rows, overlap
+        self._rows, self.overlap, self._times = rows, overlap, times
         self.size = next(iter(rows.values())).members
         self.layer = ""
 
@@ -104,7 +105,9 @@ class FirstMember:
         pairs = _even(rows.pairs, self.size)
         known = [[0, 0], *zip(_even(rows.rows - rows.own, self.size - 1), pairs[1:], strict=True)]
         told[0] = known[0] = [rows.own, pairs[0]]
-        return told, [list(one) for one in known]
+        return [[self._times * size for size in one] for one in told], [
+            [self._times * size for size in one] for one in known
+        ]
 
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> _Sent:
         return _Sent([output, rows])

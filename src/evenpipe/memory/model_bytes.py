@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model import Description, RowWork
 from evenpipe.model.small_model import SmallModel
 from evenpipe.recipe.recipe import Recipe
@@ -124,9 +126,12 @@ class ModelBytes:
         )
 
     def layer(self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None) -> LayerBytes:
-        """Return the bytes that one layer adds to a stage. split: backwards are I and W. Raises InputError as
-        `stage`."""
-        tracer = self._tracer(settings, "split" if split else "whole", recompute=False, piece=piece)
+        """Return the bytes that one layer adds to a stage, with the usual overlap of experts, and to a row or so that
+        these exchange. split: backwards are I and W. Raises InputError as `stage`."""
+        # Whatever runs beside an exchange of experts changes no more than peaks.
+        parallelism = replace(settings.parallelism, experts=ExpertOptions())
+        usual = replace(settings, recipe=replace(settings.recipe, parallelism=parallelism))
+        tracer = self._tracer(usual, "split" if split else "whole", recompute=False, piece=piece)
         return tracer.layer(layer, settings.checkpointing[layer], settings.microbatch_size)
 
     def _tracer(

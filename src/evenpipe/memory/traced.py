@@ -9,8 +9,8 @@ that are alike (`stretches.window`).
 
 A run of layers is traced once for all sizes of microbatches (`lines`). Where attention multiplies queries and keys
 itself, a single sequence has a trace of its own: then some of these products make no copies. Rows that travel to
-experts of other members are rounded, so every size has its own trace; and so it has in fp64, where experts keep one
-index more than there are tokens.
+experts of other members are rounded, so every size has its own trace, except of what single layers need; and so it has
+in fp64, where experts keep one index more than there are tokens.
 
 Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from evenpipe.attention.function import adopt
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
-from evenpipe.experts.overlap import Layer, choose
+from evenpipe.experts.overlap import Layer, Overlap, choose
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, LineTrace, Trace
@@ -200,19 +200,22 @@ class StageTracer:
         run = tuple(alike[start : start + width])
         made = run, ends, sequences, from_start
         if made not in self._made:
-            alone = self._is_alone(sequences)
-            key = run, ends, sequences if alone else self._prime, from_start
+            alone = self._is_alone(sequences, exactly=from_start)
+            rows = self._expert_rows(range(first + start, first + start + width), sequences)
+            key = run, ends, sequences if alone else self._prime, from_start, self._overlap(rows)
             if key not in self._traces:
                 self._traces[key] = self._run(first + start, *key, lines=not alone)
             self._made[made] = self._traces[key].at(sequences)
         return self._made[made], places
 
-    def _is_alone(self, sequences: int) -> bool:
-        """Return whether microbatches of this size have a trace of their own."""
+    def _is_alone(self, sequences: int, *, exactly: bool) -> bool:
+        """Return whether microbatches of this size have a trace of their own. exactly: to the row that travels to an
+        expert."""
         how = self._how
+        if how.compute_dtype == torch.float64 or (exactly and how.sharing.members > 1):
+            return True
         copies = how.layout is not None and how.layout.copies_attention
-        alone_if_one = self._multiplies_scores or copies
-        return how.sharing.members > 1 or how.compute_dtype == torch.float64 or (sequences == 1 and alone_if_one)
+        return sequences == 1 and (self._multiplies_scores or copies)
 
     @cached_property
     def _multiplies_scores(self) -> bool:
@@ -223,8 +226,16 @@ class StageTracer:
         configs = filter(None, (vars(module).get("config") for module in description.skeleton.modules()))
         return any(config._attn_implementation != "sdpa" for config in configs)
 
-    def _run(
-        self, first: int, run: Sequence[_Layer], ends: _Ends, sequences: int, from_start: bool, *, lines: bool
+    def _run(  # noqa: PLR0917 - the parts of a key
+        self,
+        first: int,
+        run: Sequence[_Layer],
+        ends: _Ends,
+        sequences: int,
+        from_start: bool,
+        overlap: Overlap | None,
+        *,
+        lines: bool,
     ) -> LineTrace:
         """lines: bytes that the sequences divide grow with them."""
         description, (is_first, is_last, repeats) = self._description, ends
@@ -235,8 +246,10 @@ class StageTracer:
         if self._cut is not None:
             for index in indices:
                 held |= self._cut.placements(description, index, FirstRank.rank, self._how.ranks)
-        member = self._first_member(indices, sequences)
-        if member is not None:
+        member = None
+        if overlap is not None:  # of every sequence as many rows, where bytes are lines
+            each, times = (1, sequences) if lines else (sequences, 1)
+            member = FirstMember(self._expert_rows(indices, each), overlap, times)
             for index in indices:
                 held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
         ranks = self._how.ranks
@@ -308,36 +321,40 @@ class StageTracer:
                 " allocate cannot be found without running them"
             ) from error
 
-    def _first_member(self, layers: Iterable[int], sequences: int) -> FirstMember | None:
-        """Return what the experts of these layers exchange; None where they have none, or where one has all."""
-        description = self._description
-        if self._how.sharing.members == 1:
-            return None
-        names, rows = names_of_experts(description), {}
+    def _expert_rows(self, layers: Iterable[int], sequences: int) -> dict[str, ExpertRows]:
+        """Return what the experts of these layers exchange, by their names; nothing where one process has all."""
+        description, sharing = self._description, self._how.sharing
+        if sharing.members == 1:
+            return {}
+        rows = {}
         for index in layers:
             prefix = f"{description.structure.layers_name}.{index}."
             choices = chosen_experts(description.layer_config(index))
-            for name, count in names.items():
+            for name, count in names_of_experts(description).items():
                 if name.startswith(prefix):
                     rows[name] = ExpertRows(
                         tokens=sequences * self._tokens,
                         choices=choices,
                         experts=count,
-                        members=self._how.sharing.members,
-                        skew=self._how.sharing.skew,
+                        members=sharing.members,
+                        skew=sharing.skew,
                     )
+        return rows
+
+    def _overlap(self, rows: Mapping[str, ExpertRows]) -> Overlap | None:
+        """Return what runs beside such an exchange; None if there is none."""
         if not rows:
             return None
         name, one = next(iter(rows.items()))
         layer = Layer(
             tokens=one.tokens,
-            hidden_size=description.hidden_size,
-            width=min(description.skeleton.get_submodule(name).get_parameter("down_proj").shape[1:]),
+            hidden_size=self._description.hidden_size,
+            width=min(self._description.skeleton.get_submodule(name).get_parameter("down_proj").shape[1:]),
             experts=one.experts,
             choices=one.choices,
             members=one.members,
         )
-        return FirstMember(rows, choose(self._how.sharing.options, layer).overlap)
+        return choose(self._how.sharing.options, layer).overlap
 
 
 # --- layers that are alike -------------------------------------------------------------------------------------------

@@ -86,10 +86,11 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, split: bool) -> LayerU
     except InputError:
         return LayerUse(0.0, 0.0, 0.0)
     waiting = min(total / count for count, total in enumerate(accumulate(use.waiting for use in uses), 1))
+    turning = [0 if settings.parallelism.ep > 1 else use.turning for use in uses]  # the overlap of experts lowers peaks
     return LayerUse(
         waiting + min(use.carried for use in uses) / len(uses),
         min(use.queued for use in uses),
         min(use.passing for use in uses),
-        min(use.turning for use in uses),
-        max(use.turning for use in uses),
+        min(turning),
+        max(turning),
     )
