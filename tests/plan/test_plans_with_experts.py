@@ -8,15 +8,21 @@ from pathlib import Path
 
 import planned_problems
 import pytest
+import torch
 from families import tiny_config
 
+from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
+from evenpipe.memory.traced import StageTracer, Tracing
+from evenpipe.model import describe
 from evenpipe.plan.configuration import costs_of
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.evaluation import evaluate, parameters_per_device
-from evenpipe.plan.problem import Problem
+from evenpipe.plan.layer_memory import saved_floor
+from evenpipe.plan.problem import Problem, problem_of
 from evenpipe.plan.ranking import Ranking
 from evenpipe.plan.space import Space, configurations, layouts
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.planned_config import model_tables, planned_tables
 
@@ -82,6 +88,19 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     assert (read.experts.columns, read.experts.arrivals) == (beside.columns, beside.arrivals)
     assert "dp8·ep4·pp2" in found.best.configuration.name
     assert read.pipeline.arrange == "H100-80G", "the order that the plan was timed with"
+
+
+def test_floors_hold_for_eager_attention() -> None:
+    """gpt-oss keeps the probabilities of attention."""
+    description = describe(tiny_config("gpt_oss"))
+    given = problem_of(description, KNOWN["H100-80G"], gpus=2, sequence=64, sequences_per_step=4)
+    setting = given.setting(Recipe.of(pp=2, sequence_length=64))
+    tracer = StageTracer(description, Tracing(sequence=64, compute_dtype=torch.bfloat16))
+    for layer, work in enumerate(given.works[:2]):
+        stage = tracer.stage(layer, layer + 1, is_first=False, is_last=False, sequences=1)
+        none, selective, full = saved_floor(work, setting)
+        assert full <= selective <= none <= stage.input + stage.stored
+        assert none > saved_floor(work, replace(setting, attention="flash"))[0]
 
 
 @pytest.mark.slow

@@ -33,6 +33,13 @@ def one_way_seconds(experts: ExpertWork, hidden_size: int, setting: Setting) -> 
     return work_of(_layer(experts, hidden_size, setting), _rates(setting)).one_way
 
 
+def first_product_bytes(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
+    """Return the bytes of the first product of all pairs of a row and one of its experts, which is kept for the
+    backward."""
+    layer = _layer(experts, hidden_size, setting)
+    return layer.bytes_per_element * layer.routed.pairs * layer.width * (2 if layer.gated else 1)
+
+
 def _layer(experts: ExpertWork, hidden_size: int, setting: Setting) -> Layer:
     return Layer(
         tokens=setting.tokens,

@@ -34,7 +34,7 @@ from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
 from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device, vocabulary_shard
 from .in_flight import InFlight
-from .layer_memory import LayerUse, least_uses
+from .layer_memory import LayerUse, least_floors, least_uses
 from .problem import Problem
 
 
@@ -79,8 +79,8 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
 
 
 def work_bound(problem: Problem, configuration: Configuration, *, traced: bool = False) -> Bound:
-    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: with the
-    memory of its layers, whose trace takes longer."""
+    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: by
+    layers that are traced, which takes longer."""
     again, lacking, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
     work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
@@ -159,9 +159,11 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     logits = logits_bytes(problem, configuration, setting)
     # Any amount may be on the host.
     uses = (
-        least_uses(problem, recipe, split=shape.split)
-        if traced and not configuration.moves
-        else [LayerUse(0.0, 0.0, 0.0)] * len(POLICIES)
+        [LayerUse(0.0, 0.0, 0.0)] * len(POLICIES)
+        if configuration.moves
+        else least_uses(problem, recipe, split=shape.split)
+        if traced
+        else least_floors(problem, recipe)
     )
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]

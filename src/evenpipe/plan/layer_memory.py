@@ -8,7 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from evenpipe.costs.analytic import Setting
+from evenpipe.costs.experts import first_product_bytes
 from evenpipe.costs.timed_model import computing
+from evenpipe.costs.work import LayerWork
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import settings_of
 from evenpipe.recipe.recipe import Recipe
@@ -54,6 +57,14 @@ def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerU
     return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in found)
 
 
+def least_floors(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
+    """Return the same without a trace: the least that any implementation needs for the gradients of products."""
+    setting, slices = problem.setting(recipe), recipe.slices
+    floors = zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
+    none, selective, full = (min(sizes) / slices for sizes in floors)
+    return tuple(LayerUse(waiting, none, 0.0) for waiting in (none, selective, full))
+
+
 def _uses_of_kinds(problem: Problem, recipe: Recipe, *, split: bool) -> list[dict[int, LayerUse]]:
     """Return, for every policy, the memory of each kind of layer, by the id of its work."""
     recipe = replace(recipe, layers_per_stage=None)
@@ -94,3 +105,23 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, split: bool) -> LayerU
         min(turning),
         max(turning),
     )
+
+
+def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
+    """Return the least bytes that any implementation of a layer keeps of one microbatch, under the policies none,
+    selective and full.
+
+    None: inputs of products, norms and the activation, queries, keys and values, and the probabilities of eager
+    attention. Selective: results of products and of attention. Full: its input.
+    """
+    tokens = setting.tokens * setting.element
+    wide = work.hidden_size * setting.hidden_share
+    sizes = work.attention
+    attended = (sizes.heads * (sizes.query_size + sizes.value_size) + sizes.key_value_size) / setting.tensor
+    of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
+    middle = work.middle / setting.tensor
+    last = middle / 2 if work.gated else middle
+    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.is_eager(work) else 0.0
+    none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
+    selective = min(none, tokens * (wide + attended + middle) + of_experts)
+    return none, selective, min(selective, tokens * wide)
