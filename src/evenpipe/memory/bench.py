@@ -158,7 +158,7 @@ class LineTrace:
 class _Queue(WeightGradients):
     """The runtime's queue, which also reports the parameters that W has reached."""
 
-    def __init__(self, at: Callable[[nn.Parameter | None], None]) -> None:
+    def __init__(self, at: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
         self._at = at
 
@@ -167,9 +167,7 @@ class _Queue(WeightGradients):
         entry.gradients = partial(self._gradients, parameter, entry.gradients)
         super().add(entry)
 
-    def _gradients(
-        self, parameter: nn.Parameter | None, gradients: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
+    def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         self._at(parameter)
         return gradients()
 
@@ -324,7 +322,7 @@ class Bench:
         if split:
             with self._passing(f"{which}weight", backwards=True):
                 self._queue.compute(KEY)
-        del input_gradient, held
+        del input_gradient
         assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
         return size, kept, output_size, stored, queued
 
@@ -451,7 +449,7 @@ class Bench:
         if hidden.requires_grad and torch.is_grad_enabled():
             hidden.register_hook(self._mark)
 
-    def _at_parameter(self, parameter: nn.Parameter | None) -> None:
+    def _at_parameter(self, parameter: nn.Parameter) -> None:
         """Called when W reaches the entries of a layer, which are consecutive."""
         place = self._place_of.get(id(parameter))
         if place is not None and self._weight_places[-1:] != [place]:

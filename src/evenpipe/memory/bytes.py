@@ -1,4 +1,4 @@
-"""The bytes of one microbatch, pass by pass: the output of both back-ends and the input of the replay.
+"""The bytes of one microbatch, pass by pass: the output of the trace and the input of the replay.
 
 All bytes are for one GPU (already divided by tensor and context parallelism). "Above" means above the live bytes at the
 start of the pass: its inputs were live, its result was not.

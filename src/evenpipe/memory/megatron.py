@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ class _Rank(FirstRank):
 class FusedSum(Entry):
     """The inputs of W for a layer whose weight's gradient is added where it is, without a tensor of its own."""
 
-    weight: nn.Parameter | None = None
+    weight: nn.Parameter = field(kw_only=True)
 
 
 @dataclass(slots=True, eq=False)

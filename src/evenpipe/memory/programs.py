@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenpipe.costs.hardware import Hardware, known_gpu
 from evenpipe.costs.timed_model import arranging_model
 from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import CHOICES
 from evenpipe.model import Description
 from evenpipe.recipe.layout import Layout, bounds_of, check_layers_per_stage
 from evenpipe.recipe.parallelism import for_replicas
@@ -78,11 +77,8 @@ def planned(
     program = recipe.schedule
     if not isinstance(program, Program):
         at_hand = None if hardware is None else known_gpu(hardware.name)
-        choices = recipe.checkpointing_of(description.layers)
-        # Times are known of our choices only: the others are arranged like the one in the middle.
-        timed = replace(recipe, checkpointing=tuple(one if one in CHOICES else "selective" for one in choices))
-        costs = arranging_model(description, timed, at_hand, dtype, loss)
-        layout = Layout.of(timed, costs, description.vocabulary_size, tied=description.tied)
+        costs = arranging_model(description, recipe, at_hand, dtype, loss)
+        layout = Layout.of(recipe, costs, description.vocabulary_size, tied=description.tied)
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):
         raise InputError(

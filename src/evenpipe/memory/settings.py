@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from evenpipe.layers.checkpointing import check_choices
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.expert_rows import check_skew
@@ -43,6 +44,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_skew(self.skew)
+        check_choices(self.checkpointing)
         if self.slices > 1 and not self.is_ours:
             raise refused("slices", self.slices, "1 with kernels of Megatron-LM, which has none")
         if self.sequence % self.parallelism.cp:

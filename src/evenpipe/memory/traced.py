@@ -34,7 +34,6 @@ from evenpipe.experts.adopt import Spread, names_of_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
 from evenpipe.experts.overlap import Layer, Overlap, choose
 from evenpipe.experts.routing import Routing
-from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.bench import Bench, LineTrace, Trace
 from evenpipe.memory.bytes import LayerBytes, StageBytes
 from evenpipe.memory.emulation import emulated
@@ -129,7 +128,6 @@ class StageTracer:
             InputError: the stage cannot be run without values.
         """
         every = (checkpointing,) * self._description.layers if isinstance(checkpointing, str) else tuple(checkpointing)
-        check_choices(every)
         choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
         repeats = self._cut is not None and self._how.layout is None  # of R, for which tensor ranks keep more

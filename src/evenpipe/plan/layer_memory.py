@@ -44,10 +44,12 @@ def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUs
         waiting, queued, *peaks = zip(*uses, strict=True)
         return LayerUse(math.fsum(waiting) / len(uses), math.fsum(queued) / len(uses), *map(max, peaks))
 
-    whole = replace(recipe, batch=replace(recipe.batch, slices=1))
-    return tuple(
-        mean([of_kinds[id(work)] for work in problem.works]) for of_kinds in _uses_of_kinds(problem, whole, split=split)
-    )
+    def uses() -> tuple[LayerUse, ...]:
+        whole = replace(recipe, batch=replace(recipe.batch, slices=1))
+        found = _uses_of_kinds(problem, whole, split=split)
+        return tuple(mean([of_kinds[id(work)] for work in problem.works]) for of_kinds in found)
+
+    return problem.once((mean_uses, computing(recipe.parallelism), recipe.batch.microbatch_size, split), uses)
 
 
 def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
@@ -59,10 +61,15 @@ def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerU
 
 def least_floors(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
     """Return the same without a trace: the least that any implementation needs for the gradients of products."""
-    setting, slices = problem.setting(recipe), recipe.slices
-    floors = zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
-    none, selective, full = (min(sizes) / slices for sizes in floors)
-    return tuple(LayerUse(waiting, none, 0.0) for waiting in (none, selective, full))
+
+    def floors() -> tuple[LayerUse, ...]:
+        setting = problem.setting(recipe)
+        every = zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)
+        none, selective, full = (min(sizes) / recipe.slices for sizes in every)
+        return tuple(LayerUse(waiting, none, 0.0) for waiting in (none, selective, full))
+
+    key = least_floors, computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices
+    return problem.once(key, floors)
 
 
 def _uses_of_kinds(problem: Problem, recipe: Recipe, *, split: bool) -> list[dict[int, LayerUse]]:
