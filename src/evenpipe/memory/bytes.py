@@ -202,11 +202,12 @@ class VocabularyBytes:
     hidden: int = 0
     """X: the last hidden states as every shard receives them."""
     stored: int = 0
-    """Stored by S (or by a forward that contains the output layer) for C and T, without X."""
+    """Stored by S (or by a forward that contains the output layer) for C and T, also what these need
+    of X; without `handed_on`."""
     product: int = 0
     """The part of `stored` that C frees (one barrier)."""
     handed_on: int = 0
-    """The part of `stored` that T does not free: the next S takes it over (tensors in the memory of a CPU)."""
+    """Stored by S too, but not freed by T: the next S takes it over (tensors in the memory of a CPU)."""
     room: int = 0
     """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
     statistics: int = 0

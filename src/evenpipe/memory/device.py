@@ -18,7 +18,7 @@ from .parameters import Held, Of
 from .pieces import Piece
 from .programs import Planned
 from .settings import Settings
-from .states import ELEMENT_BYTES, Dtypes, both_parts, both_states, part_bytes, state_bytes
+from .states import ELEMENT_BYTES, TORCH_DTYPES, Dtypes, both_parts, both_states, part_bytes, state_bytes
 from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 
 
@@ -229,7 +229,7 @@ def _vocabulary_shape(source: ModelBytes, settings: Settings, piece: Piece | Non
         sequences=sequences,
         tokens=tokens,
         labelled=None if piece is None or piece.is_last else sequences * tokens,
-        element=settings.element,
+        dtype=TORCH_DTYPES[settings.dtypes.compute],
         gradient_element=ELEMENT_BYTES[settings.dtypes.gradients],
         bias=description.head_bias_name is not None,
         options=loss_of_model(settings.loss, description),

@@ -18,7 +18,7 @@ placeholder of a weight gradient that was added elsewhere:
 from __future__ import annotations
 
 from .bytes import OutputPeaks, VocabularyBytes
-from .letters import Letters
+from .output_bench import OutputLayer
 
 WIDE = 4
 """Bytes of an fp32 number."""
@@ -38,32 +38,37 @@ def per_logit(loss: str, e: int) -> tuple[int, int, int]:
     }[loss]
 
 
-def framework_head(x: Letters, loss: str, *, stream: int, gathers: bool) -> VocabularyBytes:
+def framework_head(layer: OutputLayer, loss: str, *, stream: int, gathers: bool) -> VocabularyBytes:
     """Return the bytes of the output layer and loss of another framework.
 
     Args:
         stream: bytes of the hidden states that the layer receives and whose gradient it returns.
         gathers: they are parts, and the layer gathers all tokens for its products.
     """
-    logits, hidden, matrix = x.n * x.R, x.n * x.h * x.e, x.R * x.h * x.e
+    element, rows = layer.dtype.itemsize, layer.shard.tokens
+    logits, hidden, matrix = (
+        layer.tokens * rows,
+        layer.tokens * layer.hidden_size * element,
+        rows * layer.hidden_size * element,
+    )
     if loss == "chunked":
-        in_chunk = logits * (x.e + 3 * WIDE) // CHUNKS
+        in_chunk = logits * (element + 3 * WIDE) // CHUNKS
         peaks = OutputPeaks(
-            output=logits * (x.e + 2 * WIDE) // CHUNKS,
+            output=logits * (element + 2 * WIDE) // CHUNKS,
             backward=in_chunk + 2 * matrix + hidden,
             gradient=hidden,
             weight=matrix,
         )
         return VocabularyBytes(stored=stream, gradient=hidden, peaks=peaks)
-    stays, forward, backward = (size * logits for size in per_logit(loss, x.e))
-    per_token, gathered = 4 * x.n, hidden if gathers else 0
+    stays, forward, backward = (size * logits for size in per_logit(loss, element))
+    per_token, gathered = 4 * layer.tokens, hidden if gathers else 0
     # The gradient of the logits in the dtype of products, after the loss has freed its tensors.
-    dx = logits * x.e - stays + gathered + hidden + (stream if gathers else 0)
+    dx = logits * element - stays + gathered + hidden + (stream if gathers else 0)
     return VocabularyBytes(
         stored=stream + stays + per_token,
         gradient=stream,
         peaks=OutputPeaks(
-            output=max(gathered + logits * x.e, stream + forward) + per_token,
+            output=max(gathered + logits * element, stream + forward) + per_token,
             backward=max(backward, dx + matrix),
             gradient=max(backward, dx),
             weight=matrix,

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
@@ -27,10 +25,10 @@ from .parameters import Parameters
 from .pieces import Piece
 from .programs import Planned, planned
 from .settings import Settings
+from .states import TORCH_DTYPES
 from .traced import StageTracer, Tracing
 
 KEPT_PROGRAMS = 64
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelBytes:
@@ -145,8 +143,8 @@ class ModelBytes:
             sharing=Sharing(sizes.ep, settings.skew, sizes.experts),
             layout=_megatron_layout(settings),
             kernels=settings.kernels,
-            compute_dtype=TORCH[dtypes.compute],
-            parameter_dtype=TORCH[dtypes.masters],
+            compute_dtype=TORCH_DTYPES[dtypes.compute],
+            parameter_dtype=TORCH_DTYPES[dtypes.masters],
             backwards=backwards,
             recompute=recompute,
         )

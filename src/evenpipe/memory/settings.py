@@ -15,7 +15,7 @@ from evenpipe.words import count, refused
 
 from .framework import Framework
 from .kernels import Kernels
-from .letters import Machine, this_cpu
+from .output_bench import Machine, this_cpu
 from .pieces import Piece
 from .reserved import Overheads
 from .states import ELEMENT_BYTES, Dtypes

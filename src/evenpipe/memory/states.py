@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+import torch
+
 from evenpipe.parallel.fsdp import BUCKET_ELEMENTS
 from evenpipe.words import refused, unknown
 
@@ -30,6 +32,8 @@ from .optimizers import Optimizer, bytes_in_step, kept_numbers, step_counters
 from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of parameters and products."""
 STEP_COUNTER = 4
 
 

@@ -1,16 +1,14 @@
-"""The launches of Triton's kernels (rows.py)."""
+"""The launches of Triton's kernels (rows.py). Only a launch needs Triton."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from evenpipe.vocabulary.combination import Combined
 from evenpipe.vocabulary.copies import to_device
-from evenpipe.vocabulary.kernels import rows
 from evenpipe.vocabulary.kernels.plain import Kernels
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.state import OutputState, Products, Rooms
@@ -26,12 +24,17 @@ LABELS_AT_ONCE = 8
 TOKENS_AT_ONCE = 128
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **compiled: Any) -> None:
-    """Launch a kernel on the GPU of its tensors, which need not be the current one."""
+Kernel = Literal["exponentials_of_rows", "combine_rows", "hidden_gradient_of_rows", "scaled_rows", "add_label_rows"]
+
+
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, warps: int, **compiled: Any) -> None:
+    """Launch a kernel of rows.py on the GPU of its tensors, which need not be the current one."""
+    from evenpipe.vocabulary.kernels import rows
+
     if all(grid):
         like = next(argument for argument in arguments if isinstance(argument, Tensor))
         with torch.cuda.device(like.device if like.is_cuda else -1):
-            kernel[grid](*arguments, num_warps=warps, **compiled)
+            getattr(rows, kernel)[grid](*arguments, num_warps=warps, **compiled)
 
 
 def _launch_over_logits(
@@ -40,8 +43,8 @@ def _launch_over_logits(
     """Launch a program for each row of logits."""
     tokens, columns = rooms.logits.shape
     given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
-    _launch(
-        rows.exponentials_of_rows,
+    launch(
+        "exponentials_of_rows",
         (tokens,),
         rooms.logits,
         rooms.exponentials,
@@ -65,11 +68,11 @@ def _launch_over_logits(
 
 
 def _launch_over_hidden(
-    kernel: Any, rows: int, hidden_size: int, *arguments: Any, at_once: int | None = None, **compiled: Any
+    kernel: Kernel, rows: int, hidden_size: int, *arguments: Any, at_once: int | None = None, **compiled: Any
 ) -> None:
     """Launch a program for each row and each piece of its numbers."""
     size = _size(hidden_size, at_once or HIDDEN_AT_ONCE)
-    _launch(kernel, (rows, triton.cdiv(hidden_size, size)), *arguments, warps=4, SIZE=size, **compiled)
+    launch(kernel, (rows, -(-hidden_size // size)), *arguments, warps=4, SIZE=size, **compiled)
 
 
 def _size(numbers: int, at_once: int) -> int:
@@ -113,9 +116,9 @@ class TritonKernels(Kernels):
         shards, tokens, numbers = statistics.shape
         smooths = options.label_smoothing != 0
         results = statistics.new_empty(6 + smooths + options.entropy, tokens)  # in the order of Combined
-        _launch(
-            rows.combine_rows,
-            (triton.cdiv(tokens, TOKENS_AT_ONCE),),
+        launch(
+            "combine_rows",
+            (-(-tokens // TOKENS_AT_ONCE),),
             statistics.contiguous(),
             to_device(token_weights, statistics.device).contiguous(),
             to_device(labels, statistics.device).contiguous(),
@@ -146,7 +149,7 @@ class TritonKernels(Kernels):
         gradient = product if valid is None else product.new_zeros(state.targets.tokens, hidden_size)
         constant = state.options.adds_constant
         _launch_over_hidden(
-            rows.hidden_gradient_of_rows,
+            "hidden_gradient_of_rows",
             tokens,
             hidden_size,
             product,
@@ -177,7 +180,7 @@ class TritonKernels(Kernels):
         scaled = hidden.new_empty(tokens, hidden_size, dtype=dtype)
         coefficients = combined.others.new_empty(tokens)
         _launch_over_hidden(
-            rows.scaled_rows,
+            "scaled_rows",
             tokens,
             hidden_size,
             hidden,
@@ -209,7 +212,7 @@ class TritonKernels(Kernels):
         owned, hidden_size = state.targets.owned, hidden.shape[1]
         entries = owned.rows.shape[0]
         _launch_over_hidden(
-            rows.add_label_rows,
+            "add_label_rows",
             entries,
             hidden_size,
             hidden,
