@@ -75,3 +75,16 @@ def test_the_backward_of_attention_holds_the_keys_of_other_context_ranks() -> No
     alone, shared = (layer(model, cp=cp, checkpointing="full") for cp in (1, 4))
     assert alone.waiting == 4 * shared.waiting
     assert shared.turning - alone.turning / 4 == 3 * 4 * BATCH * SEQUENCE // 4 * 512 * 2
+
+
+@pytest.mark.parametrize("ends", [(True, False), (False, False), (False, True)], ids=["first", "middle", "last"])
+def test_a_stage_with_several_choices_is_put_together_from_stages_with_one(ends: tuple[bool, bool]) -> None:
+    """As if its own layers had been traced together, on a tensor rank."""
+    model = llama(512, 1792, 8, 2)
+    how = Tracing(sequence=SEQUENCE, compute_dtype=torch.bfloat16, ranks=2)
+    choices = ("selective", "selective", "none")
+    together, apart = (StageTracer(model, how, cut_of_model(model, 2, check=False)) for _ in range(2))
+    apart._can_join = lambda kinds, choices: False
+    of_stage = {"is_first": ends[0], "is_last": ends[1], "sequences": BATCH, "checkpointing": choices}
+    assert together.stage(0, 3, **of_stage) == apart.stage(0, 3, **of_stage)
+    assert len(together._traces) == 2

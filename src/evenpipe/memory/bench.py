@@ -65,10 +65,11 @@ class Trace:
         default this one, which has its ends."""
         like = list(zip(traces or [self] * len(places), places, strict=True))
         profiles = dict(self.profiles)
-        if traces and self.saves_input and not traces[-1].saves_input:
-            # The last layer's input, which here lives longer, is freed right behind it.
-            end = Stretch(traces[-1].profiles["forward"].end.above, profiles["forward"].end.kept - self.hidden)
-            profiles["forward"] = replace(profiles["forward"], end=end)
+        if traces:
+            here, there = (one.profiles["forward"].end for one in (self, traces[-1]))
+            # The last layer's input, which has the size of its output, is freed right behind it if only others keep it.
+            freed = self.output if here.kept - there.kept >= self.output else 0
+            profiles["forward"] = replace(profiles["forward"], end=Stretch(there.above, here.kept - freed))
         total = {
             name: profile.over([one.profiles[name].layers[place] for one, place in like])
             for name, profile in profiles.items()

@@ -169,8 +169,8 @@ class StageTracer:
     def _can_join(self, kinds: Sequence[int], choices: Sequence[str]) -> bool:
         """Return whether equal layers have several choices, and those that keep least come first: what layers share
         then lives as long as with the first choice alone. Tensor ranks gather for one layer during another's W."""
-        by_keeping = sorted(choices, key=_LEAST_FIRST.index)
-        return self._cut is None and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
+        by_keeping, apart = sorted(choices, key=_LEAST_FIRST.index), self._cut is None or self._how.backwards == "whole"
+        return apart and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
 
     def _joined(self, first: int, choices: Sequence[str], ends: _Ends, sequences: int) -> StageBytes:
         """Return the bytes of such layers, each as in a stage where all have its choice."""
