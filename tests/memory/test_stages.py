@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from stages import Case, counted, described, traced
 
 from evenpipe.errors import InputError
 from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
-from evenpipe.memory.traced import kinds_of_layers
+from evenpipe.memory.trace_files import TraceFiles
+from evenpipe.memory.traced import StageTracer, Tracing, kinds_of_layers
 from evenpipe.model import Description, describe, describe_modules
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -107,3 +110,31 @@ def test_what_asks_for_values_cannot_be_traced() -> None:
     )  # fmt: skip
     with pytest.raises(InputError, match="asks for the values of its tensors"):
         traced(Case(family="jetmoe", layers=(0, 2), model=lambda: describe(config)))
+
+
+@pytest.mark.parametrize("piece", [None, Piece(ends=(6, 12), index=1, ranks=1)], ids=["whole sequences", "a slice"])
+def test_traces_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: Piece | None) -> None:
+    """A trace that was kept is the same, and no other is made; an unreadable one is made again. Of models whose code
+    may change none is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    description = described("llama")
+    how = Tracing(sequence=12, piece=piece, compute_dtype=torch.bfloat16, backwards="both", recompute=True)
+
+    def stages() -> tuple[list[StageBytes], int]:
+        tracer, runs = StageTracer(description, how, files=TraceFiles.of(description)), []
+        run = tracer._run
+        tracer._run = lambda *key, **options: runs.append(key) or run(*key, **options)
+        found = [
+            tracer.stage(0, 4, is_first=True, is_last=True, sequences=sequences, checkpointing=choice)
+            for sequences in (2, 3)
+            for choice in ("none", "full")
+        ]
+        return found, len(runs)
+
+    made, runs = stages()
+    files = list(tmp_path.rglob("*.json"))
+    assert len(files) == runs == 2
+    assert stages() == (made, 0)
+    files[0].write_text("{")
+    assert stages() == (made, 1)
+    assert TraceFiles.of(plain_modules()) is None

@@ -158,6 +158,7 @@ def run(
     from evenpipe.costs.hardware import find_hardware, known_gpu
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
+    from evenpipe.memory.model_bytes import ModelBytes
     from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits
     from evenpipe.train.run_estimate import host_remark
@@ -168,6 +169,8 @@ def run(
     read = _run_of_configuration if model.endswith(".toml") else _run_of_options
     trained = read(model, options, states, machine)
     recipe = trained.recipe
+    source = ModelBytes(trained.description)
+    source.keep_traces()
     as_run = kernels == EVENPIPE and trained.optimizer == "adamw" and recipe.vocabulary == "redistribute"
     if machine is not None and known_gpu(machine.name) and as_run:
         # A run takes other layers on this GPU than those that its times suggest, if only those fit.
@@ -180,11 +183,12 @@ def run(
             skew=skew,
             loss=trained.loss,
         )
+        problem.once(ModelBytes, lambda: source)
         recipe = replace(
             recipe, layers_per_stage=split_that_fits(problem, recipe, trained.offloaded) or recipe.layers_per_stage
         )
     result = estimate(
-        trained.description,
+        source,
         recipe,
         kernels=kernels,
         hardware=machine,

@@ -59,6 +59,7 @@ def run(
         dtype="fp32" if machine.torch_device == "cpu" else "bf16",
         kernels=kernels,
     )
+    problem.bytes.keep_traces()
     with progress_line() as show:
         explanation = explain(problem, model, pp=pp, tp=tp, progress=show)
     if output is not None:

@@ -208,6 +208,8 @@ def run(
     problem, written = options.problem()
     space = _space(problem, choices)
     cache = EvaluationCache() if no_cache else EvaluationCache.of(problem)
+    if not no_cache:
+        problem.bytes.keep_traces()
     near = None
     unpiped: tuple[WithoutPipeline, ...] = ()
     with progress_line() as show:

@@ -26,6 +26,7 @@ from .pieces import Piece
 from .programs import Planned, planned
 from .settings import Settings
 from .states import TORCH_DTYPES
+from .trace_files import TraceFiles
 from .traced import StageTracer, Tracing
 
 KEPT_PROGRAMS = 64
@@ -40,6 +41,11 @@ class ModelBytes:
         self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._tracers: dict[Tracing, StageTracer] = {}
         self._cuts: dict[int, ModelCut | str] = {}
+        self._files: TraceFiles | None = None
+
+    def keep_traces(self) -> None:
+        """Keep traces on disk, and use those that are there, for stages that are not traced yet."""
+        self._files = TraceFiles.of(self.description)
 
     @cached_property
     def row_work(self) -> RowWork:
@@ -149,7 +155,7 @@ class ModelBytes:
             recompute=recompute,
         )
         if how not in self._tracers:
-            self._tracers[how] = StageTracer(self.description, how, self._layer_cut(sizes.tp))
+            self._tracers[how] = StageTracer(self.description, how, self._layer_cut(sizes.tp), self._files)
         return self._tracers[how]
 
 

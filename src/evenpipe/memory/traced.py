@@ -45,6 +45,7 @@ from evenpipe.memory.megatron import MegatronLayout, share
 from evenpipe.memory.piece_bench import PieceBench
 from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
+from evenpipe.memory.trace_files import TraceFiles
 from evenpipe.model import Description
 from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.model.flops import chosen_experts
@@ -95,10 +96,13 @@ class StageTracer:
 
     Args:
         cut: how layers are cut over several tensor ranks.
+        files: where traces are kept; None: nowhere.
     """
 
-    def __init__(self, description: Description, how: Tracing, cut: ModelCut | None = None) -> None:
-        self._description, self._how, self._cut = description, how, cut
+    def __init__(
+        self, description: Description, how: Tracing, cut: ModelCut | None = None, files: TraceFiles | None = None
+    ) -> None:
+        self._description, self._how, self._cut, self._files = description, how, cut, files
         self._tokens = how.sequence if how.piece is None else how.piece.tokens
         if how.layout is not None:
             self._tokens //= how.layout.cp
@@ -202,7 +206,10 @@ class StageTracer:
             rows = self._expert_rows(range(first + start, first + start + width), sequences)
             key = run, ends, sequences if alone else self._prime, from_start, self._overlap(rows)
             if key not in self._traces:
-                self._traces[key] = self._run(first + start, *key, lines=not alone)
+                kept = None if self._files is None else self._files.read(self._how, *key)
+                self._traces[key] = kept or self._run(first + start, *key, lines=not alone)
+                if self._files is not None and kept is None:
+                    self._files.write(self._traces[key], self._how, *key)
             self._made[made] = self._traces[key].at(sequences)
         return self._made[made], places
 

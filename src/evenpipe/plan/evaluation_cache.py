@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
+from evenpipe.memory.trace_files import cache_folder, model_key, write_whole
 from evenpipe.recipe.offload import OffloadOptions
 
 from .configuration import Configuration
@@ -39,7 +36,7 @@ class EvaluationCache:
     @classmethod
     def of(cls, problem: Problem, folder: Path | None = None) -> EvaluationCache:
         """Return the cache of a problem; an unreadable file is ignored."""
-        folder = default_folder() if folder is None else folder
+        folder = cache_folder("plan") if folder is None else folder
         path = folder / f"{_key(problem)}.json"
         try:
             entries = json.loads(path.read_text(encoding="utf-8"))
@@ -78,21 +75,9 @@ class EvaluationCache:
         return entry is not None and not (entry["late"] and entry["seconds"] < limit)
 
     def save(self) -> None:
-        """Write the file atomically. A full or read-only disk must not lose a result."""
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps(self._entries), encoding="utf-8")
-            part.replace(self._path)
-        except OSError:
-            return
-
-
-def default_folder() -> Path:
-    """Return the user's cache folder: $XDG_CACHE_HOME/evenpipe/plan."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenpipe" / "plan"
+        """Write the file."""
+        if self._path is not None:
+            write_whole(self._path, json.dumps(self._entries))
 
 
 def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
@@ -125,24 +110,10 @@ def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(problem: Problem) -> str:
-    description = problem.description
-    shapes = sorted((name, *shape) for name, shape in description.shapes.items())
-    config = None if description.config is None else description.config.to_json_string()
     parts = [
-        _sources(),
-        description.architecture,
-        str(config),
-        str(shapes),
+        model_key(problem.description),
         str(problem.hardware.to_dict()),
         str((problem.gpus, problem.memory_bytes, problem.sequence, problem.sequences_per_step)),
         str((problem.dtype, problem.kernels_name, problem.skew, problem.loss)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-def _sources() -> str:
-    """Return a hash of the sources of this package, whose layers are traced, and the versions of what they rest on."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for path in sorted(Path(__file__).resolve().parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
