@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,16 @@ def test_the_picture_has_both_ways_on_one_axis_in_seconds() -> None:
 
 
 def test_it_says_what_it_does_and_the_commands_to_go_on_with_are_commands() -> None:
+    """For the same problem: its batch, kernels and memory too."""
     lines: list[str] = []
-    found = explain(problem(LLAMA_3_8B, 4), "folder/with model", pp=4, progress=lines.append)
+    of_others = replace(problem(LLAMA_3_8B, 4), kernels_name="megatron", memory_bytes=90 * 10**9)
+    found = explain(of_others, "folder/with model", pp=4, progress=lines.append)
+    search, written, _ = (command.split("folder/with model' ")[-1] for command in found.commands())
+    same = (
+        f"--gpus 4 --hardware H100-80G --sequence 4096 --batch {of_others.sequences_per_step} --gpu-memory 90000000000B"
+    )
+    assert search == f"{same} --kernels megatron --explain"
+    assert written == f"{same} --data FOLDER -o run.toml"
     assert "alternative 1 of 9: 1f1b, first-last" in lines and "alternative 9 of 9: v-half, vocab-2, free" in lines
     for command in found.commands():
         program, name, *arguments = shlex.split(command)

@@ -215,6 +215,16 @@ def test_what_would_fit_is_not_denied_if_there_was_no_time_to_look(small: Proble
     assert "would not fit" not in near.text() and "not found in this time" in near.text()
 
 
+def test_recomputation_that_was_excluded_is_what_would_help(small: Problem) -> None:
+    """Then the answer does not say that full recomputation was tried."""
+    tight, space = replace(small, memory_bytes=9 * 2**30, known={}), replace(SPACE, checkpointing=("none",))
+    nothing = search_configurations(tight, space, wanted=1, workers=1)
+    assert nothing.best is None
+    near = nearest(nothing, workers=1)
+    assert near.remedies[0].change == "--checkpointing least" and near.remedies[0].plan.fits
+    assert near.rejection is not None and "recomputation" not in near.rejection.text()
+
+
 # --- progress ----------------------------------------------------------------------------------------------------
 
 

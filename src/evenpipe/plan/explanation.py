@@ -26,7 +26,7 @@ from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of
 from .configuration_search import Found, head_layers, search_configurations
 from .evaluation import Evaluation, evaluate
-from .problem import Problem
+from .problem import EVENPIPE, Problem
 from .programs import Shape
 from .ranking import arrangement_in_words, arranging_gain, progress_text
 from .space import Space, divisors, layouts
@@ -234,10 +234,20 @@ class Explanation:
         )
 
     def commands(self) -> tuple[str, ...]:
+        """How to go on with the same problem; what evenpipe trains has its own kernels."""
         problem = self.problem
-        size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
-        plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
-        return (plan, f"{plan.removesuffix(' --explain')} --data FOLDER -o run.toml", "evenpipe train run.toml")
+        options = {
+            "model": shlex.quote(self.name),
+            "gpus": problem.gpus,
+            "hardware": problem.hardware.name,
+            "sequence": problem.sequence,
+            "batch": problem.sequences_per_step,
+        }
+        if problem.memory_bytes != problem.hardware.memory_bytes:
+            options["gpu-memory"] = f"{problem.memory_bytes}B"
+        plan = " ".join(["evenpipe plan", *(f"--{name} {value}" for name, value in options.items())])
+        kernels = "" if problem.kernels_name == EVENPIPE else f" --kernels {problem.kernels_name}"
+        return (f"{plan}{kernels} --explain", f"{plan} --data FOLDER -o run.toml", "evenpipe train run.toml")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

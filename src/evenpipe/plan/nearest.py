@@ -74,8 +74,11 @@ def nearest(
     progress: Progress | None = None,
     seconds: float = math.inf,
 ) -> Nearest:
-    """Return what a search without a plan came nearest to, and the best plans after one change each: the optimizer's
-    moments on the host, activations too, and the least of `MORE` that suffices. seconds: for all of them."""
+    """Return what a search without a plan came nearest to, and the best plans after one change each: recomputation, if
+    that was excluded; the optimizer's moments on the host, or activations too; the least of `MORE` that suffices.
+
+    seconds: for all of them.
+    """
     started, finished = time.monotonic(), True
 
     def searched(problem: Problem, space: Space) -> Evaluation | None:
@@ -91,11 +94,12 @@ def nearest(
         return more.best
 
     remedies = []
-    for change, problem, space in _on_the_host(found):
-        plan = searched(problem, space)
-        if plan is not None:
-            remedies.append(Remedy(change, plan))
-            break
+    for changes in (_recomputed(found.space), _on_the_host(found.space)):
+        for change, space in changes:
+            plan = searched(found.problem, space)
+            if plan is not None:
+                remedies.append(Remedy(change, plan))
+                break
     for times in MORE:  # what is known of the model holds for any number of GPUs
         problem, gpus = found.problem, times * found.problem.gpus
         sequences = max(problem.sequences_per_step, gpus)
@@ -107,9 +111,13 @@ def nearest(
     return Nearest(lacking[0] if lacking else None, tuple(remedies), finished)
 
 
-def _on_the_host(found: Found) -> Iterator[tuple[str, Problem, Space]]:
-    problem, space = found.problem, found.space
+def _recomputed(space: Space) -> Iterator[tuple[str, Space]]:
+    if LEAST not in space.checkpointing:
+        yield f"--checkpointing {LEAST}", replace(space, checkpointing=(LEAST,))
+
+
+def _on_the_host(space: Space) -> Iterator[tuple[str, Space]]:
     if None not in space.host_shares and 1.0 not in space.host_shares:
-        yield "--host-share 1", problem, replace(space, host_shares=(1.0,))
+        yield "--host-share 1", replace(space, host_shares=(1.0,))
     if not {"all", LEAST} & set(space.offload):
-        yield "--host-share 1 --offload least", problem, replace(space, host_shares=(1.0,), offload=(LEAST,))
+        yield "--host-share 1 --offload least", replace(space, host_shares=(1.0,), offload=(LEAST,))

@@ -350,7 +350,7 @@ class Rejection:
     fixes: tuple[tuple[str, Evaluation], ...]
 
     def text(self) -> str:
-        line = f"{self.name}: out of memory by {gib_text(self.lacking)} {self.where}"
+        line = f"{self.name}: out of memory by up to {gib_text(self.lacking)} {self.where}"
         if not self.fixes:
             return line
         offers = ", ".join(f"{what} {100 * (plan.seconds / self.seconds - 1):+.1f} %" for what, plan in self.fixes)
@@ -437,7 +437,8 @@ def _measures(plan: Evaluation) -> str:
 
 def _of_floor(one: Rejected) -> Rejection:
     if one.configuration is not None:
-        name, where = one.configuration.name, f"at least on device {one.bound.device}, even with full recomputation"
+        name, where = one.configuration.name, f"at least on device {one.bound.device}"
+        where += ", even with full recomputation" * ("checkpointing" in one.configuration.open)
     else:
         name = f"{name_of_axes(one.layout.parallelism)} zero-{one.layout.parallelism.zero}"
         where = "at least, for parameters, gradients and optimizer state alone"

@@ -162,7 +162,7 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
             parallelism = Parallelism(
                 dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero], context_exchange="keys"
             )
-            for size in space.microbatch_sizes or [2**power for power in range(share.bit_length())]:
+            for size in space.microbatch_sizes or divisors(share):
                 if share % size == 0:
                     batch = BatchShape(
                         microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
