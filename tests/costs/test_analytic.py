@@ -141,6 +141,27 @@ def test_exchange_of_a_layer_is_that_of_the_runtime(work: LayerWork) -> None:
     assert reduced.forward == reduced.inputs == reduced.whole == expected
 
 
+def test_exchange_beside_the_products_of_its_rows(work: LayerWork) -> None:
+    """One of four pieces has nothing beside it."""
+    # (bandwidth, exchanges of F, of I and of a repeated forward that still count)
+    for bandwidth, left in ((1e13, 0.0), (1e6, 1.0)):
+        given = tensor_setting(4, bandwidth, overlaps=True)
+        found, alone = (layer_time(work, one).exchanged for one in (given, replace(given, overlaps=False)))
+        assert found is not None and alone is not None
+        for name in ("forward", "inputs", "again_full"):
+            assert getattr(found, name) == pytest.approx(left * getattr(alone, name), rel=0.01), (bandwidth, name)
+        assert found.again_selective == alone.again_selective, "no product is repeated"
+    given = tensor_setting(4, 5e10, overlaps=True)
+    once = given.exchange_seconds(4096)
+    gathered = [sum(given.product_seconds(one) for one in block) for block in work.gathered]
+    summed = sum(given.product_seconds(one) for one in work.dense) - sum(gathered)
+    each = [*gathered, summed / 2, summed / 2]
+    time = layer_time(work, given).exchanged
+    assert time is not None
+    assert time.forward == pytest.approx(sum(max(0.0, once - 0.75 * seconds) for seconds in each))
+    assert 0 < time.forward < 4 * once
+
+
 def test_passes_of_the_vocabulary_layers_exchange_over_tensor_ranks(work: LayerWork) -> None:
     """Rows of the embedding are summed on the first stage: twice the bytes of a gathering. X is gathered."""
     given = tensor_setting(2)

@@ -6,11 +6,12 @@
                 products, one of them recomputed)
     tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
                 result's gradient and sums the input's; a repeated forward leaves out its last sum, or with "selective"
-                all sums. None of that overlaps. W gathers each input again during the products before those that need
-                it (but the first of a pass, see `step.py`), B while input gradients are computed, and B sums the
-                input's gradient while weight gradients are computed: the longer counts. A repeated forward keeps the
-                whole input. Streamed tensors are split too. Without sequence parallelism, two all-reduces forward and
-                two backward
+                all sums. None of that overlaps, unless `tensor_overlap` says so: then each exchange runs beside the
+                product that needs or makes its rows, but for one piece of as many as there are ranks. W gathers each
+                input again during the products before those that need it (but the first of a pass, see `step.py`), B
+                while input gradients are computed, and B sums the input's gradient while weight gradients are computed:
+                the longer counts. A repeated forward keeps the whole input. Streamed tensors are split too. Without
+                sequence parallelism, two all-reduces forward and two backward
     vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
                 rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
     experts     grouped products, beside which rows travel between the replicas that share them (`experts.overlap`)
@@ -77,6 +78,8 @@ class Setting:
     sequence: int
     """Tokens per sequence."""
     sequence_parallel: bool = True
+    overlaps: bool = False
+    """Tensor ranks exchange rows beside products."""
     fused: bool = True
     """Norms, activation and rotary embedding are one kernel each."""
     adds_weight_gradients: bool = True
@@ -349,11 +352,12 @@ BLOCKS = 2
 def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times in which tensor ranks exchange rows and compute nothing."""
     correction, once = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
-    each_way = 2 * BLOCKS * once
+    gathered, summed = (_exposed(work, setting, once, "forward", of_results=one) for one in (False, True))
+    arriving, leaving = (_exposed(work, setting, once, "inputs", of_results=one) for one in (True, False))
     weights = again_selective = gathering = 0.0
-    summing, again_full = BLOCKS * once, each_way
+    summing, again_full = BLOCKS * once, gathered + summed
     if setting.sequence_parallel:
-        again_full = each_way - (once if work.last is not None and setting.stops_early else 0.0)
+        again_full -= summed / BLOCKS if work.last is not None and setting.stops_early else 0.0
         again_selective = BLOCKS * once  # it has kept the sums
         if work.gathered:
             made_before = sum(setting.product_seconds(one, "weights") for one in work.dense) / len(work.gathered)
@@ -364,18 +368,30 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
             )
             gathering += max(0.0, once - inputs)
             summing -= min(once, made)
-    arriving = BLOCKS * once  # the gradients of results
     bare = correction(BARE if BARE in setting.correction.factors else "F")
     return LayerTime(
-        forward=correction("F") * each_way,
-        bare=bare * each_way,
-        inputs=correction("I") * each_way,
+        forward=correction("F") * (gathered + summed),
+        bare=bare * (gathered + summed),
+        inputs=correction("I") * (arriving + leaving),
         weights=correction("W") * weights,
         whole=correction("B") * (arriving + gathering + summing),
         whole_repeated=correction("B") * (arriving + summing),
         again_selective=correction("F") * again_selective,
         again_full=correction("F") * again_full,
     )
+
+
+def _exposed(work: LayerWork, setting: Setting, once: float, which: str, *, of_results: bool) -> float:
+    """Return the time in which a layer's blocks exchange the rows of their inputs, or `of_results`, and compute
+    nothing. once: of one exchange. which: the product that needs or makes them."""
+    if not setting.overlaps:
+        return BLOCKS * once
+    beside = [sum(setting.product_seconds(one, which) for one in block) for block in work.gathered]
+    if of_results and beside:
+        rest = sum(setting.product_seconds(one, which) for one in work.dense) - sum(beside)
+        beside = [rest / len(beside)] * len(beside)
+    pieces = (setting.tensor - 1) / setting.tensor
+    return sum(max(0.0, once - pieces * seconds) for seconds in beside) + (BLOCKS - len(beside)) * once
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:

@@ -117,6 +117,9 @@ class TimedModel:
             microbatch_size=recipe.batch.microbatch_size,
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
+            overlaps=parallelism.sequence_parallel
+            and parallelism.tensor_overlap in {"ring", "fused"}
+            and self.hardware.torch_device != "cpu",
             fused=kernels.fused,
             attention=kernels.attention,
             adds_weight_gradients=kernels.adds_weight_gradients,

@@ -1,0 +1,184 @@
+"""How far are predicted steps and memory from what strangers have measured?
+
+    python benchmarks/published_rows.py [--only SOURCE ...] [--output FILE.json]     minutes
+
+Rows of `benchmarks/published/rows.csv`, each with its source; the models are beside it. No constant of evenpipe was
+fitted to any of them.
+
+    error    of the predicted seconds of a step over measured ones: mean of its absolute value, mean, worst
+    calls    the same after one row of the source was measured: every row in turn calibrates all others of its source
+             and card, which are off by the ratio of two errors
+    fits     verdicts of the estimate, of rows that all ran; and the mean error of measured memory
+
+Rows that cannot be predicted are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from evenpipe.costs.hardware import find_hardware
+from evenpipe.errors import InputError
+from evenpipe.memory.estimate import estimate
+from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.memory.states import Dtypes
+from evenpipe.model import describe
+from evenpipe.plan.configuration import Configuration
+from evenpipe.plan.evaluation import timed
+from evenpipe.plan.problem import problem_of
+from evenpipe.recipe.parallelism import DATA_PARALLEL
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import even_split
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
+
+IN_DTYPE = {"bf16": "bf16", "fp16": "bf16"}
+"""Products of both take the same time and memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is predicted of a row."""
+
+    number: int
+    group: str
+    measured: float
+    """Seconds of a step."""
+    predicted: float | None = None
+    verdict: str | None = None
+    memory: float | None = None
+    """Predicted peak over the measured one."""
+    refused: str = ""
+
+    @property
+    def error(self) -> float:
+        assert self.predicted is not None
+        return self.predicted / self.measured - 1
+
+
+def rows() -> list[dict[str, str]]:
+    """All rows, as they are in the file."""
+    with (PUBLISHED / "rows.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def _model(name: str) -> ModelBytes:
+    return ModelBytes(describe(PUBLISHED / "models" / f"{name}.json"))
+
+
+def recipe_of(row: dict[str, str], layers: int) -> Recipe:
+    """The recipe of a row. Raises InputError for what evenpipe has no word for."""
+    schedule, _, in_flight = row["schedule"].partition(":")
+    options: dict[str, Any] = {"memory_limit": int(in_flight) * int(row["pp"])} if in_flight else {}
+    if schedule == "interleaved":
+        options["stages_per_device"] = int(row["stages_per_device"])
+    split = even_split(layers, int(row["pp"]) * int(row["stages_per_device"]))
+    if row["layers_per_stage"]:
+        split = tuple(map(int, row["layers_per_stage"].split(",")))
+    checkpointing: Any = row["checkpointing"]
+    if checkpointing == "every-second-full":
+        checkpointing = ("full", "none") * (layers // 2)
+    zero = int(row["zero"]) if int(row["dp"]) * int(row["cp"]) > 1 else 0
+    return Recipe.of(
+        **{name: int(row[name]) for name in ("dp", "tp", "pp", "cp", "ep", "microbatches")},
+        microbatch_size=int(row["microbatch"]),
+        data_parallel=DATA_PARALLEL[zero],
+        sequence_length=int(row["sequence"]),
+        schedule=schedule,
+        schedule_options=options,
+        checkpointing=checkpointing,
+        context_exchange=row["exchange"],
+        tensor_overlap="ring" if "TP comm overlap" in row["note"] else "none",
+        vocabulary="first-last",
+        layers_per_stage=split,
+    )
+
+
+def predicted(row: dict[str, str]) -> Result:
+    """The seconds of a row's step, by the functions with which plans are timed, and its memory."""
+    said: dict[str, Any] = {"number": int(row["id"]), "group": row["group"], "measured": float(row["measured_step_s"])}
+    source, hardware = _model(row["model"]), find_hardware(row["gpu"])
+    try:
+        recipe = recipe_of(row, source.description.layers)
+        problem = problem_of(
+            source.description,
+            hardware,
+            gpus=int(row["gpus"]),
+            sequence=int(row["sequence"]),
+            sequences_per_step=int(row["global_batch"]),
+            kernels=row["kernels"],
+        )
+        dtypes = Dtypes(gradients=row["gradient_dtype"], masters=row["master_dtype"])
+        memory = estimate(source, recipe, kernels=row["kernels"], dtypes=dtypes, hardware=hardware)
+        seconds = timed(problem, Configuration.of(problem, recipe)).seconds
+    except InputError as error:
+        return Result(**said, refused=str(error))
+    peak = float(row["measured_mem_gib"]) if row["measured_mem_gib"] else None
+    return Result(
+        **said,
+        predicted=seconds,
+        verdict=memory.verdict,
+        memory=None if peak is None else max(one.peak_allocated for one in memory.devices) / 2**30 / peak,
+    )
+
+
+def calibrated(found: list[Result]) -> list[float]:
+    """The errors of rows, each after every other one of its group was measured."""
+    return [(1 + one.error) / (1 + other.error) - 1 for one in found for other in found if one is not other]
+
+
+def lines(found: list[Result]) -> Iterator[str]:
+    """The table, and what is missing."""
+    yield f"{'rows':18} number  |error|    mean   worst  calls  does not fit  at risk  memory"
+    for group in dict.fromkeys(one.group for one in found):
+        ones = [one for one in found if one.group == group and one.predicted is not None]
+        if not ones:
+            continue
+        errors, verdicts = [one.error for one in ones], Counter(one.verdict for one in ones)
+        memory = [one.memory - 1 for one in ones if one.memory is not None]
+        yield (
+            f"{group:18} {len(ones):6}  {_mean(errors):7.1%}  {statistics.mean(errors):+6.1%}"
+            f"  {max(errors, key=abs):+6.1%}  {_mean(calibrated(ones)):5.1%}  {verdicts['does not fit']:12}"
+            f"  {verdicts['at risk']:7}  {statistics.mean(memory) if memory else 0:+6.1%}"
+        )
+    refused = Counter((one.group, one.refused) for one in found if one.refused)
+    for (group, why), number in refused.items():
+        yield f"{number} of {group}: {why}"
+
+
+def _mean(errors: list[float]) -> float:
+    return statistics.mean(map(abs, errors)) if errors else 0.0
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = sorted({row["group"] for row in rows()})
+    parser.add_argument("--only", nargs="+", choices=groups, default=groups, metavar="SOURCE", help=", ".join(groups))
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="all figures")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
+    wanted = sorted((row for row in rows() if row["group"] in given.only), key=lambda row: (row["group"], row["model"]))
+    with ProcessPoolExecutor(given.workers) as pool:
+        found = list(pool.map(predicted, wanted, chunksize=4))
+    print(*lines(found), sep="\n")
+    if given.output:
+        given.output.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
