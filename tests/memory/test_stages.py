@@ -19,6 +19,7 @@ from evenpipe.memory.trace_files import TraceFiles
 from evenpipe.memory.traced import StageTracer, Tracing, kinds_of_layers
 from evenpipe.model import Description, describe, describe_modules
 
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 ENDS = ((0, 2), (2, 4))
 
@@ -138,3 +139,23 @@ def test_traces_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: 
     files[0].write_text("{")
     assert stages() == (made, 1)
     assert TraceFiles.of(plain_modules()) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "piece"),
+    [
+        ("olmo-3-7b", Piece(ends=(2048,), index=0, ranks=4, kernel=False)),
+        ("granite-4.0-h-small", Piece(ends=(1024, 2048), index=0, ranks=4, exchange="heads", kernel=False)),
+        ("qwen3-8b", None),
+    ],
+    ids=["keys", "heads of slices", "whole sequences"],
+)
+def test_one_trace_serves_all_sizes_that_share_it(model: str, piece: Piece | None) -> None:
+    """As if every size had its own."""
+    how = Tracing(sequence=2048, piece=piece, compute_dtype=torch.bfloat16, backwards="both")
+    description = describe(MODELS / f"{model}.json")
+    shared, alone = (StageTracer(description, how) for _ in range(2))
+    alone._is_alone = lambda sequences, exactly: True
+    for sequences in (1, 2, 3):
+        of_stage = {"is_first": False, "is_last": False, "sequences": sequences}
+        assert shared.stage(2, 6, **of_stage) == alone.stage(2, 6, **of_stage), sequences

@@ -8,9 +8,9 @@ that are alike (`stretches.window`).
     tracer.stage(0, 8, is_first=True, is_last=False, sequences=2)         # StageBytes
 
 A run of layers is traced once for all sizes of microbatches (`lines`). Where attention multiplies queries and keys
-itself, a single sequence has a trace of its own: then some of these products make no copies. Rows that travel to
-experts of other members are rounded, so every size has its own trace, except of what single layers need; and so it has
-in fp64, where experts keep one index more than there are tokens.
+itself, or sequences are cut into pieces, a single sequence has a trace of its own: then some operations make no copies.
+Rows that travel to experts of other members are rounded, so every size has its own trace, except of what single layers
+need; and so it has in fp64, where experts keep one index more than there are tokens.
 
 Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
@@ -219,8 +219,8 @@ class StageTracer:
         how = self._how
         if how.compute_dtype == torch.float64 or (exactly and how.sharing.members > 1):
             return True
-        copies = how.layout is not None and how.layout.copies_attention
-        return sequences == 1 and (self._multiplies_scores or copies)
+        copies = how.piece is not None or (how.layout is not None and how.layout.copies_attention)
+        return sequences == 1 and (copies or self._multiplies_scores)
 
     @cached_property
     def _multiplies_scores(self) -> bool:
