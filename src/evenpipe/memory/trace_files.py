@@ -94,8 +94,11 @@ def write_whole(path: Path, text: str) -> None:
 def model_key(description: Description) -> str:
     """Return what tells a model from others, for this version of the package and of what it rests on."""
     shapes = sorted((name, *shape) for name, shape in description.shapes.items())
-    config = None if description.config is None else description.config.to_json_string()
-    return f"{_sources()} {description.architecture} {config} {shapes}"
+    frozen = sorted(name for name, one in description.skeleton.named_parameters() if not one.requires_grad)
+    config = description.config
+    attention = getattr(config, "_attn_implementation", None)
+    said = "" if config is None else config.to_json_string()
+    return f"{_sources()} {description.architecture} {said} {attention} {description.changed} {shapes} {frozen}"
 
 
 @cache
