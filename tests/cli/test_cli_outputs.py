@@ -359,7 +359,7 @@ def test_explain_prints_a_report_and_writes_a_page(capsys):
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "max_position_embeddings": 2048}
     LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=4, vocab_size=32000).save_pretrained("model")
     text = printed(capsys, "explain", "model", "--gpus", "4")
-    assert "evenpipe plan --model model --gpus 4 --hardware H100-80G --sequence 2048 --explain" in text
+    assert "evenpipe plan --model model --gpus 4 --hardware H100-80G --sequence 2048 --batch 32 --explain" in text
     figures = as_json(capsys, "explain", "model", "--gpus", "4", "-o", "page.html")
     assert figures["usual"]["vocabulary"] == "first-last" and len(figures["usual"]["devices"]) == 4
     assert figures["next"][0].startswith("evenpipe plan ")
