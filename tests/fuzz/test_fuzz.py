@@ -41,8 +41,7 @@ def test_pairs_of_everything_are_right_or_refused(request: pytest.FixtureRequest
         if verdict.complaints
     ]
     assert not wrong, "\n".join(wrong)
-    # Those chosen have the rarer options together, more of which are refused: with some seeds 7 of 20.
-    assert sum(verdict.word == "right" for verdict in verdicts) >= len(numbers) / 2
+    assert sum(verdict.word == "right" for verdict in verdicts) >= 2 / 3 * len(numbers)
 
 
 def test_resumed_runs_read_each_row_once_and_a_wrong_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
