@@ -45,9 +45,6 @@ from evenpipe.schedule import even_split
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 
-IN_DTYPE = {"bf16": "bf16", "fp16": "bf16"}
-"""Products of both take the same time and memory."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:

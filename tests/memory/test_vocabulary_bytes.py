@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from evenpipe.memory.exchange import FirstRank
 from evenpipe.memory.heads import per_logit
-from evenpipe.memory.output_bench import Machine, OutputLayer, output_bytes
+from evenpipe.memory.output_bench import BuffersOfGpu, Machine, OutputLayer, output_bytes
 from evenpipe.memory.tracker import Span, Tracker
 from evenpipe.memory.vocabulary import VocabularyShape, vocabulary_bytes
 from evenpipe.parallel.parameters import Matrix
@@ -21,8 +21,7 @@ from evenpipe.runtime.batch import Microbatch
 from evenpipe.runtime.inputs import IGNORE_INDEX
 from evenpipe.runtime.vocabulary_layers import OutputShard
 from evenpipe.schedule import Placement
-from evenpipe.vocabulary import Buffers, LossOptions, output, products, split, state
-from evenpipe.vocabulary.buffers import aligned
+from evenpipe.vocabulary import LossOptions, output, products, split, state
 from evenpipe.vocabulary.kernels import triton_kernels
 
 DEVICES, ROWS, HIDDEN, SEQUENCES, TOKENS = 4, 4109, 96, 2, 160
@@ -37,17 +36,6 @@ OPTIONS = {
     "entropy": LossOptions(entropy=True),
     "entropy and smoothing": LossOptions(label_smoothing=0.1, entropy=True),
 }
-
-
-class OfGpu(Buffers):
-    """What is done on a GPU: the allocator holds what is free, and rows begin at whole vectors."""
-
-    def give(self, *tensors: Tensor | None) -> None:
-        pass
-
-    @staticmethod
-    def _distance(columns: int, like: Tensor) -> int:
-        return aligned(columns)
 
 
 @pytest.fixture
@@ -86,7 +74,7 @@ class Device:
         exchange = None if ranks == 1 else FirstRank(ranks)
         self.output = OutputShard(self.matrix, None, self.shard, options, one_barrier=barriers == 1, exchange=exchange)
         if machine == "gpu":
-            self.output._buffers = OfGpu()
+            self.output._buffers = BuffersOfGpu()
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, ROWS, (SEQUENCES, TOKENS), generator=generator)
         targets = torch.roll(ids, -1, 1)

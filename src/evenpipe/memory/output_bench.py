@@ -89,7 +89,7 @@ class _Bench:
     def __init__(self, layer: OutputLayer, tracker: Tracker) -> None:
         self._layer, self._tracker = layer, tracker
         self._exchange = None if layer.ranks == 1 else FirstRank(layer.ranks)
-        self._buffers = _Freed() if layer.machine == "gpu" else Buffers()
+        self._buffers = BuffersOfGpu() if layer.machine == "gpu" else Buffers()
         self._labels, self._token_weights = torch.empty(layer.tokens, dtype=torch.int64), torch.empty(layer.tokens)
         rows, wide = layer.shard.rows, products.accumulator_dtype(layer.dtype)
         self._weight, self._gradient = (torch.empty(rows, layer.hidden_size, dtype=one) for one in (layer.dtype, wide))
@@ -171,7 +171,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 # --- what a machine allocates ----------------------------------------------------------------------------------------
 
 
-class _Freed(Buffers):
+class BuffersOfGpu(Buffers):
     """Of a GPU, whose allocator has what is free, and where rows begin at whole vectors."""
 
     def give(self, *tensors: Tensor | None) -> None:
@@ -231,26 +231,16 @@ def _kernels(options: LossOptions, like: Tensor) -> plain.Kernels:
     return plain.Kernels() if options.kernels == "torch" else triton_kernels.TritonKernels()
 
 
-def _targets(
-    layer: OutputLayer,
-    labels: Tensor,
-    shard: Shard,
-    ignore_index: int,
-    torch_device: torch.device,
-    *,
-    block: int = 0,
-    part: int = 0,
-    by_column: bool = False,
-) -> Targets:
+def _targets(layer: OutputLayer, *_: Any, block: int, part: int, by_column: bool) -> Targets:
     """Return what `find_targets` does for labels that are spread evenly over the tokens; on a GPU the lists are copied
     together."""
     tokens, count = layer.labelled, layer.owned
     sizes = [tokens] * (tokens < layer.tokens) + [tokens] * by_column + [count, count]
-    rooms = list(map(aligned, sizes)) if layer.machine == "gpu" else sizes
     if layer.machine == "gpu":
+        rooms = list(map(aligned, sizes))
         made = torch.empty(sum(rooms), dtype=torch.int64).split(rooms)
     else:
-        made = tuple(torch.empty(room, dtype=torch.int64) for room in rooms)
+        made = tuple(torch.empty(size, dtype=torch.int64) for size in sizes)
     lists = iter([room[:size] for room, size in zip(made, sizes, strict=True)])
     starts = [] if by_column else starts_of_parts(tokens, max(1, block), max(1, part))
     return Targets(
