@@ -26,7 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import Estimate, estimate
-from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.states import Dtypes
 from evenpipe.model import describe
@@ -71,7 +70,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "vocabulary": tuple(VocabularyMode),
     "checkpointing": ("none", "none", "selective", "full"),
     "offload": ("scheduled", "scheduled", "scheduled", "free", "all"),
-    "kernels": ("transformers", "transformers", "transformers", *PRESETS),
+    "kernels": (*("transformers",) * 4, "fused", "megatron", "transformer-engine"),
     "optimizer": ("adamw", "adamw", "muon", "adafactor", "sgd"),
     "gradients": ("fp32", "fp32", "bf16"),
     "skew": (1.0, 1.0, 1.5),

@@ -43,7 +43,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from evenpipe.costs.hardware import KNOWN, Hardware, Wire
+from evenpipe.costs.hardware import KNOWN, Hardware
 from evenpipe.model import Description, describe
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import timed
@@ -58,16 +58,10 @@ BATCH = 1024
 
 HARDWARE = {
     "A100-40GB": replace(KNOWN["A100-40G"], across=replace(KNOWN["A100-40G"].across, bandwidth=0.8 * 12.5e9)),
-    "H100-94GB": replace(
-        KNOWN["H100-80G"],
-        devices_per_node=4,
-        memory_bandwidth=2.4 / 3.35 * KNOWN["H100-80G"].memory_bandwidth,
-        across=Wire(latency_seconds=KNOWN["H100-80G"].across.latency_seconds, bandwidth=0.8 * 25e9),
-    ),
+    "H100-94GB": KNOWN["H100-94G"],
     "B200": KNOWN["B200"],
 }
-"""As known, but for what their machines have otherwise: 4 HDR cards for the 8 GPUs of a node of ABCI's A, and of
-TSUBAME 4.0 HBM2e with 2.4 TB/s and an NDR200 card for each of 4 GPUs."""
+"""As known, but ABCI's A has 4 HDR cards for the 8 GPUs of a node; H100-94G is the card of TSUBAME 4.0."""
 
 
 @dataclass(frozen=True, kw_only=True)

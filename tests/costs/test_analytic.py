@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ from llamas import llama
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
-from evenpipe.costs.analytic import Setting, head_time, layer_time
+from evenpipe.costs.analytic import Implementation, Setting, head_time, layer_time
 from evenpipe.costs.cards import slowdowns
 from evenpipe.costs.collectives import Axes, Axis, Pieces
 from evenpipe.costs.experts import one_way_seconds
 from evenpipe.costs.hardware import KNOWN, Wire
-from evenpipe.costs.step import Cut, Parameters, costs_of_cut, step_end_seconds
-from evenpipe.costs.work import LayerWork, layers_of
+from evenpipe.costs.step import LOST_ACROSS_NODES, Beside, Cut, Parameters, costs_of_cut, step_end_seconds
+from evenpipe.costs.work import FUSIBLE, LayerWork, layers_of
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
 from evenpipe.model.structure import layers_of as layers_of_model
@@ -42,9 +43,15 @@ def setting(**changes: object) -> Setting:
         "dtype": "bf16",
         "microbatch_size": 1,
         "sequence": 2048,
-        "loss": "in-place",
+        "kernels": kernels(loss="in-place"),
     }
     return Setting(**{**options, **changes})
+
+
+def kernels(**changes: Any) -> Implementation:
+    """Fused ones."""
+    fused = Implementation(fused=frozenset(FUSIBLE), attention="fused", adds_weight_gradients=True)
+    return fused._replace(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +140,7 @@ def test_exchange_of_a_layer_is_that_of_the_runtime(work: LayerWork) -> None:
         assert time.forward == pytest.approx(
             layer_time(work, tensor_setting(2, 1e15)).forward + found.forward, rel=0.02
         )
-    to_the_end = layer_time(work, tensor_setting(2, stops_early=False)).exchanged
+    to_the_end = layer_time(work, tensor_setting(2, kernels=kernels(loss="in-place", stops_early=False))).exchanged
     assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
     reduced = layer_time(work, tensor_setting(2, sequence_parallel=False)).exchanged
     assert reduced is not None and reduced.weights == reduced.again_selective == 0, "all-reduces are not hidden"
@@ -269,7 +276,9 @@ def test_every_mode_does_the_same_products(work: LayerWork, mode: str) -> None:
     shards = 8 * sum(getattr(costs, kind) or 0.0 for kind in "SCT")
     plain = 32 * (layer.forward + layer.backward) + head.seconds
     assert plain * 0.999 < stages + shards < plain * 1.1
-    once, twice = (head_time(4096, 16032, setting(loss="evenpipe", recomputes_logits=again)) for again in (False, True))
+    once, twice = (
+        head_time(4096, 16032, setting(kernels=kernels(), recomputes_logits=again)) for again in (False, True)
+    )
     assert twice.loss_backward - once.loss_backward == pytest.approx(once.forward)
     assert costs.p2p > 0
 
@@ -398,7 +407,7 @@ def gpt_work(vocabulary: int) -> LayerWork:
 
 def first_backward(vocabulary: int, loss: str) -> float:
     """Seconds by which that of the first stage is longer."""
-    given = setting(loss=loss)
+    given = setting(kernels=kernels(loss=loss))
     layer = layer_time(gpt_work(vocabulary), given)
     costs = costs_of_cut(even_cut("first-last"), [layer] * 32, given, rows=vocabulary, hidden_size=3072)
     assert isinstance(costs.B, tuple)
@@ -423,6 +432,42 @@ def gpt_times(vocabulary: int) -> dict[str, float]:
     return {name: 1e6 * time for name, time in times.items()}
 
 
+def test_exchange_of_replicas_beside_passes() -> None:
+    """A part is exposed, others as far as they take longer than a pass of one part; between nodes all get longer. With
+    ZeRO-3 parameters are gathered before forwards and backwards, of every microbatch."""
+    parameters, quick = Parameters(8e9), replace(KNOWN["H100-80G"], operation_seconds=1e-12)
+    quick = replace(quick, inside=Wire(latency_seconds=0.0, bandwidth=1e11), memory_bandwidth=1e30)
+    node = setting(hardware=quick, axes=Axes.of(dp=8, tp=1, cp=1, pp=1))
+
+    def seconds(zero: int, *beside: Any, given: Setting = node) -> float:
+        return step_end_seconds(parameters, given, zero=zero, beside=Beside(*beside))
+
+    gathered, summed = 8e9 * 7 / 8 * 2 / 1e11, 8e9 * 7 / 8 * 4 / 1e11
+    assert seconds(3) == pytest.approx(gathered + summed)
+    assert seconds(3, 8, 1e3, 1e3) == pytest.approx((gathered + summed) / 8)
+    assert seconds(3, 8, 0.08, 1e3) == pytest.approx((gathered + summed) / 8 + 7 * (gathered / 8 - 0.01))
+    assert seconds(3, 8, 1e3, 1e3, 4, True) == pytest.approx(4 * (2 * gathered + summed) / 8)
+    assert seconds(0, 8, 1e3, 1e3) == pytest.approx(2 * summed / 8)
+    nodes = replace(node, axes=Axes.of(dp=16, tp=1, cp=1, pp=1))
+    alone, beside = seconds(3, given=nodes), seconds(3, 8, 1e3, 1e3, given=nodes)
+    assert beside == pytest.approx(alone / 8 + LOST_ACROSS_NODES * alone * 7 / 8, rel=0.01)
+
+
+def test_transfers_between_passes_make_them_longer() -> None:
+    """Of every stage but the last one forward, and but the first one backward."""
+    costs = {}
+    for waits in (False, True):
+        given = setting(kernels=kernels(loss="in-place", waits_for_transfers=waits))
+        layers = [layer_time(layers_of(llama())[0], given)] * 32
+        costs[waits] = costs_of_cut(even_cut("first-last"), layers, given, rows=1000, hidden_size=4096)
+    beside, between = costs[False], costs[True]
+    assert between.p2p == 0 and beside.p2p > 0
+    for kind, alone in (("F", 7), ("B", 0), ("I", 0)):
+        more = [b - a for a, b in zip(getattr(beside, kind), getattr(between, kind), strict=True)]
+        assert more == pytest.approx([0.0 if stage == alone else beside.p2p for stage in range(8)])
+    assert between.W == beside.W
+
+
 def test_models_that_refuse_kernels_write_probabilities() -> None:
     """gpt-oss has a sink beside the keys. Pieces of sequences have our own attention, whatever the model."""
     eager, other = (layers_of(describe(tiny_config(name)))[0] for name in ("gpt_oss", "llama"))
@@ -430,7 +475,7 @@ def test_models_that_refuse_kernels_write_probabilities() -> None:
     pieces = {"axes": Axes.of(dp=1, tp=1, cp=1, pp=8, pieces=Pieces(span=(0, 2048)))}
     for work in (eager, other):
         flash, default, slow, piece = (
-            layer_time(work, setting(attention=name, **more))
+            layer_time(work, setting(kernels=kernels(attention=name), **more))
             for name, more in (("flash", {}), ("sdpa", {}), ("eager", {}), ("sdpa", pieces))
         )
         assert default == (slow if work.eager else flash) != (flash if work.eager else slow)

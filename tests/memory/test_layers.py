@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from evenpipe.memory.bytes import LayerBytes
+from evenpipe.memory.framework import kernels_and_framework
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.megatron import MegatronLayout
 from evenpipe.memory.traced import StageTracer, Tracing
@@ -55,6 +56,36 @@ def test_saved_with_flash_attention(sizes: tuple[int, int, int, int]) -> None:
             unit = BATCH * SEQUENCE * h / tp / cp
             found = layer(model, kernels, tp=tp, cp=cp).waiting / unit
             assert found == pytest.approx(12 + 4 * r + mlp * q + 4 * a / h + 8 / h, abs=5e-5), (tp, cp)
+
+
+def test_saved_with_unfused_attention_and_dropout() -> None:
+    """34 + 5 a s / h without parallelism (arXiv 2205.05198, equation 2), and two numbers in fp32 per norm and token. A
+    mask of dropout has one byte for each element on a GPU; on a CPU two, as its input."""
+    h, a = 256, 8
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    model = describe(GPT2Config(n_embd=h, n_head=a, n_layer=3, vocab_size=64, n_positions=SEQUENCE, **ids))
+    how = Tracing(
+        sequence=SEQUENCE,
+        compute_dtype=torch.bfloat16,
+        kernels=kernels_and_framework("megatron,attention=unfused")[0],
+        layout=MegatronLayout(fuses_gradients=True),
+    )
+    both = (StageTracer(model, one).layer(1, "none", BATCH) for one in (how, replace(how, on_cpu=True)))
+    gpu, cpu = (found.waiting / (BATCH * SEQUENCE * h) for found in both)
+    assert gpu == 34 + 5 * a * SEQUENCE / h + 16 / h
+    assert cpu - gpu == 2
+
+
+def test_selective_checkpointing_keeps_all_products_or_every_second_one() -> None:
+    """Of q, k, v, attention's, gate, up and down, and attention itself with its log-sum-exp. torchtitan's "op" counts
+    products, and keeps the first (torchtitan/distributed/activation_checkpoint.py)."""
+    h, r, q, a, unit = 512, 1 / 4, 3.5, 8, BATCH * SEQUENCE * 512
+    model = llama(512, 1792, 8, 2)
+    for selective, products in (("products", 2 + 4 * r + 2 + 4 * q + 2), ("half", 2 + 2 * r + 2 * q + 2)):
+        kernels = replace(PRESETS["fsdp"], selective=selective)
+        how = Tracing(sequence=SEQUENCE, compute_dtype=torch.bfloat16, kernels=kernels)
+        found = StageTracer(model, how).layer(1, "selective", BATCH).waiting / unit
+        assert found == 2 + products + 2 + 4 * a / h, selective
 
 
 def test_saved_without_sequence_parallelism_and_by_other_choices() -> None:

@@ -100,7 +100,7 @@ def test_floors_hold_for_eager_attention() -> None:
         stage = tracer.stage(layer, layer + 1, is_first=False, is_last=False, sequences=1)
         none, selective, full = saved_floor(work, setting)
         assert full <= selective <= none <= stage.input + stage.stored
-        assert none > saved_floor(work, replace(setting, attention="flash"))[0]
+        assert none > saved_floor(work, replace(setting, kernels=setting.kernels._replace(attention="flash")))[0]
 
 
 @pytest.mark.slow

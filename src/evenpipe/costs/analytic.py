@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from evenpipe.errors import InputError
 from evenpipe.model.context_exchange import moved
@@ -42,13 +43,12 @@ from .measured_passes import BARE, NO_CORRECTION, OUTPUT, PASSES, Correction
 from .work import (
     BACKWARD_OPERATIONS,
     BACKWARD_STREAMED,
-    EAGER_OPERATIONS,
-    FUSED_OPERATIONS,
     LOSS_BYTES,
     LOSS_BYTES_ON_A_CPU,
     ExpertWork,
     LayerWork,
     Product,
+    operations_forward,
     streamed_forward,
 )
 
@@ -61,8 +61,36 @@ bandwidth, by mode. Fitted to F and B of the published runs on A100 with and wit
 2411.05288, artifact), 1.05 to 1.09, and 1.01 to 1.03 interlaced, where all devices wait for the collectives of the
 output layer and only those of the embedding run beside passes; CPUs have the measured `Hardware.contention`."""
 
+UNFUSED_BYTES = {"eager": (24, 30), "unfused": (13, 19)}
+"""Bytes per query and key that attention without a fused kernel reads and writes, forward and backward. "eager":
+probabilities are written in fp32, masked, normalised and cast. "unfused": scores, probabilities in 16 bits, and dropout
+with its mask, each read once and written once (arXiv 2205.05198, section 4.1)."""
+
 STATISTICS = 3
 """fp32 numbers per token and shard that the vocabulary layers gather."""
+
+
+class Implementation(NamedTuple):
+    """How a framework computes. Default: the modules of transformers, as evenpipe runs them."""
+
+    fused: frozenset[str] = frozenset()
+    """Which of `FUSIBLE` are one kernel each."""
+    attention: str = "sdpa"
+    """As `Kernels.attention`."""
+    adds_weight_gradients: bool = False
+    """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
+    loss: str = "evenpipe"
+    """As `Kernels.loss`."""
+    stops_early: bool = True
+    """A recomputed layer stops after the last tensor that its backward needs; otherwise it runs to its end."""
+    halves_selective: bool = False
+    """Selective checkpointing computes every second product again, not only what runs between them."""
+    waits_for_transfers: bool = False
+    """Passes begin when what the one before has sent is there, on both devices."""
+    exchanges: str = "stages"
+    """As `Framework.exchanges`."""
+    ours: bool = True
+    """Whether evenpipe runs it, not another framework."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +99,7 @@ class Setting:
 
     hardware: Hardware
     axes: Axes
+    kernels: Implementation
     dtype: str
     """Type of products and activations: "bf16" or "fp32"."""
     microbatch_size: int
@@ -80,18 +109,8 @@ class Setting:
     sequence_parallel: bool = True
     overlaps: bool = False
     """Tensor ranks exchange rows beside products."""
-    fused: bool = True
-    """Norms, activation and rotary embedding are one kernel each."""
-    adds_weight_gradients: bool = True
-    """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
-    attention: str = "flash"
-    """As `Kernels.attention`."""
-    loss: str = "evenpipe"
-    """As `Kernels.loss`."""
     recomputes_logits: bool = False
     """T of evenpipe's loss computes the logits again."""
-    stops_early: bool = True
-    """A recomputed layer stops after the last tensor that its backward needs; otherwise it runs to its end."""
     correction: Correction = NO_CORRECTION
     """From measured passes of this model."""
 
@@ -123,10 +142,11 @@ class Setting:
         """Return the same for a slice; None: for whole sequences."""
         return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
 
-    def is_eager(self, work: LayerWork) -> bool:
-        """Return whether attention writes all of its probabilities."""
-        own = work.eager and self.attention == "sdpa" and self.axes.context.size == 1 and self.axes.pieces.span is None
-        return own or self.attention == "eager"
+    def unfused_attention(self, work: LayerWork) -> tuple[int, int] | None:
+        """Return the bytes per pair that attention reads and writes between its products, forward and backward; None
+        for a fused kernel."""
+        attention, whole = self.kernels.attention, self.axes.context.size == 1 and self.axes.pieces.span is None
+        return UNFUSED_BYTES.get("eager" if work.eager and whole and attention == "sdpa" else attention)
 
     def keys(self, attention: Attention) -> float:
         """Return the keys that a token of the slice attends to, on average."""
@@ -175,7 +195,7 @@ class Setting:
         if which != "weights":
             return seconds
         added = size * 2 * GRADIENT_BYTES  # read and written
-        if self.adds_weight_gradients:
+        if self.kernels.adds_weight_gradients:
             return max(seconds, hardware.streaming_seconds(added))
         return seconds + hardware.streaming_seconds(added + size * 2 * self.element)  # and dW itself
 
@@ -303,14 +323,14 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     attention, attention_backward = _attention(work, setting)
     # Without sequence parallelism only the bytes of heads and the MLP are split, assumed to be half.
     share = 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
-    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * share
-    operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
+    streamed = tokens * streamed_forward(work, setting.element, setting.kernels.fused) * share
+    operations = operations_forward(setting.kernels.fused)
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
     forward = products + attention + streaming
     inputs = inputs + attention_backward + streaming_backward
-    skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
-    again = {"selective": streaming, "full": forward - skipped}
+    skipped = setting.product_seconds(work.last) if work.last is not None and setting.kernels.stops_early else 0.0
+    again = {"selective": streaming + products / 2 * setting.kernels.halves_selective, "full": forward - skipped}
     return _corrected(setting, forward, inputs=inputs, weights=weights, whole=inputs + weights, again=again)
 
 
@@ -335,14 +355,14 @@ def _corrected(
 def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
     """Return the times of experts, with their exchange."""
     taken, activation = times_of_experts(experts, work.hidden_size, setting)
-    again = {"selective": activation, "full": taken.R if setting.stops_early else taken.F}
+    again = {"selective": activation, "full": taken.R if setting.kernels.stops_early else taken.F}
     return _corrected(setting, taken.F, inputs=taken.I, weights=taken.W, whole=taken.B, again=again)
 
 
 def _between_members(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
     """Return the times in which rows travel between the members of an expert group, whatever runs beside."""
     once = one_way_seconds(experts, work.hidden_size, setting)
-    return _transfers(2 * once, 2 * once, 2 * once, (0.0, once if setting.stops_early else 2 * once))
+    return _transfers(2 * once, 2 * once, 2 * once, (0.0, once if setting.kernels.stops_early else 2 * once))
 
 
 BLOCKS = 2
@@ -357,7 +377,7 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
     weights = again_selective = gathering = 0.0
     summing, again_full = BLOCKS * once, gathered + summed
     if setting.sequence_parallel:
-        again_full -= summed / BLOCKS if work.last is not None and setting.stops_early else 0.0
+        again_full -= summed / BLOCKS if work.last is not None and setting.kernels.stops_early else 0.0
         again_selective = BLOCKS * once  # it has kept the sums
         if work.gathered:
             made_before = sum(setting.product_seconds(one, "weights") for one in work.dense) / len(work.gathered)
@@ -401,14 +421,16 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         return 0.0, 0.0
     again = setting.axes.pieces.attends_again
     hardware = setting.hardware.with_flash_attention() if again else setting.hardware
-    if not setting.is_eager(work):
+    unfused = setting.unfused_attention(work)
+    if unfused is None:
         flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
         forward, backward = hardware.attention_seconds(flops, setting.dtype)
-    else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
+    else:  # every pair is computed
         pairs = setting.tokens * setting.span[1] * sizes.heads / setting.tensor
         flops = 2.0 * pairs * (sizes.query_size + sizes.value_size)
-        forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
-        backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
+        products = hardware.product_seconds(flops, setting.dtype)
+        forward = products + hardware.streaming_seconds(pairs * unfused[0], 6)
+        backward = 2 * products + hardware.streaming_seconds(pairs * unfused[1], 6)
     return forward, backward + (forward if again else 0.0)
 
 
@@ -430,15 +452,16 @@ class HeadTime:
 
 def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     """Return the time of `rows` rows of the output layer, split over the tensor axis too."""
-    if setting.loss not in LOSS_BYTES:
-        raise unknown("loss", setting.loss, LOSS_BYTES)
+    loss = setting.kernels.loss
+    if loss not in LOSS_BYTES:
+        raise unknown("loss", loss, LOSS_BYTES)
     matrix = Product(hidden_size, max(1, round(rows)))
-    plain = setting.loss == "evenpipe" and setting.hardware.torch_device == "cpu"
+    plain = loss == "evenpipe" and setting.hardware.torch_device == "cpu"
     forward, backward = (
         setting.hardware.streaming_seconds(setting.tokens * rows / setting.tensor * size, 8)
-        for size in (LOSS_BYTES_ON_A_CPU if plain else LOSS_BYTES[setting.loss])
+        for size in (LOSS_BYTES_ON_A_CPU if plain else LOSS_BYTES[loss])
     )
-    recomputes = setting.loss == "chunked" or (setting.loss == "evenpipe" and setting.recomputes_logits)
+    recomputes = loss == "chunked" or (loss == "evenpipe" and setting.recomputes_logits)
     again = setting.product_seconds(matrix) if recomputes else 0.0
     # With one barrier, as in measurements, S has the first three of these, and T the others.
     first, second = setting.correction["S"], setting.correction["T"]

@@ -198,18 +198,18 @@ class _Speed(NamedTuple):
     """`Hardware.units`."""
 
 
-# Products: fitted to whole steps, those that benchmarks/published_steps.py calls fitted, on A100 those of
-# tests/costs/test_analytic.py. Alone, products are faster (0.82 on an H100, 0.45 to 0.65 in SimuMax's table of B200,
-# named above): a step keeps a card at the limit of its power. One H100 that trains alone reaches 0.7
-# (benchmarks/results/gpu_planned_steps_h100.json); with 0.59, 8192 of them train Llama 3 405B with 403 to 419 TFLOP/s
-# each, depending on how attention is counted; 430 were measured (arXiv 2407.21783, table 4). On both, none waits for
-# waves.
+# Products: fitted to whole steps, those that benchmarks/published_steps.py calls fitted (H100-94G, B200), on A100 those
+# of tests/costs/test_analytic.py, and on other H100 Llama 3 405B on 8192 of them: 430 TFLOP/s each (arXiv 2407.21783,
+# table 4), where 0.59 would be 403 to 419, depending on how attention is counted. Alone, products are faster (0.82 on
+# an H100, 0.45 to 0.65 in SimuMax's table of B200, named above): a step keeps a card at the limit of its power. One
+# H100 that trains alone reaches 0.7 (benchmarks/results/gpu_planned_steps_h100.json). On both, none waits for waves.
 # Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
 # (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
 # request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
 # request 33655.
 _AMPERE = _Speed(0.76, (0.6, 0.55), 1.0, units=108)
-_HOPPER = _Speed(0.59, (0.65, 0.57), 0.55, units=1)
+_HOPPER = _Speed(0.62, (0.65, 0.57), 0.55, units=1)
+_HOPPER_HBM2E = _HOPPER._replace(products=0.59)
 _BLACKWELL = _Speed(0.435, (0.58, 0.4), 0.35, units=1)
 
 _INNER, _OPERATION, _ATTENTION = 80.0, 7e-6, 50e-6
@@ -226,6 +226,7 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     nvlink: float,
     network: float,
     host: float,
+    per_node: int,
     source: str,
 ) -> Hardware:
     bf16, fp32 = peaks
@@ -243,30 +244,38 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
         memory_bytes=int(gib * GIB),
         memory_bandwidth=hbm * 1e9 * _HBM,
         operation_seconds=_OPERATION,
-        devices_per_node=8,
+        devices_per_node=per_node,
         inside=Wire(latency_seconds=20e-6, bandwidth=nvlink * 1e9 * _NVLINK),
         across=Wire(latency_seconds=30e-6, bandwidth=network * 1e9 * _WIRES),
         host_bandwidth=host * 1e9 * _WIRES,
     )
 
 
-# name, TFLOP/s (bf16, fp32 without TF32), GiB, GB/s of HBM, of NVLink and of the network (one direction), of PCIe
+# name, TFLOP/s (bf16, fp32 without TF32), GiB, GB/s of HBM, of NVLink, of the network and to the host (each in one
+# direction), GPUs that NVLink connects. Each has one network card.
 _GPUS = (
-    _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
-    _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, "A100 data sheet, SXM, 8 x HDR"),
-    _gpu("H100-80G", (989.4, 66.9), _HOPPER, 79.1, 3350, 450, 50, 64, "H100 data sheet, SXM, 8 x NDR"),
-    _gpu("H200", (989.4, 66.9), _HOPPER, 139.8, 4800, 450, 50, 64, "H200 data sheet, SXM, 8 x NDR"),
-    _gpu("B200", (2250, 75), _BLACKWELL, 178.35, 7700, 900, 50, 64, "HGX B200 data sheet, 8 x NDR"),
+    _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
+    _gpu("H100-80G", (989.4, 66.9), _HOPPER, 79.1, 3350, 450, 50, 64, 8, "H100 data sheet, SXM, 8 x NDR"),
+    _gpu("H100-94G", (989.4, 66.9), _HOPPER_HBM2E, 93.1, 2400, 450, 25, 64, 4, "H100 SXM with HBM2e, 4 x NDR200"),
+    _gpu("H100-NVL", (835, 60), _HOPPER, 93.1, 3900, 300, 50, 64, 2, "H100 NVL data sheet, pairs, NDR"),
+    _gpu("H200", (989.4, 66.9), _HOPPER, 139.8, 4800, 450, 50, 64, 8, "H200 data sheet, SXM, 8 x NDR"),
+    _gpu("B200", (2250, 75), _BLACKWELL, 178.35, 7700, 900, 50, 64, 8, "HGX B200 data sheet, 8 x NDR"),
+    _gpu("GB200", (2500, 80), _BLACKWELL, 184.3, 8000, 900, 50, 225, 72, "GB200 NVL72 data sheet, NDR"),
+    _gpu("GB300", (2500, 80), _BLACKWELL, 276.6, 8000, 900, 100, 225, 72, "GB300 NVL72 data sheet, XDR"),
 )
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
-"""By name. All are SXM devices, eight to a node, with one network card each."""
+"""By name."""
 
 _NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100-40G",
     "NVIDIA A100-SXM4-80GB": "A100-80G",
     "NVIDIA H100 80GB HBM3": "H100-80G",
+    "NVIDIA H100 NVL": "H100-NVL",
     "NVIDIA H200": "H200",
     "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA GB300": "GB300",
 }
 """Names of these devices in torch."""
 

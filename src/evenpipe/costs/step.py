@@ -68,6 +68,11 @@ def costs_of_cut(
         collectives = {name: correction[name] * seconds for name, seconds in collectives.items()}
     p2p = correction["p2p"] * pipeline.hop_seconds(hardware, wide)
     p2p, collectives = _on_shared_cards(cut, layers, setting, stages, p2p=p2p, collectives=collectives)
+    if setting.kernels.waits_for_transfers:
+        stages["F"][:-1] = [time + p2p for time in stages["F"][:-1]]
+        for name in ("B", "I"):
+            stages[name][1:] = [time + p2p for time in stages[name][1:]]
+        p2p = 0.0
     rows_in = 2 * setting.element
 
     def costs(factor: float = 1.0, **others: Any) -> Costs:
@@ -149,7 +154,7 @@ def costs_of_slices(ends: Sequence[int], costs: Callable[[tuple[int, int]], Cost
 def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:
     """Return the time of G on each of so many devices, which share the rows of the embedding."""
     size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * GRADIENT_BYTES)
-    if setting.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
+    if setting.kernels.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
         size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * GRADIENT_BYTES)
     return setting.correction["G"] * setting.hardware.streaming_seconds(size / devices)
 
@@ -216,15 +221,58 @@ class Parameters(NamedTuple):
         return self.others + self.experts
 
 
+LOST_ACROSS_NODES = 0.5
+"""Share of the time of collectives between nodes by which passes beside them get longer: they take multiprocessors and
+bandwidth, and wait for the slowest node. Fitted to eight FSDP runs on 64 A100 (torchtitan, docs/performance.md), which
+it leaves 2 % off, 10 % without; two of LLM Foundry, not fitted, are then off by 4 and 3 % instead of 8 and 11."""
+
+
+class Beside(NamedTuple):
+    """What runs while replicas gather parameters and sum gradients, which they do part by part."""
+
+    parts: int = 1
+    """Parts of a device: its stages, or its layers. Each travels beside the passes of another one."""
+    forward: float = 0.0
+    backward: float = 0.0
+    """Seconds of these passes of a microbatch, of all parts."""
+    times: int = 1
+    """How often a step gathers and sums: 1, or for every microbatch, with ZeRO-3 before each forward and backward."""
+    every_pass: bool = False
+    """Whether ZeRO-3 gathers for the backward again."""
+
+
+_ALONE = Beside()
+
+
 def step_end_seconds(
-    parameters: Parameters, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES
+    parameters: Parameters,
+    setting: Setting,
+    *,
+    zero: int,
+    gradient_bytes: int = GRADIENT_BYTES,
+    beside: Beside = _ALONE,
 ) -> float:
-    """Return the time after the last pass on a device with these parameters: gradients are summed over replicas, the
-    optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this one)."""
+    """Return the time besides passes on a device with these parameters: gradients are summed over replicas as far as no
+    pass runs meanwhile, the optimizer steps, and with sharding parameters are gathered (ZeRO-1: at the end of the step;
+    ZeRO-3: for the next one, as for this one)."""
     hardware, seconds, optimized = setting.hardware, 0.0, 0.0
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
-            seconds += replicas.gather_seconds(hardware, count * gradient_bytes)
-            seconds += replicas.gather_seconds(hardware, count * (setting.element if zero else gradient_bytes))
+            part = count / beside.parts
+            summed = replicas.gather_seconds(hardware, part * gradient_bytes)
+            gathered = replicas.gather_seconds(hardware, part * (setting.element if zero else gradient_bytes))
+            again = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
+            lost = 0.0 if replicas.inside_node(hardware) else LOST_ACROSS_NODES
+            seconds += beside.times * _exposed(summed + again, beside.backward, beside.parts, lost)
+            if zero:
+                seconds += beside.times * _exposed(gathered, beside.forward, beside.parts, lost)
             optimized += count / (replicas.size if zero else 1)
     return seconds + hardware.streaming_seconds(optimized * OPTIMIZER_BYTES, 10)
+
+
+def _exposed(each: float, passes: float, parts: int, lost: float) -> float:
+    """Return how much longer passes take since parts travel, one after the other: the first or the last one beside no
+    pass, others beside the pass of one part. each: seconds of a part. passes: of all parts. lost: of the time beside
+    passes, the share by which they get longer."""
+    beside = min(each, passes / parts)
+    return each + (parts - 1) * (each - beside + lost * beside)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
@@ -21,7 +21,7 @@ from evenpipe.recipe.recipe import ARRANGE, Recipe
 from evenpipe.schedule import Costs, Placement, even_split
 from evenpipe.vocabulary import LossOptions
 
-from .analytic import LayerTime, Setting, layer_time, least_seconds, whole_head_time
+from .analytic import Implementation, LayerTime, Setting, layer_time, least_seconds, whole_head_time
 from .collectives import Axes, Pieces
 from .hardware import Hardware, find_hardware
 from .measured_passes import (
@@ -42,20 +42,6 @@ Found = TypeVar("Found")
 
 Span = tuple[int, int]
 """Of a slice: its first token, and the one behind its last."""
-
-
-class Implementation(NamedTuple):
-    """How a framework computes, as in `Setting`."""
-
-    fused: bool = False
-    attention: str = "sdpa"
-    flash_attention: bool = False
-    """FlashAttention-2, even where another kernel is faster."""
-    adds_weight_gradients: bool = False
-    loss: str = "evenpipe"
-    stops_early: bool = True
-    ours: bool = True
-    """Whether evenpipe runs it, not another framework."""
 
 
 OURS = Implementation()
@@ -105,10 +91,11 @@ class TimedModel:
     def setting(self, recipe: Recipe, span: Span | None = None, *, together: bool = False) -> Setting:
         """Return how a device computes whole sequences, or the slice that is `span`, under a recipe, beside the
         replicas that share its machine; `together`: while all devices of all of them compute."""
-        parallelism, kernels = recipe.parallelism, self.implementation
+        parallelism, implementation = recipe.parallelism, self.implementation
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(recipe, span)
-        hardware = self.hardware.with_flash_attention() if kernels.flash_attention else self.hardware
+        flash = implementation.attention == "flash"
+        hardware = self.hardware.with_flash_attention() if flash else self.hardware
         setting = Setting(
             hardware=hardware.slowed(self._slower(computing, correction)),
             correction=correction,
@@ -120,12 +107,8 @@ class TimedModel:
             overlaps=parallelism.sequence_parallel
             and parallelism.tensor_overlap in {"ring", "fused"}
             and self.hardware.torch_device != "cpu",
-            fused=kernels.fused,
-            attention=kernels.attention,
-            adds_weight_gradients=kernels.adds_weight_gradients,
-            loss=kernels.loss,
+            kernels=implementation,
             recomputes_logits=self.loss.keep == "nothing",
-            stops_early=kernels.stops_early,
         )
         return setting if span is None else setting.on(span)
 

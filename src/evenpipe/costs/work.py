@@ -10,7 +10,7 @@ Nothing here depends on the hardware; `analytic` converts the work to times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,8 +206,21 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
 # --- bytes that are read and written --------------------------------------------------------------------------
 
 
-def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
-    """Return the bytes per token of all operations between the products of a layer, forward.
+FUSIBLE = {"norm": 14, "rotary": 15, "activation": 1}
+"""What frameworks fuse, and how many kernels each of it is more, if they do not: counted in transformers' Llama layer,
+forward."""
+
+FUSED_OPERATIONS = 8
+"""Kernels of a layer forward besides its products, if all of that is fused."""
+
+
+def operations_forward(fused: Collection[str]) -> int:
+    """Return the number of kernels of a layer forward besides its products. fused: some of `FUSIBLE`."""
+    return FUSED_OPERATIONS + sum(more for name, more in FUSIBLE.items() if name not in fused)
+
+
+def streamed_forward(work: LayerWork, element: int, fused: Collection[str]) -> float:
+    """Return the bytes per token of all operations between the products of a layer, forward. fused: some of `FUSIBLE`.
 
     Fused: norms read and write once, the activation reads its inputs and writes one tensor, rotary embedding reads and
     writes queries and keys. Otherwise as transformers computes them: an RMSNorm in fp32 is five operations, and
@@ -215,11 +228,11 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
     """
     hidden, attention = work.hidden_size, work.attention
     eager_norm = 28.0 if element == 4 else 24.0 + 4.0 * element
-    eager = 0 if fused else work.eager_norms
+    eager = 0 if "norm" in fused else work.eager_norms
     norms = hidden * (eager * eager_norm + (work.norms - eager) * 2.0 * element)
     rotated = attention.heads * attention.query_size + attention.key_value_size / 2
-    rotary = rotated * element * (2.0 if fused else 9.0)
-    activation = work.middle * element * ((1.5 if fused else 2.5) if work.gated else 2.0)
+    rotary = rotated * element * (2.0 if "rotary" in fused else 9.0)
+    activation = work.middle * element * ((1.5 if "activation" in fused else 2.5) if work.gated else 2.0)
     residual = 2 * 3.0 * hidden * element
     return norms + rotary + activation + residual
 
@@ -227,9 +240,6 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
 BACKWARD_STREAMED = 1.6
 """Bytes of the backward of these operations, relative to the forward: a norm reads two tensors and writes one (forward:
 one and one), a gated activation reads three and writes two (forward: two and one)."""
-
-FUSED_OPERATIONS, EAGER_OPERATIONS = 8, 38
-"""Kernels of a layer forward besides its products; eager: counted in transformers' Llama layer."""
 
 BACKWARD_OPERATIONS = 1.5
 """Kernels of their backward, relative to the forward."""

@@ -8,7 +8,7 @@ inside. Each function allocates its result and its saved tensors, and its backwa
     activation     without a gate: saves its input
     rotary         queries and keys at once: saves the tables
     attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap; over context ranks
-                   and with copies of its result as in `MegatronLayout`
+                   and with copies of its result as in `MegatronLayout`; or unfused, with the probabilities
 
 Sources for saved tensors: reference implementations of FlashAttention (arXiv 2205.14135, section 3.1), of Megatron-LM
 (`megatron/core/fusions`) and of Transformer Engine.
@@ -17,13 +17,14 @@ Sources for saved tensors: reference implementations of FlashAttention (arXiv 22
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -37,12 +38,16 @@ KERNEL = "evenpipe_kernel"
 """Name under which transformers finds our attention."""
 
 GATE_NAMES, PACKED_GATE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+PLAIN_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+"""Of which torchtitan's "op" checkpointing keeps every second one."""
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules that define activation functions."""
 
 
 @contextmanager
-def emulated(stage: nn.Module, kernels: Kernels, layout: MegatronLayout | None = None) -> Iterator[None]:
+def emulated(
+    stage: nn.Module, kernels: Kernels, layout: MegatronLayout | None = None, *, on_cpu: bool = False
+) -> Iterator[None]:
     """While entered, the modules of `stage` run like these kernels. For a stage whose tensors have no memory.
 
     layout: if layers are shared as in Megatron-LM.
@@ -50,13 +55,17 @@ def emulated(stage: nn.Module, kernels: Kernels, layout: MegatronLayout | None =
     Enter it before layers are compiled or checkpointed, and before or after the queue of weight gradients is added.
     """
     with ExitStack() as stack:
+        if not on_cpu:
+            stack.enter_context(replaced(nn.functional, "dropout", _dropout))
         # Some experts add a bias to a kept product in place: their values would be wrong, here they have none.
         change = partial(checkpointing.create_selective_checkpoint_contexts, allow_cache_entry_mutation=True)
+        if kernels.selective == "half":
+            change = partial(_every_second, change)
         stack.enter_context(replaced(checkpointing, "create_selective_checkpoint_contexts", change))
         modules = list(stage.modules())
-        attention = {"flash": _kernel_over(layout), "eager": "eager"}.get(kernels.attention)
+        attention = kernels.attention if kernels.attention in {"sdpa", "eager"} else _kernel_over(kernels, layout)
         for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
-            if attention is not None:  # otherwise the model's own choice: sdpa, or eager if it refuses that
+            if attention != "sdpa":  # otherwise the model's own choice: sdpa, or eager if it refuses that
                 stack.enter_context(replaced(config, "_attn_implementation_internal", attention))
         for module in modules:
             kernel = _kernel_of(module, kernels)
@@ -92,6 +101,21 @@ def is_norm(module: nn.Module) -> bool:
 
 def _holds(module: nn.Module, names: tuple[str, ...]) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+
+def _every_second(create: Callable[..., Any], products: Sequence[Any]) -> Any:
+    """Return contexts that keep attention and every second product."""
+    seen = {False: 0, True: 0}  # the first time, and again
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in PLAIN_PRODUCTS:
+            seen[context.is_recompute] += 1
+            keeps = seen[context.is_recompute] % 2 == 1
+        else:
+            keeps = operation in products
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create(policy)
 
 
 @contextmanager
@@ -137,6 +161,11 @@ def _kernel(run: Callable[..., Any], gradients: Callable[..., Iterable[Any]], *i
 
 def _like_saved(saved: Saved, *_: Tensor) -> Iterable[Tensor]:
     return map(torch.empty_like, saved)
+
+
+def _dropout(hidden: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As on a GPU, where the mask has a byte for each element; on a CPU it has the type of the hidden states."""
+    return torch.native_dropout(hidden, p, True)[0] if training and p else hidden
 
 
 def _norm(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -201,18 +230,53 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
     return _attention(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def _kernel_over(layout: MegatronLayout | None) -> str:
+def _unfused(  # noqa: PLR0917 - the arguments of transformers
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: Any = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Megatron-LM's products with a softmax between them, which keeps its result; every head has keys and values."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (one if times == 1 else one.repeat_interleave(times, dim=1) for one in (key, value))
+    scores = query @ key.transpose(2, 3)
+    shares = _softmax(scores)
+    del scores
+    return (_dropout(shares, dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    def run(scores: Tensor) -> tuple[Tensor, Saved]:
+        result = torch.empty_like(scores)
+        return result, (result,)
+
+    return _kernel(run, _like_saved, scores)
+
+
+def _kernel_over(kernels: Kernels, layout: MegatronLayout | None) -> str:
     """Return the name under which transformers finds this attention."""
-    if layout is None:
-        return KERNEL
-    name = f"{KERNEL}_{layout.cp}_{layout.exchanges_heads}_{layout.copies_attention}"
-    AttentionInterface.register(name, partial(_shared, layout))
+    own = _unfused if kernels.attention == "unfused" else _flash
+    name = KERNEL if own is _flash else f"{KERNEL}_unfused"
+    if layout is not None:
+        name = f"{name}_{layout.cp}_{layout.exchanges_heads}_{layout.copies_attention}"
+    AttentionInterface.register(name, own if layout is None else partial(_shared, own, layout))
     AttentionMaskInterface.register(name, lambda **_: None)
     return name
 
 
 def _shared(  # noqa: PLR0917 - the arguments of transformers
-    layout: MegatronLayout, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    attention: Callable[..., tuple[Tensor, None]],
+    layout: MegatronLayout,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     others: list[Tensor] = []
     """The keys and values of other ranks, and in the backward their gradients."""
@@ -222,11 +286,11 @@ def _shared(  # noqa: PLR0917 - the arguments of transformers
         others.extend(torch.empty(shape, dtype=dtype) for shape in shapes * times)
 
     if layout.cp == 1:
-        result, _none = _flash(module, query, key, value, mask)
+        result, _none = attention(module, query, key, value, mask, **options)
     else:
         query, key, value = _Passed.apply(others, query, key, value)
         receive(1)
-        result, _none = _flash(module, query, key, value, mask)
+        result, _none = attention(module, query, key, value, mask, **options)
         others.clear()
         if result.requires_grad:
             result.register_hook(lambda _: receive(2))
@@ -247,7 +311,3 @@ class _Passed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.others.clear()
         return None, *gradients
-
-
-AttentionInterface.register(KERNEL, _flash)
-AttentionMaskInterface.register(KERNEL, lambda **_: None)

@@ -20,11 +20,10 @@ from evenpipe.model.flops import usual_length
 from evenpipe.recipe.parallelism import AXES
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.vocabulary import LossOptions
-from evenpipe.words import refused, unknown
 
 from .bytes import DeviceMemory
 from .device import DeviceBytes
-from .framework import FRAMEWORKS, Framework
+from .framework import Framework, kernels_and_framework
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .programs import Planned
@@ -272,11 +271,8 @@ def device_estimate(
 
 def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
     """Return kernels, and the framework that runs them: our own, if they are no preset."""
-    if isinstance(kernels, Kernels):
-        name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
-        if kernels.weight_gradient == "fused" and FRAMEWORKS[name].gathers == "blocks":
-            raise refused("kernels: weight_gradient", "fused", "eager, or a preset of Megatron-LM's kernels")
-        return kernels, FRAMEWORKS[name]
-    if kernels not in PRESETS:
-        raise unknown("kernels", kernels, PRESETS)
-    return PRESETS[kernels], FRAMEWORKS[kernels]
+    if isinstance(kernels, str):
+        return kernels_and_framework(kernels)
+    name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")
+    changes = (f"{key}={value}" for key, value in asdict(kernels).items())
+    return kernels_and_framework(",".join((name, *changes)))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
+
+from evenpipe.words import refused
+
+from .kernels import Kernels, kernels_named
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Properties of a framework that cost memory or time. `EVENPIPE` and `MEGATRON` are the known ones."""
+    """Properties of a framework that cost memory or time. `FRAMEWORKS` are the known ones."""
 
     masters: Literal["parameters", "optimizer"]
     """Where the parameters in the optimizer's precision are: "parameters": they are the model's own, and products read
@@ -24,6 +29,9 @@ class Framework:
     gathers its input, and the first stage gets all rows."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
+    exchanges: Literal["whole", "stages", "layers"] = "whole"
+    """What replicas gather and sum at a time, beside the passes of others: the parameters and gradients of a device,
+    which nothing runs beside; those of a stage; or those of a layer, in every microbatch."""
     follows_program: bool = False
     """UNSHARD, RESHARD and REDUCE_GRAD in the program say when sharded parameters are whole and gradients are summed;
     otherwise parameters are whole one layer at a time."""
@@ -57,6 +65,7 @@ class Framework:
 EVENPIPE = Framework(
     masters="parameters",
     gathers="blocks",
+    exchanges="stages",
     follows_program=True,
     step_counters=True,
     gradients_exist=False,
@@ -81,5 +90,34 @@ MEGATRON = Framework(
 workspace of 32 MiB (`get_cublas_workspace_size_bytes`, Hopper and later; 4 MiB before), groups of
 `megatron/core/parallel_state.py` that a step communicates in."""
 
-FRAMEWORKS = {"transformers": EVENPIPE, "fused": EVENPIPE, "megatron": MEGATRON, "transformer-engine": MEGATRON}
+FSDP = Framework(
+    masters="parameters",
+    gathers="blocks",
+    exchanges="layers",
+    step_counters=True,
+    stops_early=True,
+    workspace=64 * MIB,
+    groups=(("dp", "cp"), ("tp",), ("cp",), ("pp",)),
+)
+"""torch's fully_shard on every layer: a layer's parameters are gathered before its forward and again before its
+backward, and its gradients are summed behind it, of every microbatch (torch/distributed/fsdp/_fully_shard)."""
+
+FRAMEWORKS = {
+    "transformers": EVENPIPE,
+    "fused": EVENPIPE,
+    "megatron": MEGATRON,
+    "transformer-engine": MEGATRON,
+    "fsdp": FSDP,
+}
 """By the name of a preset of kernels."""
+
+
+@cache
+def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
+    """Return kernels by their name and changes, as of `kernels_named`, and the framework that runs them. Errors as
+    there, and for products that add to gradients, which only Megatron-LM has."""
+    name, kernels = kernels_named(text)
+    framework = FRAMEWORKS[name]
+    if kernels.weight_gradient == "fused" and framework.gathers == "blocks":
+        raise refused("kernels: weight_gradient", "fused", "eager, or a preset of Megatron-LM's kernels")
+    return kernels, framework

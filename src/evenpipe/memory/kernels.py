@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from evenpipe.words import refused
+from evenpipe.words import refused, unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Implementations with different saved bytes. Presets: `PRESETS`."""
 
-    attention: Literal["sdpa", "flash", "eager"] = "sdpa"
-    """"flash": q, k, v, the result and an fp32 log-sum-exp per head and token, for any window; "sdpa": transformers'
-    default, the same if no mask is needed, and a mask and repeated keys and values if a window is shorter than the
-    sequence (models that refuse it run "eager"); "eager": also the probabilities, which grow with the square of the
-    sequence."""
+    attention: Literal["sdpa", "fused", "flash", "unfused", "eager"] = "sdpa"
+    """"fused": q, k, v, the result and an fp32 log-sum-exp per head and token, for any window, with the fastest kernel
+    of the GPU; "flash": the same with FlashAttention-2; "sdpa": transformers' default, the same if no mask is needed,
+    and a mask and repeated keys and values if a window is shorter than the sequence (models that refuse it run
+    "eager"); "unfused": two products, and Megatron-LM's softmax between them, which keeps probabilities in 16 bits,
+    with dropout also its mask and result; "eager": as transformers' modules compute it, which keep them in fp32, too.
+    The last two grow with the square of the sequence."""
     norm: Literal["fused", "eager"] = "eager"
     """"fused": the input and one fp32 number per token; "eager": the tensors that autograd saves in transformers' own
     modules."""
@@ -30,6 +32,12 @@ class Kernels:
     weight_gradient: Literal["fused", "eager"] = "eager"
     """"fused": the product for a weight gradient adds to the existing gradient; "eager": it makes a new tensor
     first."""
+    selective: Literal["products", "half"] = "products"
+    """What "selective" checkpointing keeps besides attention: the results of all products, or of every second one, as
+    torchtitan's "op" does."""
+    transfers: Literal["beside", "between"] = "beside"
+    """Hidden states travel between stages beside passes, or between them, as with Megatron-LM's
+    --no-overlap-p2p-communication: then the pass behind waits on both devices. Of times only."""
     loss: Literal["evenpipe", "fp32", "bf16", "in-place", "fused", "chunked"] = "evenpipe"
     """Output layer and loss: "evenpipe" is S, C and T of this library; the others are those of frameworks: logits in
     fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
@@ -46,14 +54,32 @@ def check_literals(what: str, given: Any) -> None:
             raise refused(f"{what}: {name}", getattr(given, name), " or ".join(get_args(kind)))
 
 
-_FUSED = Kernels(attention="flash", norm="fused", activation="fused", rotary="fused")
+_FUSED = Kernels(attention="fused", norm="fused", activation="fused", rotary="fused")
 
 PRESETS = {
     "transformers": Kernels(),
     "fused": _FUSED,
-    "megatron": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="in-place"),
+    "megatron": replace(_FUSED, attention="flash", experts="pairs", weight_gradient="fused", loss="in-place"),
     "transformer-engine": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="fused"),
+    "fsdp": Kernels(attention="flash", norm="fused", selective="half", loss="fp32"),
 }
 """By name: the modules of transformers as `evenpipe train` runs them; the same with fused kernels; the kernels of
-Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused
-cross-entropy."""
+Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused cross-entropy;
+and what torch's FSDP runs in torchtitan without `torch.compile`: FlashAttention-2, fused norms, and the loss of logits
+in fp32."""
+
+
+def kernels_named(text: str) -> tuple[str, Kernels]:
+    """Return the preset's name, and its kernels with the changes behind it, as in "megatron,attention=unfused". Raises
+    InputError for an unknown name, field or value."""
+    name, *changes = text.split(",")
+    if name not in PRESETS:
+        raise unknown("kernels", name, PRESETS)
+    chosen: dict[str, Any] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        accepted = get_type_hints(Kernels)
+        if key not in accepted:
+            raise unknown(f"kernels: {text}: field", key, accepted)
+        chosen[key] = value
+    return name, replace(PRESETS[name], **chosen)

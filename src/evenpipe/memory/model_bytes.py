@@ -153,6 +153,7 @@ class ModelBytes:
             parameter_dtype=TORCH_DTYPES[dtypes.masters],
             backwards=backwards,
             recompute=recompute,
+            on_cpu=settings.on_cpu,
         )
         if how not in self._tracers:
             self._tracers[how] = StageTracer(self.description, how, self._layer_cut(sizes.tp), self._files)

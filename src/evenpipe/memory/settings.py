@@ -47,6 +47,8 @@ class Settings:
         check_choices(self.checkpointing)
         if self.slices > 1 and not self.is_ours:
             raise refused("slices", self.slices, "1 with kernels of Megatron-LM, which has none")
+        if self.kernels.attention == "unfused" and self.parallelism.cp > 1:
+            raise refused("kernels: attention", "unfused", f"fused or flash with cp = {self.parallelism.cp}")
         if self.sequence % self.parallelism.cp:
             raise refused("sequence", self.sequence, f"a multiple of cp = {self.parallelism.cp}")
 

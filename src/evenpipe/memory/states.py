@@ -4,7 +4,7 @@ Bytes per parameter that this reproduces, D = replicas that shard (dp * cp):
 
     bf16 parameters, fp32 gradients, Adam                18          ZeRO-1  6 + 12/D
     bf16 gradients                                       16                  4 + 12/D
-    fp16 parameters and gradients                        20                  4 + 16/D
+    fp16 parameters and gradients                        16                  4 + 12/D; in the optimizer's step 4 more
     fp32 throughout                                      16                  8 + 8/D
     ZeRO-2                                                                   2 + (g + 12)/D and two layers' gradients
     ZeRO-3 / FSDP2, masters in the optimizer                                 (2 + g + 12)/D and two whole layers
@@ -97,11 +97,11 @@ def state_bytes(
     beside = 0
     if two_sets and not masters_of_model:
         beside += master
-    if dtypes.gradients == "fp16":
-        beside += ELEMENT_BYTES["fp32"]  # the loss scale is removed from gradients in fp32
     spread, whole = kept_numbers(optimizer, held.optimized)
     state = _part(held.trained * beside + spread * moment, shards) + whole * moment
     step_peak = _part(held.trained * master, shards) if foreach else 0
+    if dtypes.gradients == "fp16":  # the loss scale is removed from a copy in fp32
+        step_peak += _part(held.trained * ELEMENT_BYTES["fp32"], shards)
     own_peak = bytes_in_step(optimizer, held.optimized, master=master, shards=parameter_shards)
     step_peak = max(step_peak, own_peak)
     counters = step_counters(optimizer, held.optimized) * framework.step_counters

@@ -89,6 +89,8 @@ class Tracing:
     """B, or I and W, or some of both."""
     recompute: bool = False
     """Some microbatches have R."""
+    on_cpu: bool = False
+    """Operations are those of a CPU, not of a GPU."""
 
 
 class StageTracer:
@@ -227,7 +229,7 @@ class StageTracer:
         """Whether attention is no kernel's."""
         kind, description = self._how.kernels.attention, self._description
         if kind != "sdpa" or description.config is None:
-            return kind != "flash"
+            return kind not in {"fused", "flash"}
         configs = filter(None, (vars(module).get("config") for module in description.skeleton.modules()))
         return any(config._attn_implementation != "sdpa" for config in configs)
 
@@ -289,7 +291,8 @@ class StageTracer:
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
             self._cut.make_local(stage, layers, exchange, again)
         try:
-            with without_memory(sequences if lines else None) as tracker, emulated(stage, self._how.kernels, layout):
+            emulation = emulated(stage, self._how.kernels, layout, on_cpu=self._how.on_cpu)
+            with without_memory(sequences if lines else None) as tracker, emulation:
                 give_storage(stage)
                 seen = None
                 if self._how.piece is not None:

@@ -20,9 +20,8 @@ from itertools import accumulate
 from operator import add
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
-from evenpipe.costs.step import Parameters, step_end_seconds
+from evenpipe.costs.step import Beside, Parameters, step_end_seconds
 from evenpipe.costs.timed_model import extra_times, layer_times
-from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Kind, Placement
@@ -73,7 +72,10 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     share = Parameters(others / devices, experts / devices / parallelism.ep)
     together = problem.setting(layout, together=True)
     most = max(work / parallelism.pp, busiest) * layout.microbatches
-    seconds = most + step_end_seconds(share, together, zero=parallelism.zero)
+    hidden = problem.implementation.exchanges != "whole" and parallelism.zero in {0, 3}
+    parts = -(-problem.layers // parallelism.pp) if hidden else 1
+    beside = Beside(parts, math.inf, math.inf)  # at most so many parts, and all but one beside passes
+    seconds = most + step_end_seconds(share, together, zero=parallelism.zero, beside=beside)
     lacking = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))
 
@@ -131,7 +133,7 @@ def usable(problem: Problem, layout: Recipe, *, transfers: int = 0) -> float:
     communicators of the pipeline."""
     if problem.hardware.torch_device == "cpu":
         return problem.memory_bytes
-    framework, parallelism = FRAMEWORKS[problem.kernels_name], layout.parallelism
+    framework, parallelism = problem.framework, layout.parallelism
     own = dict.fromkeys(map(str, range(transfers)), (0,))
     key = communicators_of(0, parallelism, framework, own), parallelism.cp > 1
     return problem.once((usable, *key), partial(_usable, problem, *key))
@@ -229,7 +231,7 @@ def logits_bytes(problem: Problem, configuration: Configuration, setting: Settin
     """Return the bytes of one microbatch's logits, or of tensors of that size, per device."""
     placement = configuration.shape.placement
     devices = placement.devices
-    if setting.loss == "chunked":
+    if setting.kernels.loss == "chunked":
         return [0.0] * devices
     whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
     whole /= configuration.recipe.slices

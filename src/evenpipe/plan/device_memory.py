@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from evenpipe.costs.step import Parameters
 from evenpipe.memory.device import copied_bytes
 from evenpipe.memory.estimate import device_estimate, settings_of
-from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
 from evenpipe.memory.programs import Planned
@@ -122,7 +121,7 @@ def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_s
 
 def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> StateFloor:
     """Return the same for a parameter that so many replicas have in common."""
-    parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
+    parallelism, framework = layout.parallelism, problem.framework
     many = 10**6
     held, dtypes = Held(elements=many, optimized=Trained(elements=many)), dtypes_of(problem)
     zero = parallelism.zero

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from evenpipe.costs.step import Parameters, step_end_seconds
+from evenpipe.costs.step import Beside, Parameters, step_end_seconds
 from evenpipe.costs.timed_model import computing
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
@@ -256,14 +256,38 @@ def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
 
 def end_seconds(problem: Problem, configuration: Configuration) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
-    recipe = configuration.recipe
-    most = max(parameters_per_device(problem, configuration), key=lambda held: held.all)
-    seconds = step_end_seconds(most, problem.setting(recipe, together=True), zero=recipe.parallelism.zero)
+    recipe, held = configuration.recipe, parameters_per_device(problem, configuration)
+    device = max(range(len(held)), key=lambda device: held[device].all)
+    most, setting = held[device], problem.setting(recipe, together=True)
+    beside = beside_exchange(problem, configuration, device)
+    seconds = step_end_seconds(most, setting, zero=recipe.parallelism.zero, beside=beside)
     if not configuration.host_share:
         return seconds
     # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
     moved = configuration.host_share * _moments(problem, recipe, most)
     return seconds + moved / problem.hardware.host_bandwidth
+
+
+def beside_exchange(problem: Problem, configuration: Configuration, device: int) -> Beside:
+    """Return what a device computes while replicas exchange its parameters and gradients."""
+    recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
+    exchanges = problem.implementation.exchanges
+    if exchanges == "whole" or recipe.parallelism.replicas == 1 or recipe.parallelism.zero in {1, 2}:
+        return Beside()
+    if exchanges == "stages":
+        parts = len(stages)
+    else:
+        parts = max(1, sum(configuration.layers_per_stage[stage] for stage in stages))
+    by_kind = costs_of(problem, configuration).stage_times(configuration.placement)
+    forward, backward, inputs, weights = (by_kind[kind] or () for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    by_microbatch = exchanges == "layers" and recipe.parallelism.pp == 1
+    return Beside(
+        parts=parts,
+        forward=recipe.slices * sum(forward[stage] for stage in stages),
+        backward=recipe.slices * sum(min(backward[stage], inputs[stage] + weights[stage]) for stage in stages),
+        times=recipe.microbatches if by_microbatch else 1,
+        every_pass=by_microbatch,
+    )
 
 
 def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:

@@ -128,7 +128,8 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     of_experts = 0.0 if work.experts is None else first_product_bytes(work.experts, work.hidden_size, setting)
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
-    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.is_eager(work) else 0.0
+    probabilities = sizes.heads * setting.sequence / setting.tensor if setting.unfused_attention(work) else 0.0
     none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
-    selective = min(none, tokens * (wide + attended + middle) + of_experts)
+    kept = 0.0 if setting.kernels.halves_selective else attended + middle
+    selective = min(none, tokens * (wide + kept) + of_experts)
     return none, selective, min(selective, tokens * wide)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from evenpipe.costs.analytic import Implementation
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
-from evenpipe.costs.timed_model import Found, Implementation, TimedModel, known_times
-from evenpipe.costs.work import layers_of
+from evenpipe.costs.timed_model import Found, TimedModel, known_times
+from evenpipe.costs.work import FUSIBLE, layers_of
 from evenpipe.errors import InputError
-from evenpipe.memory.framework import FRAMEWORKS
-from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.framework import FRAMEWORKS, Framework, kernels_and_framework
+from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import check_skew
@@ -27,10 +28,6 @@ from .programs import Programs
 
 EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
-
-MEGATRON = "megatron"
-"""Kernels with FlashAttention-2: only with it, published steps of 8 192 and of 16 384 tokens on H100 have the same
-error."""
 
 ArrangedBy = Literal["times", "roughly", "flops"]
 """What arranges orders: times of passes on this hardware, as in a run; the same, but roughly, as in `Programs.of`; or
@@ -84,23 +81,30 @@ class Problem(TimedModel):
 
     @property
     def kernels(self) -> Kernels:
-        return PRESETS[self.kernels_name]
+        return kernels_and_framework(self.kernels_name)[0]
+
+    @property
+    def framework(self) -> Framework:
+        """Which runs these kernels."""
+        return kernels_and_framework(self.kernels_name)[1]
 
     @property
     def is_ours(self) -> bool:
         """Whether evenpipe runs these kernels, not another framework."""
-        return FRAMEWORKS[self.kernels_name] is FRAMEWORKS[EVENPIPE]
+        return self.framework is FRAMEWORKS[EVENPIPE]
 
     @property
     def implementation(self) -> Implementation:
-        kernels = self.kernels
+        kernels, framework = self.kernels, self.framework
         return Implementation(
-            fused=kernels.norm == "fused",
+            fused=frozenset(name for name in FUSIBLE if getattr(kernels, name) == "fused"),
             attention=kernels.attention,
-            flash_attention=self.kernels_name == MEGATRON,
+            waits_for_transfers=kernels.transfers == "between",
+            halves_selective=kernels.selective == "half",
             adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
-            stops_early=FRAMEWORKS[self.kernels_name].stops_early,
+            stops_early=framework.stops_early,
+            exchanges=framework.exchanges,
             ours=self.is_ours,
         )
 
@@ -123,8 +127,7 @@ def problem_of(
         check_count(name, value)
     if memory_bytes is not None and memory_bytes < 1:
         raise InputError(f"gpu memory is {memory_bytes} bytes; it must be more than 0")
-    if kernels not in PRESETS:
-        raise unknown("kernels", kernels, PRESETS)
+    kernels_and_framework(kernels)
     longest = description.maximum_length
     if longest is not None and sequence > longest and description.position_rows is not None:
         raise refused("sequence", sequence, f"at most {longest}, the longest that the model supports")
