@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from evenpipe.plan.problem import Problem
     from evenpipe.plan.space import Space
     from evenpipe.plan.without_pipeline import WithoutPipeline
+    from evenpipe.recipe.recipe import Recipe
     from evenpipe.train.planned_run import PlannedRun
 
 BATCH_TOKENS = 2**22
@@ -133,6 +134,7 @@ def run(
     choices: SpaceOptions,
     best: Count = 10,
     budget: str | None = None,
+    measured: str | None = None,
     explain: bool = False,
     minutes: float | None = None,
     workers: Count | None = None,
@@ -171,6 +173,9 @@ def run(
     --best N                    plans to show
     --budget AMOUNT             tokens of a whole training, such as 15T (or M, B), or "1000 GPU-days": say what the best
                                 plan makes of it
+    --measured PLAN:TIME|FILE   a measured step, as in "dp4·pp2 zero-3 zbv 1 x 16: 8.4 s", "dp8 zero-3 microbatch 2:
+                                52000 tokens/s" or "run.toml: 8.4 s", or a file with such lines: the search takes the
+                                speeds of hardware that predict them
     --explain                   show the gain of each vocabulary mode, and which configurations were rejected, why, and
                                 what would help
     --minutes N                 end the search after so long, with the best plans found until then; default: when no
@@ -193,6 +198,7 @@ def run(
     with collecting_rarely():
         from evenpipe.plan.configuration_search import SearchInterrupted, search_configurations
         from evenpipe.plan.evaluation_cache import EvaluationCache
+        from evenpipe.plan.measured_steps import fitted, measured_steps
         from evenpipe.plan.nearest import nearest
         from evenpipe.plan.ranking import Budget, Ranking, progress_text
         from evenpipe.plan.without_pipeline import without_pipeline
@@ -206,6 +212,9 @@ def run(
             raise InputError(f"--{name} goes into the configuration that -o writes, but there is no -o")
     whole = None if budget is None else Budget.of(budget)
     problem, written = options.problem()
+    known = None if measured is None else fitted(problem, measured_steps(problem, measured, _recipe_of_run))
+    if known is not None:
+        problem = replace(problem, hardware=known.hardware, known={})
     space = _space(problem, choices)
     cache = EvaluationCache() if no_cache else EvaluationCache.of(problem)
     if not no_cache:
@@ -248,7 +257,7 @@ def run(
             except KeyboardInterrupt:
                 interrupted = True
             cache.save()
-    ranking = Ranking(result, best, unpiped, whole)
+    ranking = Ranking(result, best, unpiped, whole, known)
     if json_:
         say_json(ranking.to_dict() | ({} if near is None else near.to_dict()))
     else:
@@ -262,6 +271,13 @@ def run(
     if result.best is not None:
         return 0
     return RunError.exit_code if result.ended else 1
+
+
+def _recipe_of_run(path: str) -> Recipe:
+    """Return the recipe of a configuration of evenpipe train."""
+    from evenpipe.train.config_file import config_from_dict, read_toml
+
+    return config_from_dict(read_toml(path)).recipe()
 
 
 def _space(problem: Problem, choices: Any) -> Space:

@@ -18,6 +18,7 @@ from .bounds import order_bound
 from .configuration import name_of_axes
 from .configuration_search import Found, Rejected, head_layers
 from .evaluation import Evaluation, timed
+from .measured_steps import Fitted, spread
 from .problem import Problem
 from .runnable import refusal
 from .space import refuses
@@ -158,6 +159,8 @@ class Ranking:
     unpiped: tuple[WithoutPipeline, ...] = ()
     """The best layouts without a pipeline."""
     budget: Budget | None = None
+    measured: Fitted | None = None
+    """What the hardware of the problem follows from."""
 
     @property
     def plans(self) -> list[Evaluation]:
@@ -189,6 +192,7 @@ class Ranking:
                 for one in self.unpiped
             ],
             "budget": None if self.budget is None or not self.plans else self.budget.to_dict(problem, self.plans[0]),
+            "measured": None if self.measured is None else self.measured.to_dict(),
             "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not found.ended else None,
             "vocabulary": [gain.to_dict() for gain in gains(self.found)],
             "rejected": [one.to_dict() for one in explained(self.found)],
@@ -198,11 +202,17 @@ class Ranking:
         problem = self.found.problem
         return {
             **plan.to_dict(),
+            "seconds_range": self._range(plan),
             "tokens_per_second": tokens_per_second(problem, plan),
             "model_flops_utilization": utilization(problem, plan),
             "binding": binding(problem, plan),
             "runnable": not refusal(problem, plan.configuration.recipe),
         }
+
+    def _range(self, plan: Evaluation) -> tuple[float, float] | None:
+        """Return the range of seconds that the step of a plan is likely to take."""
+        factors = spread(self.found.problem, plan.configuration, measured=self.measured is not None)
+        return None if factors is None else (factors[0] * plan.seconds, factors[1] * plan.seconds)
 
     def text(self, *, explain: bool = False) -> str:
         lines = [*self._table()]
@@ -219,6 +229,8 @@ class Ranking:
             f" {found.evaluated} simulated"
         )
         yield from _about_measured(problem)
+        if self.measured is not None:
+            yield f"measured: {self.measured.text}"
         if found.ended:
             yield _about_the_end(found)
         if not self.plans:
@@ -246,6 +258,10 @@ class Ranking:
             one = plan.configuration
             split = f"; layers: {split_in_words(one.layers_per_stage)}" if namesakes[one.name] > 1 else ""
             yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
+        likely = self._range(self.plans[0])
+        if likely is not None:
+            hint = "" if self.measured or problem.measured else "; --measured with a step of your own narrows that"
+            yield f"plan 1: as predictions go, {seconds_text(likely[0])} to {seconds_text(likely[1])}{hint}"
         if self.budget is not None:
             yield f"plan 1: {self.budget.text(problem, self.plans[0])}"
         said = "" if found.ended else arrangement_in_words(arranging_gain(problem, self.plans[0]))
