@@ -8,6 +8,7 @@ fitted to any of them.
     error    of the predicted seconds of a step over measured ones: mean of its absolute value, mean, worst
     calls    the same after one row of the source was measured: every row in turn calibrates all others of its source
              and card, which are off by the ratio of two errors
+    range    rows whose measured seconds are in the range that `evenpipe plan` says
     fits     verdicts of the estimate, of rows that all ran; and the mean error of measured memory
 
 Rows that cannot be predicted are listed with the reason.
@@ -38,6 +39,7 @@ from evenpipe.memory.states import Dtypes
 from evenpipe.model import describe
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import timed
+from evenpipe.plan.measured_steps import spread
 from evenpipe.plan.problem import problem_of
 from evenpipe.recipe.parallelism import DATA_PARALLEL
 from evenpipe.recipe.recipe import Recipe
@@ -67,6 +69,8 @@ class Result:
     measured: float
     """Seconds of a step."""
     predicted: float | None = None
+    likely: tuple[float, float] | None = None
+    """The range of seconds that `evenpipe plan` says."""
     verdict: str | None = None
     memory: float | None = None
     """Predicted peak over the measured one."""
@@ -138,13 +142,16 @@ def predicted(row: dict[str, str]) -> Result:
         )
         dtypes = Dtypes(gradients=row["gradient_dtype"], masters=row["master_dtype"])
         memory = estimate(source, recipe, kernels=kernels, dtypes=dtypes, hardware=hardware)
-        seconds = timed(problem, Configuration.of(problem, recipe)).seconds
+        configuration = Configuration.of(problem, recipe)
+        seconds = timed(problem, configuration).seconds
     except InputError as error:
         return Result(**said, refused=str(error))
+    factors = spread(problem, configuration, measured=False)
     peak = float(row["measured_mem_gib"]) if row["measured_mem_gib"] else None
     return Result(
         **said,
         predicted=seconds,
+        likely=None if factors is None else (factors[0] * seconds, factors[1] * seconds),
         verdict=memory.verdict,
         memory=None if peak is None else max(one.peak_allocated for one in memory.devices) / 2**30 / peak,
     )
@@ -157,17 +164,19 @@ def calibrated(found: list[Result]) -> list[float]:
 
 def lines(found: list[Result]) -> Iterator[str]:
     """The table, and what is missing."""
-    yield f"{'rows':22} number  |error|    mean   worst  calls  does not fit  at risk  memory"
+    yield f"{'rows':22} number  |error|    mean   worst  calls  range  does not fit  at risk  memory"
     for group in dict.fromkeys(one.group for one in found):
         ones = [one for one in found if one.group == group and one.predicted is not None]
         if not ones:
             continue
         errors, verdicts = [one.error for one in ones], Counter(one.verdict for one in ones)
+        inside = [one.likely is None or one.likely[0] <= one.measured <= one.likely[1] for one in ones]
         memory = [one.memory - 1 for one in ones if one.memory is not None]
         yield (
             f"{group:22} {len(ones):6}  {_mean(errors):7.1%}  {statistics.mean(errors):+6.1%}"
-            f"  {max(errors, key=abs):+6.1%}  {_mean(calibrated(ones)):5.1%}  {verdicts['does not fit']:12}"
-            f"  {verdicts['at risk']:7}  {statistics.mean(memory) if memory else 0:+6.1%}"
+            f"  {max(errors, key=abs):+6.1%}  {_mean(calibrated(ones)):5.1%}  {statistics.mean(inside):5.0%}"
+            f"  {verdicts['does not fit']:12}  {verdicts['at risk']:7}"
+            f"  {statistics.mean(memory) if memory else 0:+6.1%}"
         )
     refused = Counter((one.group, one.refused) for one in found if one.refused)
     for (group, why), number in refused.items():

@@ -189,6 +189,7 @@ def predicted_seconds(row: Row, hardware: Hardware) -> float:
         tp=row.tp,
         cp=row.cp,
         pp=row.pp,
+        tensor_overlap="none",  # no script says otherwise
         data_parallel="shard-optimizer" if dp * row.cp > 1 else "replicate",
         microbatch_size=row.microbatch_size,
         microbatches=row.microbatches,

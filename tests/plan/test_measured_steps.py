@@ -25,7 +25,8 @@ OTHER = replace(
 
 
 def problem(**changes: object) -> Problem:
-    sizes = {"gpus": 8, "sequence": 8192, "sequences_per_step": 64, **changes}
+    """Tensor ranks of these kernels exchange rows beside nothing."""
+    sizes = {"gpus": 8, "sequence": 8192, "sequences_per_step": 64, "kernels": "megatron", **changes}
     return problem_of(llama(), GIVEN, **sizes)
 
 
@@ -44,9 +45,9 @@ def test_measured_steps_settle_what_they_say_something_about() -> None:
     given = problem()
     plain, tensor, other = steps(given, "pp8 1f1b 1 x 64", "dp2·tp4 1f1b 2 x 16", "tp2·pp4 zbv vocab-2 1 x 64")
     before = other.predicted(given, GIVEN) / other.seconds - 1
-    assert before < -0.12
+    assert before < -0.1
     one, two = fitted(given, [plain]), fitted(given, [plain, tensor])
-    assert abs(other.predicted(given, one.hardware) / other.seconds - 1) < 0.05
+    assert abs(other.predicted(given, one.hardware) / other.seconds - 1) < 0.06
     assert abs(other.predicted(given, two.hardware) / other.seconds - 1) < 0.02
     assert max(map(abs, two.errors)) < 0.01
     assert two.factors["products and attention"] == pytest.approx(0.85, abs=0.03)

@@ -87,6 +87,8 @@ class Implementation(NamedTuple):
     """Selective checkpointing computes every second product again, not only what runs between them."""
     waits_for_transfers: bool = False
     """Passes begin when what the one before has sent is there, on both devices."""
+    overlaps_tensor_ranks: bool = True
+    """As `Framework.overlaps_tensor_ranks`."""
     exchanges: str = "stages"
     """As `Framework.exchanges`."""
     ours: bool = True

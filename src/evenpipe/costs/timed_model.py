@@ -104,13 +104,18 @@ class TimedModel:
             microbatch_size=recipe.batch.microbatch_size,
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
-            overlaps=parallelism.sequence_parallel
-            and parallelism.tensor_overlap in {"ring", "fused"}
-            and self.hardware.torch_device != "cpu",
+            overlaps=self._overlaps(parallelism),
             kernels=implementation,
             recomputes_logits=self.loss.keep == "nothing",
         )
         return setting if span is None else setting.on(span)
+
+    def _overlaps(self, sizes: Parallelism) -> bool:
+        """Return whether tensor ranks exchange rows beside products."""
+        if not sizes.sequence_parallel or self.hardware.torch_device == "cpu":
+            return False
+        by_default = self.implementation.overlaps_tensor_ranks and sizes.tp <= self.hardware.devices_per_node
+        return sizes.tensor_overlap in {"ring", "fused"} or (sizes.tensor_overlap == "auto" and by_default)
 
     def _axes(self, recipe: Recipe) -> Axes:
         """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""

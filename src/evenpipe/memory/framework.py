@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -29,6 +29,8 @@ class Framework:
     gathers its input, and the first stage gets all rows."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
+    overlaps_tensor_ranks: bool = False
+    """`tensor_overlap` = "auto" runs their exchange beside products, on GPUs of one node."""
     exchanges: Literal["whole", "stages", "layers"] = "whole"
     """What replicas gather and sum at a time, beside the passes of others: the parameters and gradients of a device,
     which nothing runs beside; those of a stage; or those of a layer, in every microbatch."""
@@ -65,6 +67,7 @@ class Framework:
 EVENPIPE = Framework(
     masters="parameters",
     gathers="blocks",
+    overlaps_tensor_ranks=True,
     exchanges="stages",
     follows_program=True,
     step_counters=True,
@@ -106,10 +109,11 @@ FRAMEWORKS = {
     "transformers": EVENPIPE,
     "fused": EVENPIPE,
     "megatron": MEGATRON,
-    "transformer-engine": MEGATRON,
+    "transformer-engine": replace(MEGATRON, overlaps_tensor_ranks=True),
     "fsdp": FSDP,
 }
-"""By the name of a preset of kernels."""
+"""By the name of a preset of kernels. NVIDIA's recipes for Transformer Engine overlap tensor ranks by default
+(NVIDIA/dgxc-benchmarking)."""
 
 
 @cache

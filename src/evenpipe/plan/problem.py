@@ -104,6 +104,7 @@ class Problem(TimedModel):
             adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
             stops_early=framework.stops_early,
+            overlaps_tensor_ranks=framework.overlaps_tensor_ranks,
             exchanges=framework.exchanges,
             ours=self.is_ours,
         )
