@@ -84,10 +84,11 @@ def test_steps_are_read_in_several_forms(tmp_path: Path) -> None:
         (": 3 s", "--measured is"),
         ("dp8: 0 s", "a time or a speed above 0"),
         ("dp8 zero-9: 3 s", '--measured: dp8 zero-9: 3 s: a word is "zero-9"; it must be an axis (dp8)'),
+        ("dp8 zero-3: 100 s", "dp8 zero-3: 100 s: that is 100.00 s per step, but 7."),
         ("pp64: 1 s", "64 with 64 stages, but the model has 32 layers"),
         ("run.toml: 1 s", "sequence_length is 4096; it must be that of the plan, 8192"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
-        measured_steps(problem(), text, lambda path: Recipe.of(sequence_length=4096))
+        fitted(problem(), measured_steps(problem(), text, lambda path: Recipe.of(sequence_length=4096)))

@@ -23,7 +23,7 @@ from evenpipe.memory.programs import planned
 from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES
-from evenpipe.words import refused
+from evenpipe.words import refused, seconds_text
 
 from .configuration import Configuration
 from .evaluation import timed
@@ -83,6 +83,8 @@ SCALED: dict[str, tuple[float, Callable[[Hardware, float], Hardware]]] = {
 """What is uncertain, by which logarithm of a factor in a usual case, and how hardware with that speed is made."""
 ERROR = 0.01
 """Usual relative error of a measurement."""
+IMPLAUSIBLE = 3.0
+"""Factor between measured and predicted seconds from which on something else was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,15 @@ class Fitted:
 
 
 def fitted(problem: Problem, steps: Sequence[MeasuredStep]) -> Fitted:
-    """Return the hardware of a problem changed so that it predicts these steps as well as is likely."""
+    """Return the hardware of a problem changed so that it predicts these steps as well as is likely. Raises InputError
+    for a step that is far from its prediction."""
+    for step in steps:
+        predicted = step.predicted(problem, problem.hardware)
+        if not 1 / IMPLAUSIBLE < predicted / step.seconds < IMPLAUSIBLE:
+            raise InputError(
+                f"--measured: {step.text}: that is {seconds_text(step.seconds)} per step, but {seconds_text(predicted)}"
+                " are predicted: was it this model, sequence length and hardware, and with these --kernels?"
+            )
     names, usual = list(SCALED), np.array([sigma for sigma, _ in SCALED.values()])
 
     def hardware(logs: Iterable[float]) -> Hardware:
