@@ -130,6 +130,7 @@ def predicted(row: dict[str, str]) -> Result:
     group = f"{row['group']}, long" if int(row["sequence"]) > SHORT and "foundry" in row["group"] else row["group"]
     said: dict[str, Any] = {"number": int(row["id"]), "group": group, "measured": float(row["measured_step_s"])}
     source, hardware = _model(row["model"]), find_hardware(row["gpu"])
+    dtypes = Dtypes(gradients=row["gradient_dtype"], masters=row["master_dtype"])
     try:
         recipe = recipe_of(row, source.description.layers)
         problem = problem_of(
@@ -139,8 +140,8 @@ def predicted(row: dict[str, str]) -> Result:
             sequence=int(row["sequence"]),
             sequences_per_step=int(row["global_batch"]),
             kernels=kernels,
+            dtypes=dtypes,
         )
-        dtypes = Dtypes(gradients=row["gradient_dtype"], masters=row["master_dtype"])
         memory = estimate(source, recipe, kernels=kernels, dtypes=dtypes, hardware=hardware)
         configuration = Configuration.of(problem, recipe)
         seconds = timed(problem, configuration).seconds

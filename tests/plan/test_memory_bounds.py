@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from planned_problems import problem
 
+from evenpipe.memory.states import Dtypes
 from evenpipe.plan.bounds import work_bound
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import head_layers
@@ -18,8 +19,9 @@ from evenpipe.plan.problem import Problem
 from evenpipe.plan.space import Space, configurations, layouts
 
 QUEUES = {"microbatch_sizes": (8, 16), "schedules": ("zb-h1", "v-half")}
-CASES = {
-    # model, GiB of a GPU, sequence, space
+NARROW = Dtypes(gradients="bf16", masters="bf16", moments="bf16")
+CASES: dict[str, tuple[Any, ...]] = {
+    # model, GiB of a GPU, sequence, space, other options of the problem
     "tensor ranks": ("llama", 40, 65536, {"tp": (2,)}),
     "deep": ("llama", 48, 65536, {"pp": (8,)}),
     "slices": ("llama", 36, 131072, {"pp": (4,), "slices": (4,), "schedules": ("1f1b", "interleaved")}),
@@ -27,6 +29,8 @@ CASES = {
     "large masks": ("gemma", 16, 32768, {"tp": (4, 8)}),
     "queues of one microbatch": ("llama", 40, 8192, {"pp": (2, 4, 8), **QUEUES}),
     "experts": ("qwen", 20, 4096, {"pp": (2, 4), "microbatch_sizes": (2, 4), "schedules": ("1f1b", "zb-h1")}),
+    "FSDP": ("llama", 16, 8192, {"pp": (1, 2)}, {"kernels": "fsdp"}),
+    "unfused attention": ("llama", 24, 4096, {}, {"kernels": "megatron,attention=unfused", "dtypes": NARROW}),
 }
 LONG = {"slices", "masks", "large masks", "experts"}
 
@@ -52,8 +56,9 @@ def config(model: str) -> Any:
 )
 @pytest.mark.sampled(1)
 def test_what_is_rejected_lacks_at_least_what_the_bound_says(name: str) -> None:
-    model, memory, sequence, space = CASES[name]
-    given = problem(config(model), hardware="H100-80G", memory=memory, sequence=sequence, sequences_per_step=16)
+    model, memory, sequence, space, *others = CASES[name]
+    sizes = {"memory": memory, "sequence": sequence, "sequences_per_step": 16}
+    given = problem(config(model), hardware="H100-80G", **sizes, **(others[0] if others else {}))
     seen = 0
     for one, lacking in islice(rejected(given, Space(**space)), 24):
         found = evaluate(given, one)

@@ -57,6 +57,9 @@ class ProblemOptions:
     sequence: Count | None = None
     batch: Count | None = None
     dtype: Literal["bf16", "fp32"] | None = None
+    gradient_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    moment_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     kernels: str = "transformers"
     skew: float = 1.0
     output: Path | None = None
@@ -66,10 +69,20 @@ class ProblemOptions:
     def problem(self) -> tuple[Problem, PlannedRun]:
         """The problem, and the rest of the configuration to write."""
         from evenpipe.costs.hardware import find_hardware
+        from evenpipe.memory.states import MIXED, SINGLE, Dtypes
         from evenpipe.plan.problem import problem_of
         from evenpipe.train.planned_run import PlannedRun, planned_run
 
         machine = find_hardware(self.hardware)
+        dtype = self.dtype or ("fp32" if machine.torch_device == "cpu" else "bf16")
+        dtypes = Dtypes(
+            compute=dtype, gradients=self.gradient_dtype, masters=self.master_dtype, moments=self.moment_dtype
+        )
+        if self.output is not None and dtypes not in {MIXED, SINGLE}:
+            raise InputError(
+                "-o writes what evenpipe train runs, with gradients, masters and moments in fp32: leave out"
+                " --gradient-dtype, --master-dtype and --moment-dtype"
+            )
         memory_bytes = bytes_of(self.gpu_memory)
         sequence, batch, loss = self.sequence, self.batch, None
         from_configuration = self.model.endswith(".toml")
@@ -110,7 +123,8 @@ class ProblemOptions:
             sequence=sequence,
             sequences_per_step=batch,
             memory_bytes=memory_bytes,
-            dtype=self.dtype or ("fp32" if machine.torch_device == "cpu" else "bf16"),
+            dtype=dtype,
+            dtypes=dtypes,
             kernels=self.kernels,
             skew=self.skew,
             loss=loss,
@@ -147,6 +161,9 @@ def run(
                                 batch and loss)
     --batch SEQUENCES           sequences per step over all GPUs; default: as many as make 4 Mi tokens
     --dtype                     type of the matrix products; default: bf16, fp32 on a CPU
+    --gradient-dtype            of the gradients; like the next two, runs of evenpipe have fp32
+    --master-dtype              of the weights that the optimizer updates
+    --moment-dtype              of the optimizer's moments
     -o, --output CONFIG.toml    write the best plan for evenpipe train
     --data FOLDER|FILE          with -o: what the run trains on, as for evenpipe init; default: a placeholder, to
                                 replace in the file

@@ -52,9 +52,6 @@ from .work import (
     streamed_forward,
 )
 
-GRADIENT_BYTES = 4
-"""Bytes of one element of a gradient that products are added to."""
-
 BESIDE_COLLECTIVES = {"vocab-1": 1.065, "vocab-2": 1.065, "interlaced": 1.02}
 """Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
 bandwidth, by mode. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv
@@ -104,6 +101,8 @@ class Setting:
     kernels: Implementation
     dtype: str
     """Type of products and activations: "bf16" or "fp32"."""
+    gradient_element: int = 4
+    """Bytes of one number of a sum of gradients."""
     microbatch_size: int
     """Sequences per microbatch."""
     sequence: int
@@ -196,7 +195,7 @@ class Setting:
         seconds = product.copies * each
         if which != "weights":
             return seconds
-        added = size * 2 * GRADIENT_BYTES  # read and written
+        added = size * 2 * self.gradient_element  # read and written
         if self.kernels.adds_weight_gradients:
             return max(seconds, hardware.streaming_seconds(added))
         return seconds + hardware.streaming_seconds(added + size * 2 * self.element)  # and dW itself

@@ -14,7 +14,7 @@ from evenpipe.schedule import Costs, Placement
 from evenpipe.schedule.slice_costs import of_slices
 from evenpipe.schedule.vocabulary_mode import VocabularyMode
 
-from .analytic import BESIDE_COLLECTIVES, GRADIENT_BYTES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
+from .analytic import BESIDE_COLLECTIVES, STATISTICS, LayerTime, Setting, head_time, whole_head_time
 from .cards import slowdowns
 from .measured_passes import OUTPUT, PASSES
 
@@ -153,9 +153,9 @@ def costs_of_slices(ends: Sequence[int], costs: Callable[[tuple[int, int]], Cost
 
 def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:
     """Return the time of G on each of so many devices, which share the rows of the embedding."""
-    size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * GRADIENT_BYTES)
+    size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * setting.gradient_element)
     if setting.kernels.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
-        size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * GRADIENT_BYTES)
+        size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * setting.gradient_element)
     return setting.correction["G"] * setting.hardware.streaming_seconds(size / devices)
 
 
@@ -249,7 +249,6 @@ def step_end_seconds(
     setting: Setting,
     *,
     zero: int,
-    gradient_bytes: int = GRADIENT_BYTES,
     beside: Beside = _ALONE,
 ) -> float:
     """Return the time besides passes on a device with these parameters: gradients are summed over replicas as far as no
@@ -259,8 +258,8 @@ def step_end_seconds(
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
             part = count / beside.parts
-            summed = replicas.gather_seconds(hardware, part * gradient_bytes)
-            gathered = replicas.gather_seconds(hardware, part * (setting.element if zero else gradient_bytes))
+            summed = replicas.gather_seconds(hardware, part * setting.gradient_element)
+            gathered = replicas.gather_seconds(hardware, part * (setting.element if zero else setting.gradient_element))
             again = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
             lost = 0.0 if replicas.inside_node(hardware) else LOST_ACROSS_NODES
             seconds += beside.times * _exposed(summed + again, beside.backward, beside.parts, lost)

@@ -80,6 +80,11 @@ class TimedModel:
         return OURS
 
     @property
+    def gradient_element(self) -> int:
+        """Bytes of an element of a sum of gradients: fp32."""
+        return 4
+
+    @property
     def layers(self) -> int:
         return len(self.works)
 
@@ -101,6 +106,7 @@ class TimedModel:
             correction=correction,
             axes=self._axes(recipe),
             dtype=self.dtype,
+            gradient_element=self.gradient_element,
             microbatch_size=recipe.batch.microbatch_size,
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,

@@ -33,7 +33,8 @@ class Framework:
     """`tensor_overlap` = "auto" runs their exchange beside products, on GPUs of one node."""
     exchanges: Literal["whole", "stages", "layers"] = "whole"
     """What replicas gather and sum at a time, beside the passes of others: the parameters and gradients of a device,
-    which nothing runs beside; those of a stage; or those of a layer, in every microbatch."""
+    which nothing runs beside; those of a stage; or those of a layer, in every microbatch. With ZeRO-3 all but "stages"
+    exchange layers."""
     follows_program: bool = False
     """UNSHARD, RESHARD and REDUCE_GRAD in the program say when sharded parameters are whole and gradients are summed;
     otherwise parameters are whole one layer at a time."""

@@ -31,7 +31,14 @@ from evenpipe.sizes import GIB
 
 from .configuration import LEAST, POLICIES, Configuration, costs_of
 from .device_memory import state_floor
-from .evaluation import end_seconds, layers_of_devices, least_work, parameters_per_device, vocabulary_shard
+from .evaluation import (
+    end_seconds,
+    exchanged_parts,
+    layers_of_devices,
+    least_work,
+    parameters_per_device,
+    vocabulary_shard,
+)
 from .in_flight import InFlight
 from .layer_memory import LayerUse, least_floors, least_uses
 from .problem import Problem
@@ -72,9 +79,10 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     share = Parameters(others / devices, experts / devices / parallelism.ep)
     together = problem.setting(layout, together=True)
     most = max(work / parallelism.pp, busiest) * layout.microbatches
-    hidden = problem.implementation.exchanges != "whole" and parallelism.zero in {0, 3}
-    parts = -(-problem.layers // parallelism.pp) if hidden else 1
-    beside = Beside(parts, math.inf, math.inf)  # at most so many parts, and all but one beside passes
+    by_layer, by_part = exchanged_parts(problem, layout)
+    parts = -(-problem.layers // parallelism.pp) if by_part else 1
+    often = layout.microbatches if by_layer else 1
+    beside = Beside(parts, math.inf, math.inf, often)  # at most so many parts, and all but one beside passes
     seconds = most + step_end_seconds(share, together, zero=parallelism.zero, beside=beside)
     lacking = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))

@@ -12,7 +12,7 @@ from evenpipe.memory.estimate import device_estimate, settings_of
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
 from evenpipe.memory.programs import Planned
-from evenpipe.memory.states import MIXED, SINGLE, Dtypes, part_bytes, state_bytes
+from evenpipe.memory.states import part_bytes, state_bytes
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
@@ -66,11 +66,6 @@ def copied(problem: Problem, configuration: Configuration, program: Program) -> 
     return copied_bytes(problem.bytes, Planned(program, configuration.layers_per_stage), settings)
 
 
-def dtypes_of(problem: Problem) -> Dtypes:
-    """Return the types that a plan trains with."""
-    return SINGLE if problem.dtype == "fp32" else MIXED
-
-
 def _running(configuration: Configuration, program: Program) -> Recipe:
     """Return the recipe of a configuration that runs this program of its schedule."""
     recipe = configuration.recipe
@@ -91,7 +86,7 @@ def how_estimated(problem: Problem) -> dict[str, Any]:
     """Return the arguments that estimates of all configurations share."""
     return {
         "kernels": problem.kernels_name,
-        "dtypes": dtypes_of(problem),
+        "dtypes": problem.dtypes,
         "hardware": problem.hardware,
         "skew": problem.skew,
         "loss": problem.loss,
@@ -123,7 +118,7 @@ def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: 
     """Return the same for a parameter that so many replicas have in common."""
     parallelism, framework = layout.parallelism, problem.framework
     many = 10**6
-    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), dtypes_of(problem)
+    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), problem.dtypes
     zero = parallelism.zero
     state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
     if framework.gradients_exist:

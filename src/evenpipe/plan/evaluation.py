@@ -271,23 +271,27 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
 def beside_exchange(problem: Problem, configuration: Configuration, device: int) -> Beside:
     """Return what a device computes while replicas exchange its parameters and gradients."""
     recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
-    exchanges = problem.implementation.exchanges
-    if exchanges == "whole" or recipe.parallelism.replicas == 1 or recipe.parallelism.zero in {1, 2}:
+    by_layer, parts = exchanged_parts(problem, recipe)
+    if recipe.parallelism.replicas == 1 or not parts:
         return Beside()
-    if exchanges == "stages":
-        parts = len(stages)
-    else:
-        parts = max(1, sum(configuration.layers_per_stage[stage] for stage in stages))
+    layers = sum(configuration.layers_per_stage[stage] for stage in stages)
     by_kind = costs_of(problem, configuration).stage_times(configuration.placement)
     forward, backward, inputs, weights = (by_kind[kind] or () for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    by_microbatch = exchanges == "layers" and recipe.parallelism.pp == 1
     return Beside(
-        parts=parts,
+        parts=max(1, layers) if by_layer else len(stages),
         forward=recipe.slices * sum(forward[stage] for stage in stages),
         backward=recipe.slices * sum(min(backward[stage], inputs[stage] + weights[stage]) for stage in stages),
-        times=recipe.microbatches if by_microbatch else 1,
-        every_pass=by_microbatch,
+        times=recipe.microbatches if by_layer else 1,
+        every_pass=by_layer,
     )
+
+
+def exchanged_parts(problem: Problem, layout: Recipe) -> tuple[bool, bool]:
+    """Return whether replicas exchange layers, of every microbatch; and whether they exchange part by part at all.
+    Frameworks whose programs do not gather parameters have them whole one layer at a time."""
+    exchanges, zero = problem.implementation.exchanges, layout.parallelism.zero
+    by_layer = zero == 3 and exchanges in {"layers", "whole"}
+    return by_layer, by_layer or (zero in {0, 3} and exchanges != "whole")
 
 
 def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:

@@ -114,6 +114,6 @@ def _key(problem: Problem) -> str:
         model_key(problem.description),
         str(problem.hardware.to_dict()),
         str((problem.gpus, problem.memory_bytes, problem.sequence, problem.sequences_per_step)),
-        str((problem.dtype, problem.kernels_name, problem.skew, problem.loss)),
+        str((problem.dtype, problem.dtypes, problem.kernels_name, problem.skew, problem.loss)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -15,6 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.framework import FRAMEWORKS, Framework, kernels_and_framework
 from evenpipe.memory.kernels import Kernels
 from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.memory.states import MIXED, SINGLE, Dtypes
 from evenpipe.model.description import Description
 from evenpipe.model.expert_rows import check_skew
 from evenpipe.recipe.layout import ModelCosts
@@ -46,6 +47,8 @@ class Problem(TimedModel):
     """Memory of a GPU."""
     sequences_per_step: int
     kernels_name: str = EVENPIPE
+    dtypes: Dtypes = MIXED
+    """Of products, gradients, masters and moments."""
     arranged_by: ArrangedBy = "times"
 
     @property
@@ -84,6 +87,11 @@ class Problem(TimedModel):
         return kernels_and_framework(self.kernels_name)[0]
 
     @property
+    def gradient_element(self) -> int:
+        """Bytes of an element of a sum of gradients."""
+        return ELEMENT_BYTES[self.dtypes.gradients]
+
+    @property
     def framework(self) -> Framework:
         """Which runs these kernels."""
         return kernels_and_framework(self.kernels_name)[1]
@@ -120,10 +128,12 @@ def problem_of(
     memory_bytes: int | None = None,
     dtype: str = "bf16",
     kernels: str = "transformers",
+    dtypes: Dtypes | None = None,
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Problem:
-    """Return the problem for the values of a user. Raises InputError for impossible numbers."""
+    """Return the problem for the values of a user. dtypes: None: those that evenpipe trains with. Raises InputError for
+    impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
         check_count(name, value)
     if memory_bytes is not None and memory_bytes < 1:
@@ -147,6 +157,7 @@ def problem_of(
         sequences_per_step=sequences_per_step,
         dtype=dtype,
         kernels_name=kernels,
+        dtypes=dtypes or (SINGLE if dtype == "fp32" else MIXED),
         skew=skew,
         loss=loss or LossOptions(),
     )

@@ -8,6 +8,7 @@ from functools import partial
 from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
 from evenpipe.experts.refusals import check_experts
+from evenpipe.memory.states import MIXED, SINGLE
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 
@@ -21,7 +22,9 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
     The layers of a small copy of the model are cut over tensor ranks as the runtime does it, and compared with the
     whole ones: about a second per number of ranks, once. Likewise whole sequences with pieces of them.
     """
-    sizes = recipe.parallelism
+    sizes, dtypes = recipe.parallelism, problem.dtypes
+    if dtypes not in {MIXED, SINGLE}:
+        return f"gradients in {dtypes.gradients}, masters in {dtypes.masters} and moments in {dtypes.moments}"
     try:
         sizes.check_runnable()
     except InputError as error:
