@@ -18,14 +18,13 @@ import numpy as np
 
 from evenpipe.costs.hardware import Hardware, Wire
 from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import CHOICES
 from evenpipe.memory.programs import planned
 from evenpipe.recipe.parallelism import AXES, DATA_PARALLEL
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, SCHEDULES
 from evenpipe.words import refused, seconds_text
 
-from .configuration import Configuration
+from .configuration import POLICIES, Configuration
 from .evaluation import timed
 from .problem import Problem
 
@@ -236,7 +235,7 @@ def _recipe(problem: Problem, words: list[str]) -> Recipe:
             options = {"stages_per_device": int(stages)} if stages else {}
         elif word in MODES:
             said["vocabulary"] = word
-        elif word in CHOICES:
+        elif word in POLICIES:
             said["checkpointing"] = word
         elif word == "heads":
             said["context_exchange"] = word
