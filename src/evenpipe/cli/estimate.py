@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 AS_IN_RECIPE = (
     *("dp", "ep", "tp", "cp", "pp", "context_exchange"),
-    *("microbatches", "microbatch_size", "slices", "vocabulary", "checkpointing"),
+    *("microbatches", "microbatch_size", "slices", "checkpointing"),
 )
 """Options that the recipe has, too."""
 
@@ -60,12 +60,12 @@ class RecipeOptions:
     stages_per_device: Count | None = None
     group_size: Count | None = None
     memory_limit: str | None = None
-    vocabulary: str = BALANCED
+    vocabulary: str | None = None
     offload: str = "scheduled"
     checkpointing: str = "none"
 
-    def recipe(self, longest: int | None) -> Recipe:
-        """The recipe; `longest`: most tokens of a sequence in the model."""
+    def recipe(self, longest: int | None, *, ours: bool) -> Recipe:
+        """The recipe. longest: most tokens of a sequence in the model. ours: other frameworks share no vocabulary."""
         from evenpipe.recipe.given_schedule import MICROBATCHES_PER_DEVICE
         from evenpipe.recipe.offload import OffloadOptions
         from evenpipe.recipe.parallelism import DATA_PARALLEL
@@ -80,6 +80,7 @@ class RecipeOptions:
         split = self.layers_per_stage
         return Recipe.of(
             **{name: getattr(self, name) for name in AS_IN_RECIPE},
+            vocabulary=self.vocabulary or (BALANCED if ours else "first-last"),
             data_parallel=DATA_PARALLEL[self.zero],
             sequence_parallel=not self.no_sequence_parallel,
             sequence_length=self.sequence or min(SEQUENCE, longest or SEQUENCE),
@@ -133,7 +134,8 @@ def run(
     --microbatch-size N         sequences of a microbatch
     --microbatches M            of a step and replica; default: 4 per device
     --slices N                  parts in which a sequence flows through the pipeline
-    --vocabulary MODE           first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2)
+    --vocabulary MODE           first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2); default:
+                                balanced, or first-last with --kernels of another framework
     --checkpointing CHOICE      none, selective or full
     --compute-dtype             default: bf16, and fp32 on the hardware of a CPU
     --gradient-dtype            of the gradients
@@ -158,6 +160,7 @@ def run(
     from evenpipe.costs.hardware import find_hardware, known_gpu
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
+    from evenpipe.memory.framework import FRAMEWORKS, kernels_and_framework
     from evenpipe.memory.model_bytes import ModelBytes
     from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits
@@ -167,7 +170,8 @@ def run(
     memory_bytes = bytes_of(gpu_memory)
     machine = None if hardware is None else find_hardware(hardware)
     read = _run_of_configuration if model.endswith(".toml") else _run_of_options
-    trained = read(model, options, states, machine)
+    ours = kernels_and_framework(kernels)[1] is FRAMEWORKS[EVENPIPE]
+    trained = read(model, options, states, machine, ours=ours)
     recipe = trained.recipe
     source = ModelBytes(trained.description)
     source.keep_traces()
@@ -216,7 +220,9 @@ def run(
     return 1 if result.verdict in bad else 0
 
 
-def _run_of_options(model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None) -> EstimatedRun:
+def _run_of_options(
+    model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None, *, ours: bool
+) -> EstimatedRun:
     from evenpipe.memory.states import Dtypes
     from evenpipe.train.run_estimate import EstimatedRun
 
@@ -230,7 +236,7 @@ def _run_of_options(model: str, options: RecipeOptions, states: StateOptions, ma
     description = read_model(model)
     return EstimatedRun(
         description=description,
-        recipe=options.recipe(description.maximum_length),
+        recipe=options.recipe(description.maximum_length, ours=ours),
         schedule=options.schedule,
         dtypes=dtypes,
         optimizer=states.optimizer,
@@ -239,7 +245,7 @@ def _run_of_options(model: str, options: RecipeOptions, states: StateOptions, ma
 
 
 def _run_of_configuration(
-    model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None
+    model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None, **_: bool
 ) -> EstimatedRun:
     from evenpipe.train.config_file import load_config
     from evenpipe.train.run_estimate import estimated_run
