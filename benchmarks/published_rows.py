@@ -2,8 +2,8 @@
 
     python benchmarks/published_rows.py [--only SOURCE ...] [--output FILE.json]     minutes
 
-Rows of `benchmarks/published/rows.csv`, each with its source; the models are beside it. No constant of evenpipe was
-fitted to any of them.
+Rows of `benchmarks/published/rows.csv`, each with its source; the models are beside it. One constant of evenpipe
+is fitted to rows of them: `LOST_ACROSS_NODES`, to torchtitan's. The ranges are chosen from them, too.
 
     error    of the predicted seconds of a step over measured ones: mean of its absolute value, mean, worst
     calls    the same after one row of the source was measured: every row in turn calibrates all others of its source

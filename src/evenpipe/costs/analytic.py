@@ -6,7 +6,7 @@
                 products, one of them recomputed)
     tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
                 result's gradient and sums the input's; a repeated forward leaves out its last sum, or with "selective"
-                all sums. None of that overlaps, unless `tensor_overlap` says so: then each exchange runs beside the
+                all sums. Unless `Setting.overlaps` none of that overlaps; otherwise each exchange runs beside the
                 product that needs or makes its rows, but for one piece of as many as there are ranks. W gathers each
                 input again during the products before those that need it (but the first of a pass, see `step.py`), B
                 while input gradients are computed, and B sums the input's gradient while weight gradients are computed:
@@ -20,7 +20,7 @@
                 that overlaps. Every device has the same share of the unmasked pairs
 
 F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
-streaming; W the products a third time, adding the results to gradients in fp32. tests/costs/test_analytic.py compares
+streaming; W the products a third time, adding the results to gradients. tests/costs/test_analytic.py compares
 with measurements.
 """
 

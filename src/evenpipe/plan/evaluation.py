@@ -271,8 +271,8 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
 def beside_exchange(problem: Problem, configuration: Configuration, device: int) -> Beside:
     """Return what a device computes while replicas exchange its parameters and gradients."""
     recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
-    by_layer, parts = exchanged_parts(problem, recipe)
-    if recipe.parallelism.replicas == 1 or not parts:
+    by_layer, by_part = exchanged_parts(problem, recipe)
+    if recipe.parallelism.replicas == 1 or not by_part:
         return Beside()
     layers = sum(configuration.layers_per_stage[stage] for stage in stages)
     by_kind = costs_of(problem, configuration).stage_times(configuration.placement)

@@ -260,7 +260,7 @@ class Ranking:
             yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
         likely = self._range(self.plans[0])
         if likely is not None:
-            hint = "" if self.measured or problem.measured else "; --measured with a step of your own narrows that"
+            hint = "" if self.measured or problem.measured else "; --measured corrects that by a step of your own"
             yield f"plan 1: as predictions go, {seconds_text(likely[0])} to {seconds_text(likely[1])}{hint}"
         if self.budget is not None:
             yield f"plan 1: {self.budget.text(problem, self.plans[0])}"
