@@ -185,6 +185,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("--zero 4", "--zero is 4; it must be one of 0, 1, 2, 3"),
         ("--layers-per-stage a", '--layers-per-stage is "a"; it must be one or several whole numbers such as 1,2,4'),
         ("-o x.pdf", '--output is "x.pdf"; it must end in .svg'),
+        ("--checkpointing full/0", '--checkpointing is "full/0"; it must be none, selective or full, or one of them'),
         ("--gpus 8", "estimate has no argument --gpus, did you mean --"),
     ],
     "estimate --model config.toml": [("--pp 4", "--pp is for models given by name", "config.toml has its own")],

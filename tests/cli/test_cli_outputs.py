@@ -12,8 +12,10 @@ import pytest
 from small_run import as_json, printed, refused
 from transformers import LlamaConfig
 
+from evenpipe.cli.estimate import RecipeOptions
 from evenpipe.cli.main import main
 from evenpipe.compare.stage_costs import costs_for_stages, with_whole_vocabulary
+from evenpipe.model import describe as describe_model
 from evenpipe.recipe.layout import runnable_order
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import (
@@ -314,6 +316,19 @@ def test_a_folder_and_a_file_are_the_same_and_quantised_weights_count_whole(caps
     quantised = capsys.readouterr()
     assert quantised.out == plain and quantised.err.count("\n") == 1
     assert quantised.err.startswith("evenpipe: the weights of this model are quantised")
+
+
+def test_every_second_layer_computes_again_and_parameters_are_freed_between_passes(capsys):
+    def first(options: str) -> dict[str, int]:
+        return estimated(capsys, f"llama-8b --dp 2 --zero 3 --pp 4 --vocabulary first-last {options}")["devices"][0]
+
+    model = describe_model(LlamaConfig(num_hidden_layers=5))
+    recipe = RecipeOptions(checkpointing="full/2").recipe(model, ours=True)
+    assert recipe.checkpointing == ("none", "full", "none", "full", "none")
+    none, some, full = (first(f"--checkpointing {choice}")["activations"] for choice in ("none", "full/2", "full"))
+    assert full < some < none
+    kept, freed = (first(f"--schedule interleaved --stages-per-device 4 {option}") for option in ("", "--reshard"))
+    assert freed["parameters"] < kept["parameters"]
 
 
 def test_the_papers_rule_is_in_the_table(capsys):

@@ -127,6 +127,15 @@ def test_plans_for_a_cpu_are_written_for_training(capsys):
     assert config.pipeline.sequences_per_step == 4, "the batch is that of the configuration"
     assert config.training.steps == 7 and config.data.files == ("text.txt",)
     assert config.model.config["hidden_size"] == 256
+    assert not config.pipeline.compile_layers
+
+
+def test_compiled_layers_are_planned_for_a_run_with_them(capsys):
+    printed(capsys, *HOST, "--kernels", "compiled", "-o", "compiled.toml")
+    assert load_config("compiled.toml").pipeline.compile_layers
+    again = printed(capsys, "--model", "compiled.toml", *HOST[2:])
+    assert again == printed(capsys, *HOST, "--kernels", "compiled")
+    assert again != printed(capsys, *HOST)
 
 
 FOLDERS = [

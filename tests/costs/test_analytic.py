@@ -27,7 +27,8 @@ from evenpipe.costs.collectives import Axes, Axis, Pieces
 from evenpipe.costs.experts import one_way_seconds
 from evenpipe.costs.hardware import KNOWN, Wire
 from evenpipe.costs.step import LOST_ACROSS_NODES, Beside, Cut, Parameters, costs_of_cut, step_end_seconds
-from evenpipe.costs.work import FUSIBLE, LayerWork, layers_of
+from evenpipe.costs.work import CAST_BYTES, FUSIBLE, LayerWork, layers_of
+from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
 from evenpipe.model.structure import layers_of as layers_of_model
@@ -107,6 +108,35 @@ def test_products_are_those_that_torch_counts(sample) -> None:
         if (forward, again) != expected:
             wrong.append((name, forward, again, expected))
     assert wrong == []
+
+
+def test_products_in_fp8_take_half_as_long_and_casts(work: LayerWork) -> None:
+    """Of a Llama 3 8B's layer, q, k and v cast one input, gate and up another; weight gradients need no new casts if
+    they were kept. Attention, the output layer and everything between products stay."""
+    hardware = replace(KNOWN["H100-80G"], operation_seconds=1e-12, peak_flops={"bf16": 1e15, "fp8": 2e15})
+    plain, kept, again = (
+        layer_time(work, setting(hardware=hardware, kernels=kernels(products=products, saves_casts=saves)))
+        for products, saves in (("compute", False), ("fp8", True), ("mxfp8", False))
+    )
+    given = setting(hardware=hardware)
+    saved, of_backward = (
+        sum(given.product_seconds(one, which) for one in work.dense) / 2 for which in ("forward", "inputs")
+    )
+    of_inputs, of_results = (
+        given.tokens * elements * CAST_BYTES / hardware.memory_bandwidth
+        for elements in (4096 * 3 + 14336, 4096 * 2 + 2 * 1024 + 2 * 14336 + 4096)
+    )
+    assert plain.forward - kept.forward == pytest.approx(saved - of_inputs)
+    assert plain.inputs - kept.inputs == pytest.approx(of_backward - of_results)
+    assert again.weights - kept.weights == pytest.approx(of_inputs)
+    assert plain.weights > kept.weights
+    head = [
+        head_time(4096, 128256, setting(hardware=hardware, kernels=kernels(products=name)))
+        for name in ("compute", "fp8")
+    ]
+    assert head[0] == head[1]
+    with pytest.raises(InputError, match="hardware A100-80G has no peak for fp8"):
+        setting(hardware=KNOWN["A100-80G"], kernels=kernels(products="fp8"))
 
 
 # --- exchange of tensor ranks --------------------------------------------------------------------------------

@@ -213,11 +213,17 @@ WRONG = [
     ({"slices": 80}, "sequence is 64; it must be a multiple of 1 and at least 80"),
     ({"schedule": "2f2b"}, 'schedule is "2f2b"; it must be one of gpipe'),
     ({"vocabulary": "all"}, 'vocabulary is "all"; it must be one of'),
-    ({"kernels": "triton"}, 'kernels is "triton"; it must be one of transformers, fused, megatron, transformer-engine'),
+    (
+        {"kernels": "triton"},
+        'kernels is "triton"; it must be one of transformers, compiled, fused, megatron, transformer-',
+    ),
     ({"kernels": "fsdp,lost=fused"}, 'field is "lost"; it must be one of attention, norm, activation'),
     ({"kernels": "fsdp,loss"}, 'kernels: loss is ""; it must be evenpipe or fp32'),
     ({"kernels": "fsdp,attention=fast"}, 'kernels: attention is "fast"; it must be sdpa or fused or flash'),
     ({"kernels": "fsdp,weight_gradient=fused"}, "kernels: weight_gradient is"),
+    ({"kernels": "fused,products=fp8"}, "it must be compute, or the kernels megatron, transformer-engine, fsdp"),
+    ({"kernels": "megatron,products=fp8,weight_gradient=eager"}, "it must be fused with products=fp8"),
+    ({"kernels": "fsdp,products=fp8,parameters=cast"}, "it must be compute, or products=fp8 with kernels of Megatron"),
     ({"kernels": "megatron,attention=unfused", "cp": 2}, "it must be fused or flash with cp = 2"),
     ({"checkpointing": "some"}, 'checkpointing is "some"; it must be one of'),
     ({"checkpointing": ["full", "none"]}, 'checkpointing is ["full", "none"]; it must be one choice, or one for each'),
@@ -228,7 +234,7 @@ WRONG = [
 WRONG_WITH_EXPERTS = [
     ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5; it must be a number of at least 1"),
     ({"dp": 8, "ep": 8}, "expert_parallel is 8; it must be at most 4, the number of experts in"),
-    ({"dp": 2, "ep": 2, "kernels": "megatron"}, "expert_parallel is 2; it must be 1 with kernels of Megatron-LM"),
+    ({"dp": 2, "ep": 2, "kernels": "megatron", "skew": 1.5}, "skew is 1.5; it must be 1 with kernels"),
 ]
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from families import tiny_config, whole_model
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from evenpipe.memory.bytes import LayerBytes
+from evenpipe.memory.exchange import Sharing
 from evenpipe.memory.framework import kernels_and_framework
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.megatron import MegatronLayout
 from evenpipe.memory.traced import StageTracer, Tracing
 from evenpipe.model import Description, describe
+from evenpipe.model.structure import layers_of
 from evenpipe.tensor.check import cut_of_model
 
 FUSED = PRESETS["megatron"]
@@ -86,6 +90,66 @@ def test_selective_checkpointing_keeps_all_products_or_every_second_one() -> Non
         how = Tracing(sequence=SEQUENCE, compute_dtype=torch.bfloat16, kernels=kernels)
         found = StageTracer(model, how).layer(1, "selective", BATCH).waiting / unit
         assert found == 2 + products + 2 + 4 * a / h, selective
+
+
+def test_experts_of_megatron_have_all_rows_and_a_part_of_every_width() -> None:
+    """Tensor ranks gather a block's input, and keep it, what its two experts get of it, and their results. However many
+    replicas share the experts, as many pairs meet those of each."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=3, vocab_size=64)
+    model, kept = describe(config), {}
+    for tp, ep in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 4)):
+        shared = {"ranks": tp, "layout": MegatronLayout(tp=tp), "sharing": Sharing(ep)}
+        how = Tracing(sequence=SEQUENCE, compute_dtype=torch.bfloat16, kernels=FUSED, **shared)
+        cut = None if tp == 1 else cut_of_model(model, tp, check=False)
+        kept[tp, ep] = StageTracer(model, how, cut).layer(1, "none", BATCH).waiting
+    of_all = 2 * kept[2, 1] - kept[1, 1]
+    assert kept[1, 1] - kept[2, 1] == 2 * (kept[2, 1] - kept[4, 1])
+    assert 0 < of_all / (2 * BATCH * SEQUENCE * 512) - (1 + 2 + 2) < 0.1  # and the router's
+    assert kept[1, 2] == pytest.approx(kept[1, 1], abs=16)
+    assert kept[2, 4] == pytest.approx(kept[2, 1], abs=16)
+
+
+def test_products_in_fp8_keep_their_inputs_in_8_bits() -> None:
+    """One byte less for each number of the input of q, k and v, of that of gate and up, and of down's. Attention keeps
+    its result in 16 bits, so its product has a byte more. What recomputes keeps the layer's input as it is."""
+    h, q, model = 512, 3.5, llama(512, 1792, 8, 2)
+    for tp in (1, 2):
+        unit = BATCH * SEQUENCE * h / tp
+        plain, casts = (layer(model, tp=tp, casts=casts).waiting / unit for casts in (False, True))
+        assert casts - plain == 1 - 1 - 1 - q, tp
+    assert layer(model, casts=True, checkpointing="full").waiting == 2 * BATCH * SEQUENCE * h
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.sampled(1)
+def test_compiled_layers_keep_what_the_compiler_keeps(family: str) -> None:
+    """Of a layer in bf16, split into forward and backward as inductor splits it: the same bytes, but for the tables of
+    rotary embedding, which all layers have in common."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = tiny_config(family, **sizes, head_dim=64, num_hidden_layers=2, max_position_embeddings=SEQUENCE)
+    model = whole_model(config, torch.bfloat16)
+    layer = layers_of(model, describe(config).structure.layers_name)[1]
+    run = torch.compile(layer.forward, backend="aot_eager_decomp_partition")
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return run(*args, **kwargs)
+
+    layer.forward = forward
+    model(torch.zeros(BATCH, SEQUENCE, dtype=torch.long), use_cache=False)
+    tables = 2 * SEQUENCE * 64 * 2
+    how = Tracing(sequence=SEQUENCE, compute_dtype=torch.bfloat16, kernels=PRESETS["compiled"])
+    found = StageTracer(describe(config), how).layer(1, "none", BATCH).waiting
+    assert sum(storage.nbytes() for storage in kept.values()) - tables == found
 
 
 def test_saved_without_sequence_parallelism_and_by_other_choices() -> None:

@@ -142,6 +142,22 @@ def test_bytes_per_parameter() -> None:
         state_bytes(HELD, offloaded=1.5)
 
 
+def test_matrices_in_8_bits_are_kept_in_two_layouts() -> None:
+    """Of layers, beside the model's own or instead; replicas that share parameters make them again."""
+    held = replace(HELD, unsplit=N // 4)  # as of a vocabulary matrix
+    plain, beside, instead = (
+        state_bytes(held, casts=casts, framework=MEGATRON) for casts in ("none", "beside", "instead")
+    )
+    assert (beside.copies, instead.copies) == (2 * N * 3 // 4,) * 2
+    assert plain.parameters == beside.parameters == instead.parameters + 2 * N * 3 // 4
+    plain, beside, instead = (
+        state_bytes(held, casts=casts, framework=MEGATRON, zero=3, replicas=D)
+        for casts in ("none", "beside", "instead")
+    )
+    assert plain == beside
+    assert plain.parameters - instead.parameters == N * 3 // 4 // D
+
+
 def test_parameters_that_are_sharded_themselves() -> None:
     """FSDP2: (4 + g + 8) / D, and two layers in the dtype of the products with their gradients. Ours (in `fsdp.py`)
     are in shards between steps, too; what is whole within a step comes and goes with its items."""

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "queues of one microbatch": ("llama", 40, 8192, {"pp": (2, 4, 8), **QUEUES}),
     "experts": ("qwen", 20, 4096, {"pp": (2, 4), "microbatch_sizes": (2, 4), "schedules": ("1f1b", "zb-h1")}),
     "FSDP": ("llama", 16, 8192, {"pp": (1, 2)}, {"kernels": "fsdp"}),
+    "fp8": ("llama", 24, 8192, {}, {"kernels": "transformer-engine,products=fp8,parameters=cast", "dtypes": NARROW}),
     "unfused attention": ("llama", 24, 4096, {}, {"kernels": "megatron,attention=unfused", "dtypes": NARROW}),
 }
 LONG = {"slices", "masks", "large masks", "experts"}

@@ -22,6 +22,7 @@ from evenpipe.cli.options import (
 )
 from evenpipe.cli.printing import say, say_json
 from evenpipe.given import write_text
+from evenpipe.words import refused
 
 if TYPE_CHECKING:
     from evenpipe.costs.hardware import Hardware
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 AS_IN_RECIPE = (
     *("dp", "ep", "tp", "cp", "pp", "context_exchange"),
-    *("microbatches", "microbatch_size", "slices", "checkpointing"),
+    *("microbatches", "microbatch_size", "slices", "reshard"),
 )
 """Options that the recipe has, too."""
 
@@ -49,6 +50,7 @@ class RecipeOptions:
     cp: Count = 1
     pp: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
+    reshard: bool = False
     no_sequence_parallel: bool = False
     context_exchange: Literal["keys", "heads"] = "keys"
     layers_per_stage: str | None = None
@@ -64,8 +66,8 @@ class RecipeOptions:
     offload: str = "scheduled"
     checkpointing: str = "none"
 
-    def recipe(self, longest: int | None, *, ours: bool) -> Recipe:
-        """The recipe. longest: most tokens of a sequence in the model. ours: other frameworks share no vocabulary."""
+    def recipe(self, model: Description, *, ours: bool) -> Recipe:
+        """The recipe. ours: other frameworks share no vocabulary."""
         from evenpipe.recipe.given_schedule import MICROBATCHES_PER_DEVICE
         from evenpipe.recipe.offload import OffloadOptions
         from evenpipe.recipe.parallelism import DATA_PARALLEL
@@ -77,9 +79,10 @@ class RecipeOptions:
         if self.schedule.endswith(".csv"):  # its passes; transfers are placed anew
             microbatches = self.microbatches or MICROBATCHES_PER_DEVICE * self.pp
             schedule, options = generate(self.schedule, self.pp, microbatches, **options), {}
-        split = self.layers_per_stage
+        split, longest = self.layers_per_stage, model.maximum_length
         return Recipe.of(
             **{name: getattr(self, name) for name in AS_IN_RECIPE},
+            checkpointing=_checkpointing(self.checkpointing, model.layers),
             vocabulary=self.vocabulary or (BALANCED if ours else "first-last"),
             data_parallel=DATA_PARALLEL[self.zero],
             sequence_parallel=not self.no_sequence_parallel,
@@ -128,6 +131,7 @@ def run(
     --cp N                      context parallelism
     --pp N                      devices of a pipeline
     --zero                      shard over dp x cp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
+    --reshard                   with --zero 3, free parameters between passes
     --no-sequence-parallel      with tp, keep norms and residuals whole on every GPU
     --context-exchange          context parallelism exchanges keys and values, or heads for tokens
     --layers-per-stage N,N,...  one per stage; default: an even split
@@ -136,7 +140,7 @@ def run(
     --slices N                  parts in which a sequence flows through the pipeline
     --vocabulary MODE           first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2); default:
                                 balanced, or first-last with --kernels of another framework
-    --checkpointing CHOICE      none, selective or full
+    --checkpointing CHOICE      none, selective or full; full/N for every Nth layer
     --compute-dtype             default: bf16, and fp32 on the hardware of a CPU
     --gradient-dtype            of the gradients
     --master-dtype              of the weights that the optimizer updates
@@ -160,7 +164,8 @@ def run(
     from evenpipe.costs.hardware import find_hardware, known_gpu
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
-    from evenpipe.memory.framework import FRAMEWORKS, kernels_and_framework
+    from evenpipe.memory.framework import kernels_and_framework
+    from evenpipe.memory.kernels import COMPILED
     from evenpipe.memory.model_bytes import ModelBytes
     from evenpipe.plan.problem import EVENPIPE, problem_of_run
     from evenpipe.plan.splits import split_that_fits
@@ -170,12 +175,16 @@ def run(
     memory_bytes = bytes_of(gpu_memory)
     machine = None if hardware is None else find_hardware(hardware)
     read = _run_of_configuration if model.endswith(".toml") else _run_of_options
-    ours = kernels_and_framework(kernels)[1] is FRAMEWORKS[EVENPIPE]
+    ours = kernels_and_framework(kernels)[1].is_evenpipe
     trained = read(model, options, states, machine, ours=ours)
     recipe = trained.recipe
     source = ModelBytes(trained.description)
     source.keep_traces()
-    as_run = kernels == EVENPIPE and trained.optimizer == "adamw" and recipe.vocabulary == "redistribute"
+    if kernels != EVENPIPE:
+        trained = replace(trained, kernels=kernels)
+    as_run = (
+        trained.kernels in {EVENPIPE, COMPILED} and trained.optimizer == "adamw" and recipe.vocabulary == "redistribute"
+    )
     if machine is not None and known_gpu(machine.name) and as_run:
         # A run takes other layers on this GPU than those that its times suggest, if only those fit.
         problem = problem_of_run(
@@ -186,6 +195,7 @@ def run(
             dtype=trained.dtypes.compute,
             skew=skew,
             loss=trained.loss,
+            kernels=trained.kernels,
         )
         problem.once(ModelBytes, lambda: source)
         recipe = replace(
@@ -194,7 +204,6 @@ def run(
     result = estimate(
         source,
         recipe,
-        kernels=kernels,
         hardware=machine,
         memory=memory_bytes,
         foreach=foreach_optimizer,
@@ -220,6 +229,16 @@ def run(
     return 1 if result.verdict in bad else 0
 
 
+def _checkpointing(text: str, layers: int) -> str | tuple[str, ...]:
+    """Return the choice of all layers, or with /N behind it that of every Nth and "none" of the others."""
+    choice, slash, every = text.partition("/")
+    if not slash:
+        return choice
+    if not every.isdecimal() or not int(every):
+        raise refused("--checkpointing", text, "none, selective or full, or one of them and every which layer: full/2")
+    return tuple("none" if number % int(every) else choice for number in range(1, layers + 1))
+
+
 def _run_of_options(
     model: str, options: RecipeOptions, states: StateOptions, machine: Hardware | None, *, ours: bool
 ) -> EstimatedRun:
@@ -236,7 +255,7 @@ def _run_of_options(
     description = read_model(model)
     return EstimatedRun(
         description=description,
-        recipe=options.recipe(description.maximum_length, ours=ours),
+        recipe=options.recipe(description, ours=ours),
         schedule=options.schedule,
         dtypes=dtypes,
         optimizer=states.optimizer,

@@ -37,12 +37,13 @@ MODES = "first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= v
 COMMON = f"""
 --model MODEL              hub name, folder or config.json
 --gpus N                   number of GPUs
---hardware NAME|FILE.toml  A100-40G, A100-80G, H100-80G, H100-94G, H100-NVL, H200, B200, GB200, GB300, or a file of
-                           evenpipe profile --hardware
+--hardware NAME|FILE.toml  A100-40G, A100-80G, H100-80G, H100-94G, H100-96G (at 500 W), H100-NVL, H200, B200, GB200,
+                           GB300, or a file of evenpipe profile --hardware
 --gpu-memory SIZE          memory of each GPU, such as 80GiB; default: that of --hardware
 --sequence TOKENS          length of a sequence; default: {SEQUENCE}, or the longest
---kernels NAME             transformers (as evenpipe train runs it), fused, megatron, transformer-engine or fsdp; with
-                           changes behind it, as in megatron,attention=unfused
+--kernels NAME             transformers (as evenpipe train runs it), compiled (the same with compile_layers), fused,
+                           megatron, transformer-engine or fsdp; with changes behind it, as in
+                           megatron,attention=unfused
 --skew S                   with ep, what the fullest of the replicas that share experts gets over the mean: 1 if routers
                            choose evenly, up to 2 early in a training
 

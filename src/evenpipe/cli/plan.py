@@ -69,8 +69,9 @@ class ProblemOptions:
     def problem(self) -> tuple[Problem, PlannedRun]:
         """The problem, and the rest of the configuration to write."""
         from evenpipe.costs.hardware import find_hardware
+        from evenpipe.memory.kernels import COMPILED
         from evenpipe.memory.states import MIXED, SINGLE, Dtypes
-        from evenpipe.plan.problem import problem_of
+        from evenpipe.plan.problem import EVENPIPE, problem_of
         from evenpipe.train.planned_run import PlannedRun, planned_run
 
         machine = find_hardware(self.hardware)
@@ -83,7 +84,7 @@ class ProblemOptions:
                 "-o writes what evenpipe train runs, with gradients, masters and moments in fp32: leave out"
                 " --gradient-dtype, --master-dtype and --moment-dtype"
             )
-        memory_bytes = bytes_of(self.gpu_memory)
+        memory_bytes, kernels = bytes_of(self.gpu_memory), self.kernels
         sequence, batch, loss = self.sequence, self.batch, None
         from_configuration = self.model.endswith(".toml")
         if from_configuration:
@@ -99,6 +100,8 @@ class ProblemOptions:
             sequence = sequence or config.data.sequence_length
             batch = batch or config.pipeline.sequences_per_step
             loss = config.loss.options()
+            if config.pipeline.compile_layers and kernels == EVENPIPE:
+                kernels = COMPILED
         else:
             description = read_model(self.model)
             run = PlannedRun(tables={})
@@ -125,7 +128,7 @@ class ProblemOptions:
             memory_bytes=memory_bytes,
             dtype=dtype,
             dtypes=dtypes,
-            kernels=self.kernels,
+            kernels=kernels,
             skew=self.skew,
             loss=loss,
         )

@@ -43,11 +43,13 @@ from .measured_passes import BARE, NO_CORRECTION, OUTPUT, PASSES, Correction
 from .work import (
     BACKWARD_OPERATIONS,
     BACKWARD_STREAMED,
+    CAST_BYTES,
     LOSS_BYTES,
     LOSS_BYTES_ON_A_CPU,
     ExpertWork,
     LayerWork,
     Product,
+    cast_elements,
     operations_forward,
     streamed_forward,
 )
@@ -76,6 +78,10 @@ class Implementation(NamedTuple):
     """As `Kernels.attention`."""
     adds_weight_gradients: bool = False
     """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
+    products: str = "compute"
+    """As `Kernels.products`."""
+    saves_casts: bool = False
+    """As `Framework.saves_casts`."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
     stops_early: bool = True
@@ -116,12 +122,23 @@ class Setting:
     """From measured passes of this model."""
 
     def __post_init__(self) -> None:
-        self.hardware.peak(self.dtype)
+        for dtype in (self.dtype, self.product_dtype):
+            self.hardware.peak(dtype)
         if self.sequence % self.axes.context.size:
             raise InputError(
                 f"cp is {self.axes.context.size}, but a sequence of {self.sequence} tokens cannot be cut into so many"
                 " equal parts"
             )
+
+    @property
+    def product_dtype(self) -> str:
+        """Type of the operands of layers' products."""
+        return self.dtype if self.kernels.products == "compute" else "fp8"
+
+    def without_casts(self) -> Setting:
+        """Return the same with all products in the type of activations."""
+        plain = self.kernels._replace(products="compute")
+        return self if plain == self.kernels else replace(self, kernels=plain)
 
     @property
     def tensor(self) -> int:
@@ -191,7 +208,7 @@ class Setting:
         if which != "weights":
             moved += size / product.copies * self.element
         hardware = self.hardware
-        each = max(hardware.product_seconds(flops, self.dtype, shape), hardware.streaming_seconds(moved))
+        each = max(hardware.product_seconds(flops, self.product_dtype, shape), hardware.streaming_seconds(moved))
         seconds = product.copies * each
         if which != "weights":
             return seconds
@@ -330,6 +347,14 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
     forward = products + attention + streaming
     inputs = inputs + attention_backward + streaming_backward
+    if setting.kernels.products != "compute":
+        of_inputs, of_gradients = (
+            hardware.streaming_seconds(tokens * size * CAST_BYTES / setting.tensor, len(work.dense))
+            for size in cast_elements(work)
+        )
+        forward += of_inputs
+        inputs += of_gradients
+        weights += 0.0 if setting.kernels.saves_casts else of_inputs
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.kernels.stops_early else 0.0
     again = {"selective": streaming + products / 2 * setting.kernels.halves_selective, "full": forward - skipped}
     return _corrected(setting, forward, inputs=inputs, weights=weights, whole=inputs + weights, again=again)
@@ -456,6 +481,7 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     loss = setting.kernels.loss
     if loss not in LOSS_BYTES:
         raise unknown("loss", loss, LOSS_BYTES)
+    setting = setting.without_casts()
     matrix = Product(hidden_size, max(1, round(rows)))
     plain = loss == "evenpipe" and setting.hardware.torch_device == "cpu"
     forward, backward = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from evenpipe.experts.overlap import Chosen, Layer, Rates, Times, choose, times, work_of
 
-from .work import ExpertWork
+from .work import CAST_BYTES, ExpertWork
 
 if TYPE_CHECKING:
     from .analytic import Setting
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 def chosen_overlap(experts: ExpertWork, hidden_size: int, setting: Setting) -> Chosen:
     """Return what runs beside the exchange."""
-    return choose(setting.axes.experts.options, _layer(experts, hidden_size, setting), _rates(setting))
+    return choose(setting.axes.experts.options, *_work(experts, hidden_size, setting))
 
 
 def times_of_experts(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Times, float]:
     """Return the seconds of passes, and of the activation alone: all that "selective" checkpointing repeats."""
-    layer, rates = _layer(experts, hidden_size, setting), _rates(setting)
+    layer, rates = _work(experts, hidden_size, setting)
     work = work_of(layer, rates)
     return times(work, choose(setting.axes.experts.options, layer, rates).overlap), work.gate
 
 
 def one_way_seconds(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
     """Return the seconds in which all rows travel to their experts, or back."""
-    return work_of(_layer(experts, hidden_size, setting), _rates(setting)).one_way
+    return work_of(*_work(experts, hidden_size, setting)).one_way
 
 
 def first_product_bytes(experts: ExpertWork, hidden_size: int, setting: Setting) -> float:
@@ -54,10 +54,21 @@ def _layer(experts: ExpertWork, hidden_size: int, setting: Setting) -> Layer:
     )
 
 
-def _rates(setting: Setting) -> Rates:
+def _work(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Layer, Rates]:
+    layer = _layer(experts, hidden_size, setting)
+    return layer, _rates(layer, setting)
+
+
+def _rates(layer: Layer, setting: Setting) -> Rates:
     hardware, members = setting.hardware, setting.axes.experts.members
+    flops = hardware.peak(setting.product_dtype) * hardware.product_fraction
+    if setting.kernels.products != "compute":
+        # Of a row of a gated expert, the forward casts hidden_size + width elements, and the backward hidden_size +
+        # 2 x width; all its products are 18 x hidden_size x width FLOPs.
+        elements = 1 / (9 * layer.width) + 1 / (6 * layer.hidden_size)
+        flops = 1 / (1 / flops + elements * CAST_BYTES / hardware.memory_bandwidth)
     return Rates(
-        flops=hardware.peak(setting.dtype) * hardware.product_fraction,
+        flops=flops,
         memory=hardware.memory_bandwidth,
         link=members.exchange_bandwidth(hardware) if members.size > 1 else 1.0,
         latency=members.latency_seconds(hardware),

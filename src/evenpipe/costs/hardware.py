@@ -70,8 +70,8 @@ class Hardware:
     """Source of the figures."""
     torch_device: Literal["cuda", "cpu"] = "cuda"
     """"cuda", or "cpu" for processes of a host."""
-    peak_flops: Mapping[Annotated[str, Names(tuple(ELEMENT_BYTES))], Rate]
-    """Peak FLOPs per second of matrix products, by dtype ("bf16", "fp32"), without sparsity."""
+    peak_flops: Mapping[Annotated[str, Names((*ELEMENT_BYTES, "fp8"))], Rate]
+    """Peak FLOPs per second of matrix products, by dtype ("bf16", "fp32", "fp8"), without sparsity."""
     product_fraction: Fraction
     """Fraction of the peak that large matrix products reach."""
     attention_fraction: Fraction
@@ -202,7 +202,9 @@ class _Speed(NamedTuple):
 # of tests/costs/test_analytic.py, and on other H100 Llama 3 405B on 8192 of them: 430 TFLOP/s each (arXiv 2407.21783,
 # table 4), where 0.59 would be 403 to 419, depending on how attention is counted. Alone, products are faster (0.82 on
 # an H100, 0.45 to 0.65 in SimuMax's table of B200, named above): a step keeps a card at the limit of its power. One
-# H100 that trains alone reaches 0.7 (benchmarks/results/gpu_planned_steps_h100.json). On both, none waits for waves.
+# H100 that trains alone reaches 0.7 (benchmarks/results/gpu_planned_steps_h100.json). Limited to 500 W: a Llama 3.1 8B
+# with FSDP and torch.compile on 8 of them, 6 667 tokens/s each (torchtitan, performance.md). On all, none waits for
+# waves.
 # Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
 # (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
 # request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
@@ -210,6 +212,7 @@ class _Speed(NamedTuple):
 _AMPERE = _Speed(0.76, (0.6, 0.55), 1.0, units=108)
 _HOPPER = _Speed(0.62, (0.65, 0.57), 0.55, units=1)
 _HOPPER_HBM2E = _HOPPER._replace(products=0.59)
+_HOPPER_500W = _HOPPER._replace(products=0.51)
 _BLACKWELL = _Speed(0.435, (0.58, 0.4), 0.35, units=1)
 
 _INNER, _OPERATION, _ATTENTION = 80.0, 7e-6, 50e-6
@@ -219,7 +222,7 @@ H100 are off by 3 % on average (the same file), as are forwards of attention; 55
 
 def _gpu(  # noqa: PLR0917 - a row of the table below
     name: str,
-    peaks: tuple[float, float],
+    peaks: tuple[float, ...],
     speed: _Speed,
     gib: float,
     hbm: float,
@@ -229,11 +232,12 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     per_node: int,
     source: str,
 ) -> Hardware:
-    bf16, fp32 = peaks
     return Hardware(
         name=name,
         source=f"NVIDIA {source}. {_SHARES}",
-        peak_flops={"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "fp32": fp32 * 1e12},
+        peak_flops={
+            name: peak * 1e12 for name, peak in zip(("bf16", "fp16", "fp32", "fp8"), (peaks[0], *peaks), strict=False)
+        },
         product_fraction=speed.products,
         inner_overhead=_INNER,
         units=speed.units,
@@ -251,18 +255,19 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
     )
 
 
-# name, TFLOP/s (bf16, fp32 without TF32), GiB, GB/s of HBM, of NVLink, of the network and to the host (each in one
+# name, TFLOP/s (bf16, fp32 without TF32, fp8), GiB, GB/s of HBM, of NVLink, of the network and to the host (each in one
 # direction), GPUs that NVLink connects. Each has one network card.
 _GPUS = (
     _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
     _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
-    _gpu("H100-80G", (989.4, 66.9), _HOPPER, 79.1, 3350, 450, 50, 64, 8, "H100 data sheet, SXM, 8 x NDR"),
-    _gpu("H100-94G", (989.4, 66.9), _HOPPER_HBM2E, 93.1, 2400, 450, 25, 64, 4, "H100 SXM with HBM2e, 4 x NDR200"),
-    _gpu("H100-NVL", (835, 60), _HOPPER, 93.1, 3900, 300, 50, 64, 2, "H100 NVL data sheet, pairs, NDR"),
-    _gpu("H200", (989.4, 66.9), _HOPPER, 139.8, 4800, 450, 50, 64, 8, "H200 data sheet, SXM, 8 x NDR"),
-    _gpu("B200", (2250, 75), _BLACKWELL, 178.35, 7700, 900, 50, 64, 8, "HGX B200 data sheet, 8 x NDR"),
-    _gpu("GB200", (2500, 80), _BLACKWELL, 184.3, 8000, 900, 50, 225, 72, "GB200 NVL72 data sheet, NDR"),
-    _gpu("GB300", (2500, 80), _BLACKWELL, 276.6, 8000, 900, 100, 225, 72, "GB300 NVL72 data sheet, XDR"),
+    _gpu("H100-80G", (989.4, 66.9, 1978.9), _HOPPER, 79.1, 3350, 450, 50, 64, 8, "H100 data sheet, SXM, 8 x NDR"),
+    _gpu("H100-94G", (989.4, 66.9, 1978.9), _HOPPER_HBM2E, 93.1, 2400, 450, 25, 64, 4, "H100 SXM, HBM2e, 4 x NDR200"),
+    _gpu("H100-96G", (989.4, 66.9, 1978.9), _HOPPER_500W, 95.0, 2400, 450, 50, 64, 8, "H100 HBM2e, 500 W, 8 x NDR"),
+    _gpu("H100-NVL", (835, 60, 1671), _HOPPER, 93.1, 3900, 300, 50, 64, 2, "H100 NVL data sheet, pairs, NDR"),
+    _gpu("H200", (989.4, 66.9, 1978.9), _HOPPER, 139.8, 4800, 450, 50, 64, 8, "H200 data sheet, SXM, 8 x NDR"),
+    _gpu("B200", (2250, 75, 4500), _BLACKWELL, 178.35, 7700, 900, 50, 64, 8, "HGX B200 data sheet, 8 x NDR"),
+    _gpu("GB200", (2500, 80, 5000), _BLACKWELL, 184.3, 8000, 900, 50, 225, 72, "GB200 NVL72 data sheet, NDR"),
+    _gpu("GB300", (2500, 80, 5000), _BLACKWELL, 276.6, 8000, 900, 100, 225, 72, "GB300 NVL72 data sheet, XDR"),
 )
 KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in _GPUS}
 """By name."""

@@ -11,6 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model.context_exchange import choose
 from evenpipe.model.description import Description
 from evenpipe.model.flops import usual_length
@@ -124,7 +125,8 @@ class TimedModel:
         return sizes.tensor_overlap in {"ring", "fused"} or (sizes.tensor_overlap == "auto" and by_default)
 
     def _axes(self, recipe: Recipe) -> Axes:
-        """Return the axes of a recipe; attention of pieces on GPUs runs its forward again in our backward."""
+        """Return the axes of a recipe. Only our runtime runs attention of pieces again in the backward, on GPUs, and
+        products of experts beside the transfer of rows."""
         sizes = recipe.parallelism
         exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
@@ -136,7 +138,7 @@ class TimedModel:
         return Axes.of(
             **{name: getattr(sizes, name) for name in AXES},
             pieces=pieces,
-            experts=sizes.experts,
+            experts=sizes.experts if self.implementation.ours else ExpertOptions(columns=1, arrivals=1),
             skew=self.skew,
         )
 

@@ -237,6 +237,18 @@ def streamed_forward(work: LayerWork, element: int, fused: Collection[str]) -> f
     return norms + rotary + activation + residual
 
 
+CAST_BYTES = 5.0
+"""Bytes that a cast to 8 bits reads and writes per element: 16 bits in; out, two layouts, or one after a pass for the
+maximum, which the operation before often computes."""
+
+
+def cast_elements(work: LayerWork) -> tuple[float, float]:
+    """Return the elements per token that products of all tokens read, an input of several products once, and those of
+    the gradients of their results."""
+    shared = sum((len(block) - 1) * work.hidden_size for block in work.gathered)
+    return sum(one.inputs * one.met for one in work.dense) - shared, sum(one.outputs * one.met for one in work.dense)
+
+
 BACKWARD_STREAMED = 1.6
 """Bytes of the backward of these operations, relative to the forward: a norm reads two tensors and writes one (forward:
 one and one), a gated activation reads three and writes two (forward: two and one)."""

@@ -11,15 +11,13 @@ from evenpipe.model.experts import uses_interface
 from evenpipe.words import refused
 
 
-def check_experts(description: Description, ep: int, *, ours: bool = True) -> None:
-    """Check that `ep` processes can share the experts of every layer; not `ours`: with the kernels of Megatron-LM.
+def check_experts(description: Description, ep: int) -> None:
+    """Check that `ep` processes can share the experts of every layer.
 
     Raises InputError: one sentence names the reason, and what would be accepted.
     """
     if ep == 1:
         return
-    if not ours:
-        raise refused("expert_parallel", ep, "1 with kernels of Megatron-LM")
     if description.config is None:
         raise refused("expert_parallel", ep, "1: plain modules do not say which of them are experts.")
     model = description.skeleton if description.model is None else description.model

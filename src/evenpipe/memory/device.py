@@ -68,6 +68,7 @@ class DeviceBytes:
                 settings.framework,
                 zero=settings.parallelism.zero,
                 replicas=replicas,
+                casts=settings.casts,
                 optimizer=settings.optimizer,
                 offloaded=settings.offloaded,
                 foreach=settings.foreach,

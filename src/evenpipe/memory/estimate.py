@@ -192,7 +192,7 @@ def estimate(
         loss=loss,
     )
     recipe = settings.recipe
-    check_experts(description, recipe.parallelism.ep, ours=settings.is_ours)
+    check_experts(description, recipe.parallelism.ep)
     plan = source.planned(recipe, hardware, settings.dtypes.compute, settings.loss)
     source.parameters.check(recipe.parallelism.tp)
     return Estimate(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from evenpipe.words import refused
 
-from .kernels import Kernels, kernels_named
+from .kernels import COMPILED, Kernels, kernels_named
 
 MIB = 1 << 20
 
@@ -38,6 +38,10 @@ class Framework:
     follows_program: bool = False
     """UNSHARD, RESHARD and REDUCE_GRAD in the program say when sharded parameters are whole and gradients are summed;
     otherwise parameters are whole one layer at a time."""
+    saves_casts: bool = False
+    """With products in fp8, a layer keeps its input in 8 bits for the weight gradient, and a step both layouts of every
+    weight, since products on Hopper need the inner dimension last (docs of Transformer Engine, "Handling transposes").
+    Otherwise it keeps its input in 16 bits, and casts both again (torchao, float8/float8_linear.py)."""
     step_counters: bool = False
     """The optimizer keeps one fp32 number per tensor."""
     placeholders: bool = False
@@ -58,6 +62,11 @@ class Framework:
     """Bytes of workspace for products, allocated like tensors."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Communicators besides those of the schedule's transfers, each by the axes in which its members differ."""
+
+    @property
+    def is_evenpipe(self) -> bool:
+        """Whether it is this library, with these kernels or others."""
+        return self.follows_program
 
     @property
     def transfers(self) -> bool:
@@ -84,6 +93,7 @@ thread of forwards and one for that of backwards, 32 MiB each from Hopper on (8 
 MEGATRON = Framework(
     masters="optimizer",
     vocabulary_multiple=128,
+    saves_casts=True,
     placeholders=True,
     holds_transferred=True,
     attention_copies=True,
@@ -108,21 +118,29 @@ backward, and its gradients are summed behind it, of every microbatch (torch/dis
 
 FRAMEWORKS = {
     "transformers": EVENPIPE,
+    COMPILED: replace(EVENPIPE, overlaps_tensor_ranks=False),
     "fused": EVENPIPE,
     "megatron": MEGATRON,
     "transformer-engine": replace(MEGATRON, overlaps_tensor_ranks=True),
     "fsdp": FSDP,
 }
-"""By the name of a preset of kernels. NVIDIA's recipes for Transformer Engine overlap tensor ranks by default
-(NVIDIA/dgxc-benchmarking)."""
+"""By the name of a preset of kernels. Transfers between tensor ranks would end a compiled region. NVIDIA's recipes for
+Transformer Engine overlap tensor ranks by default (NVIDIA/dgxc-benchmarking)."""
 
 
 @cache
 def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
     """Return kernels by their name and changes, as of `kernels_named`, and the framework that runs them. Errors as
-    there, and for products that add to gradients, which only Megatron-LM has."""
+    there, for products that add to gradients, which only Megatron-LM has, and for those in fp8 where none do."""
     name, kernels = kernels_named(text)
     framework = FRAMEWORKS[name]
     if kernels.weight_gradient == "fused" and framework.gathers == "blocks":
         raise refused("kernels: weight_gradient", "fused", "eager, or a preset of Megatron-LM's kernels")
+    if kernels.products != "compute" and framework.is_evenpipe:
+        others = (name for name, one in FRAMEWORKS.items() if not one.is_evenpipe)
+        raise refused("kernels: products", kernels.products, f"compute, or the kernels {', '.join(others)}")
+    if kernels.products != "compute" and framework.saves_casts and kernels.weight_gradient == "eager":
+        raise refused("kernels: weight_gradient", "eager", f"fused with products={kernels.products}")
+    if kernels.parameters == "cast" and (kernels.products == "compute" or not framework.saves_casts):
+        raise refused("kernels: parameters", "cast", "compute, or products=fp8 with kernels of Megatron-LM")
     return kernels, framework

@@ -32,6 +32,12 @@ class Kernels:
     weight_gradient: Literal["fused", "eager"] = "eager"
     """"fused": the product for a weight gradient adds to the existing gradient; "eager": it makes a new tensor
     first."""
+    products: Literal["compute", "fp8", "mxfp8"] = "compute"
+    """Products of layers, in the type of activations, or of operands that are cast to 8 bits: with one scale for each
+    tensor, or for every 32 elements (MXFP8). The output layer and attention itself stay in the type of activations."""
+    parameters: Literal["compute", "cast"] = "compute"
+    """Matrices of layers exist in the type of activations, or only as the operands of products in fp8 that are cast
+    from masters, as with Megatron-LM's --fp8-param-gather."""
     selective: Literal["products", "half"] = "products"
     """What "selective" checkpointing keeps besides attention: the results of all products, or of every second one, as
     torchtitan's "op" does."""
@@ -56,14 +62,18 @@ def check_literals(what: str, given: Any) -> None:
 
 _FUSED = Kernels(attention="fused", norm="fused", activation="fused", rotary="fused")
 
+COMPILED = "compiled"
+
 PRESETS = {
     "transformers": Kernels(),
+    COMPILED: replace(_FUSED, attention="sdpa"),
     "fused": _FUSED,
     "megatron": replace(_FUSED, attention="flash", experts="pairs", weight_gradient="fused", loss="in-place"),
     "transformer-engine": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="fused"),
     "fsdp": Kernels(attention="flash", norm="fused", selective="half", loss="fp32"),
 }
-"""By name: the modules of transformers as `evenpipe train` runs them; the same with fused kernels; the kernels of
+"""By name: the modules of transformers as `evenpipe train` runs them; the same through torch.compile, which fuses what
+stands between products, and keeps for the backward what fused kernels keep; the same with fused kernels; the kernels of
 Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused cross-entropy;
 and what torch's FSDP runs in torchtitan without `torch.compile`: FlashAttention-2, fused norms, and the loss of logits
 in fp32."""

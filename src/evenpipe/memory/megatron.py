@@ -26,9 +26,9 @@ from evenpipe.errors import InputError
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
 from evenpipe.memory.exchange import FirstRank, UnderWay
 from evenpipe.model import Description, ModuleStage, Stage
-from evenpipe.tensor.cuts import count_of
+from evenpipe.tensor.cuts import BlockCut, count_of
 from evenpipe.tensor.layers import Block, ModelCut
-from evenpipe.tensor.local import divide
+from evenpipe.tensor.local import divide, make_local
 from evenpipe.tensor.operations import sum_product
 
 
@@ -40,6 +40,8 @@ class MegatronLayout:
     sequence_parallel: bool = True
     fuses_gradients: bool = True
     """Products for weights' gradients add to the existing gradients, without tensors of their own."""
+    casts: bool = False
+    """Products read operands of 8 bits, and keep such an input."""
     cp: int = 1
     exchanges_heads: bool = False
     """Context ranks exchange heads for tokens."""
@@ -70,6 +72,26 @@ class FusedSum(Entry):
 
 
 @dataclass(slots=True, eq=False)
+class _Casts:
+    """The operands in 8 bits of a stage's products; those of one input share a copy."""
+
+    _last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def saved(self, rows: Tensor) -> Tensor:
+        """Return what layers keep of an input: the layout that their weight gradients need."""
+        known = None if self._last is None or self._last[0]() is not rows else self._last[1]()
+        if known is None:
+            known = self.operand(rows)
+            self._last = weakref.ref(rows), weakref.ref(known)
+        return known
+
+    @staticmethod
+    def operand(like: Tensor) -> Tensor:
+        """Return one layout of an operand."""
+        return like.new_empty(like.shape, dtype=torch.uint8)
+
+
+@dataclass(slots=True, eq=False)
 class _Layer:
     """A linear layer, called instead of its own forward."""
 
@@ -80,6 +102,8 @@ class _Layer:
     rows: Callable[[], Tensor] | None = None
     """Returns the own rows of its input, if it gathers the others."""
     scatters: bool = False
+    casts: _Casts | None = None
+    """Of products in fp8."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         result: Tensor = _Product.apply(hidden if self.rows is None else self.rows(), self)
@@ -97,6 +121,7 @@ class _Layer:
 
     def input_gradient(self, saved: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of what was saved, and queue or add that of the weight."""
+        layouts = () if self.casts is None else (self.casts.operand(gradient), self.casts.operand(gradient))
         whole = self._whole(gradient) if self.scatters else None
         entry = FusedSum((), partial(self._add, saved, gradient), weight=self.module.weight)
         if self.queue.under_way is not None:
@@ -104,10 +129,10 @@ class _Layer:
             again = None
         else:
             again = self._whole(saved) if self.rows is not None else None
-        result = torch.empty_like(saved) if self.rows is None else self._whole(saved)
         if self.rows is not None:
-            result = torch.empty_like(saved)  # scattered
-        del whole, again
+            result = self._whole(saved, gradient)
+        result = gradient.new_empty(saved.shape)  # of whole rows: scattered
+        del whole, again, layouts
         return result
 
     def _add(self, saved: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -115,18 +140,24 @@ class _Layer:
         gathered += [self._whole(gradient)] if self.scatters else []
         return ()
 
-    def _whole(self, rows: Tensor) -> Tensor:
-        """Return memory for the rows of all ranks."""
+    def _whole(self, rows: Tensor, like: Tensor | None = None) -> Tensor:
+        """Return memory for the rows of all ranks. like: has their type; None: `rows` have it."""
         batch, length, width = rows.shape
-        return rows.new_empty(batch, length * self.rank.size, width)
+        return (rows if like is None else like).new_empty(batch, length * self.rank.size, width)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: _Layer) -> Tensor:
-        ctx.save_for_backward(rows)
         ctx.layer = layer
-        return layer.output(rows)
+        if layer.casts is None:
+            ctx.save_for_backward(rows)
+            return layer.output(rows)
+        ctx.save_for_backward(layer.casts.saved(rows))
+        layout = layer.casts.operand(rows)
+        result = layer.output(rows)
+        del layout
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -180,39 +211,49 @@ def share(
         names: of its layers.
         queue: of weight gradients between I and W.
         cut: over tensor ranks; None for one.
-
     Raises:
-        InputError: a part of a layer cannot be shared so.
+        InputError: a part of a layer cannot be cut.
     """
     products: dict[nn.Module, _Layer] = {}
-    rank = _Rank(layout.rows)
+    rank, casts = _Rank(layout.rows), _Casts() if layout.casts else None
     for layer in map(stage.get_submodule, names):
         for name, block in {} if cut is None else cut.blocks_of(layer).items():
             module = layer.get_submodule(name)
             if block.cut is None:
-                raise _refused(layout.tp, f"{name}, which cannot be cut: {block.reason or 'it mixes tokens'}")
-            divide(module, block.cut, layout.tp, count_of(module, block.cut.groups[0]))
+                raise InputError(
+                    f"tp: {layout.tp}, but in Megatron-LM layers cannot be shared that have {name}, which cannot be"
+                    f" cut: {block.reason or 'it mixes tokens'}; expected tp = 1, or kernels 'transformers' or 'fused'"
+                )
+            count = count_of(module, block.cut.groups[0])
+            if layout.rows > 1 and not _is_of_matrices(module, block.cut):
+                make_local(module, block.cut, rank, block.hidden, groups=count)
+                continue
+            divide(module, block.cut, layout.tp, count)
             if layout.rows > 1:
-                products |= _of_block(name, module, block, rank, queue)
+                products |= _of_block(module, block, rank, queue)
         for linear in filter(_is_linear, layer.modules() if layout.fuses_gradients else ()):
             products.setdefault(linear, _Layer(linear, queue, rank))
     for linear, product in products.items():
+        product.casts = casts
         linear.forward = product  # type: ignore[assignment]
     if isinstance(stage, Stage):
         _leave_out_ends(stage, description.structure.last_parameters)
 
 
-def _of_block(
-    name: str, module: nn.Module, block: Block, rank: _Rank, queue: WeightGradients
-) -> dict[nn.Module, _Layer]:
+def _is_of_matrices(module: nn.Module, cut: BlockCut) -> bool:
+    """Return whether a block is matrices cut by columns and one by rows, and nothing else. Otherwise, as with experts,
+    it gathers its input once, and scatters the sum of its result."""
+    linear = {key for key, one in module.named_modules() if _is_linear(one)}
+    split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
+    return cut.sums_at is not None and linear <= split
+
+
+def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradients) -> dict[nn.Module, _Layer]:
     """Return the products of a block, which gets the placeholder from now on."""
     cut, given = block.cut, _Input(block, rank.size)
     assert cut is not None
     module.register_forward_pre_hook(given.replace, with_kwargs=True)
     linear = {key: one for key, one in module.named_modules() if _is_linear(one)}
-    split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
-    if cut.sums_at is None or linear.keys() - split:
-        raise _refused(rank.size, f"{name}, which is more than matrices cut by columns and one by rows")
     return {
         one: _Layer(one, queue, rank, scatters=True) if key == cut.sums_at else _Layer(one, queue, rank, given.rows)
         for key, one in linear.items()
@@ -221,13 +262,6 @@ def _of_block(
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
-
-
-def _refused(ranks: int, what: str) -> InputError:
-    return InputError(
-        f"tp: {ranks}, but in Megatron-LM layers cannot be shared that have {what}; expected tp = 1, or kernels"
-        " 'transformers' or 'fused'"
-    )
 
 
 def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:

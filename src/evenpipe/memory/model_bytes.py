@@ -170,6 +170,7 @@ def _megatron_layout(settings: Settings) -> MegatronLayout | None:
         tp=sizes.tp,
         sequence_parallel=sizes.sequence_parallel,
         fuses_gradients=settings.kernels.weight_gradient == "fused",
+        casts=settings.casts != "none",
         cp=1 if settings.is_ours else sizes.cp,
         exchanges_heads=sizes.cp > 1 and sizes.context_exchange == "heads",
         copies_attention=framework.attention_copies,

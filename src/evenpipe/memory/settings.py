@@ -18,7 +18,7 @@ from .kernels import Kernels
 from .output_bench import Machine, this_cpu
 from .pieces import Piece
 from .reserved import Overheads
-from .states import ELEMENT_BYTES, Dtypes
+from .states import ELEMENT_BYTES, Casts, Dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class Settings:
         check_choices(self.checkpointing)
         if self.slices > 1 and not self.is_ours:
             raise refused("slices", self.slices, "1 with kernels of Megatron-LM, which has none")
+        if self.skew > 1 and self.parallelism.ep > 1 and self.kernels.experts == "pairs":
+            raise refused("skew", self.skew, "1 with kernels that keep a row for each token and expert")
         if self.kernels.attention == "unfused" and self.parallelism.cp > 1:
             raise refused("kernels: attention", "unfused", f"fused or flash with cp = {self.parallelism.cp}")
         if self.sequence % self.parallelism.cp:
@@ -56,6 +58,13 @@ class Settings:
     def is_ours(self) -> bool:
         """Whether layers are cut and run as this library does it."""
         return self.framework.gathers == "blocks"
+
+    @property
+    def casts(self) -> Casts:
+        """What a device keeps in 8 bits of the matrices of layers; their inputs are kept likewise."""
+        if self.kernels.products == "compute" or not self.framework.saves_casts:
+            return "none"
+        return "instead" if self.kernels.parameters == "cast" else "beside"
 
     @property
     def parallelism(self) -> Parallelism:

@@ -34,7 +34,10 @@ from .parameters import Held
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Of parameters and products."""
+Casts = Literal["none", "beside", "instead"]
 STEP_COUNTER = 4
+LAYOUTS = 2
+"""Of a weight in 8 bits: for the product of the forward, and for that of the input's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ def state_bytes(
     *,
     zero: int = 0,
     replicas: int = 1,
+    casts: Casts = "none",
     optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
@@ -75,6 +79,7 @@ def state_bytes(
 
     Args:
         zero: sharded over `replicas`: 1 optimizer state, 2 also gradients, 3 also parameters.
+        casts: of the matrices of linear layers and experts to 8 bits: besides those in the compute dtype, or instead.
         optimizer: of `Optimizer`; "sgd" with momentum.
         offloaded: share of the optimizer state in host memory, 0 to 1.
         foreach: the optimizer processes all tensors at once and needs a temporary copy of them; a fused one does not.
@@ -93,6 +98,9 @@ def state_bytes(
 
     masters_of_model = two_sets and framework.masters == "parameters"
     own = held.elements * (master if masters_of_model else compute)
+    matrices = held.trained - held.unsplit
+    if casts == "instead":
+        own -= matrices * (compute - (ELEMENT_BYTES["fp8"] if zero == 3 else 0))
     parameters = _part(own, parameter_shards)
     beside = 0
     if two_sets and not masters_of_model:
@@ -109,6 +117,8 @@ def state_bytes(
 
     gradients = _part(held.trained * gradient, replicas if zero >= 2 else 1)
     copies = held.elements * compute if masters_of_model else 0
+    if casts != "none":
+        copies += LAYOUTS * matrices * ELEMENT_BYTES["fp8"]
     unsharded = 0
     if zero == 3 and replicas > 1:
         copies = 0

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from evenpipe.attention.function import adopt
 from evenpipe.errors import InputError
-from evenpipe.experts.adopt import Spread, names_of_experts
+from evenpipe.experts.adopt import Spread, is_experts, names_of_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
 from evenpipe.experts.overlap import Layer, Overlap, choose
 from evenpipe.experts.routing import Routing
@@ -276,6 +276,10 @@ class StageTracer:
             tensor_ranks=ranks,
         )
         stage = (ModuleStage if description.config is None else Stage)(description, part)
+        pairs = self._how.kernels.experts == "pairs"
+        for experts in filter(is_experts, stage.modules() if pairs and member is not None else ()):
+            of_layer: Any = experts
+            of_layer.num_experts = -(-of_layer.num_experts // self._how.sharing.members)  # and as many pairs meet them
         names = [f"{description.structure.layers_name}.{index}" for index in indices]
         exchange = shares = positions = None
         tokens = self._tokens
@@ -311,7 +315,7 @@ class StageTracer:
                     exchange=exchange,
                     repeats=repeats,
                     piece=seen,
-                    experts=self._how.kernels.experts == "rows" if member is None else member,
+                    experts=not pairs if pairs or member is None else member,
                     shares=shares,
                     positions=positions,
                     holds_input=layout is not None and layout.holds_input,

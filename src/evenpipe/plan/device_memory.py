@@ -12,7 +12,7 @@ from evenpipe.memory.estimate import device_estimate, settings_of
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
 from evenpipe.memory.programs import Planned
-from evenpipe.memory.states import part_bytes, state_bytes
+from evenpipe.memory.states import Casts, part_bytes, state_bytes
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
@@ -120,7 +120,8 @@ def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: 
     many = 10**6
     held, dtypes = Held(elements=many, optimized=Trained(elements=many)), problem.dtypes
     zero = parallelism.zero
-    state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
+    casts: Casts = "instead" if problem.kernels.parameters == "cast" else "none"
+    state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, casts=casts, offloaded=host_share)
     if framework.gradients_exist:
         return StateFloor(state.total / many, 0.0, 0.0)
     part = part_bytes(held, dtypes, framework, zero=zero, replicas=replicas)

@@ -247,7 +247,8 @@ class Explanation:
             options["gpu-memory"] = f"{problem.memory_bytes}B"
         plan = " ".join(["evenpipe plan", *(f"--{name} {value}" for name, value in options.items())])
         kernels = "" if problem.kernels_name == EVENPIPE else f" --kernels {problem.kernels_name}"
-        return (f"{plan}{kernels} --explain", f"{plan} --data FOLDER -o run.toml", "evenpipe train run.toml")
+        own = kernels if problem.compiles else ""
+        return (f"{plan}{kernels} --explain", f"{plan}{own} --data FOLDER -o run.toml", "evenpipe train run.toml")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

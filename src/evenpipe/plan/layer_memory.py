@@ -118,8 +118,8 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     """Return the least bytes that any implementation of a layer keeps of one microbatch, under the policies none,
     selective and full.
 
-    None: inputs of products, norms and the activation, queries, keys and values, and the probabilities of eager
-    attention. Selective: results of products and of attention. Full: its input.
+    None: inputs of products (of 8 bits in fp8), norms and the activation, queries, keys and values, and the
+    probabilities of eager attention. Selective: results of products and of attention. Full: its input.
     """
     tokens = setting.tokens * setting.element
     wide = work.hidden_size * setting.hidden_share
@@ -129,7 +129,8 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
     probabilities = sizes.heads * setting.sequence / setting.tensor if setting.unfused_attention(work) else 0.0
-    none = tokens * (4 * wide + attended + probabilities + middle + last) + of_experts
+    inputs = (2 * wide + last) * (1 if setting.product_dtype == setting.dtype else 0.5)
+    none = tokens * (2 * wide + inputs + attended + probabilities + middle) + of_experts
     kept = 0.0 if setting.kernels.halves_selective else attended + middle
     selective = min(none, tokens * (wide + kept) + of_experts)
     return none, selective, min(selective, tokens * wide)

@@ -12,8 +12,8 @@ from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.timed_model import Found, TimedModel, known_times
 from evenpipe.costs.work import FUSIBLE, layers_of
 from evenpipe.errors import InputError
-from evenpipe.memory.framework import FRAMEWORKS, Framework, kernels_and_framework
-from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.framework import Framework, kernels_and_framework
+from evenpipe.memory.kernels import COMPILED, Kernels
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.states import MIXED, SINGLE, Dtypes
 from evenpipe.model.description import Description
@@ -99,7 +99,12 @@ class Problem(TimedModel):
     @property
     def is_ours(self) -> bool:
         """Whether evenpipe runs these kernels, not another framework."""
-        return self.framework is FRAMEWORKS[EVENPIPE]
+        return self.framework.is_evenpipe
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers run through torch.compile."""
+        return self.kernels_name.partition(",")[0] == COMPILED
 
     @property
     def implementation(self) -> Implementation:
@@ -110,6 +115,8 @@ class Problem(TimedModel):
             waits_for_transfers=kernels.transfers == "between",
             halves_selective=kernels.selective == "half",
             adds_weight_gradients=kernels.weight_gradient == "fused",
+            products=kernels.products,
+            saves_casts=framework.saves_casts,
             loss=kernels.loss,
             stops_early=framework.stops_early,
             overlaps_tensor_ranks=framework.overlaps_tensor_ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from evenpipe.attention.check import check_pieces
@@ -33,6 +34,11 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
     if experts:
         return experts
     pieces = refusal_of_pieces(problem, sizes.cp)
+    if problem.compiles and (sizes.cp > 1 or recipe.slices > 1):
+        try:
+            replace(recipe, compile_layers=True).check_compiled_pieces(problem.layers)
+        except InputError as error:
+            return str(error)
     return refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.slices > 1 else "")
 
 
@@ -47,7 +53,7 @@ def refusal_of_cut(problem: Problem, ranks: int) -> str:
 
 def refusal_of_experts(problem: Problem, members: int) -> str:
     """Return why so many replicas cannot share the experts of every layer."""
-    check = partial(check_experts, problem.description, members, ours=problem.is_ours)
+    check = partial(check_experts, problem.description, members)
     return _once(problem, check_experts, check, members)
 
 

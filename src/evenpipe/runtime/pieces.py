@@ -142,11 +142,7 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
         raise InputError(
             f"{option}: {name} is {share:g} in the model's config; it must be 0: evenpipe's attention drops no weights"
         )
-    if recipe.compile_layers and any(one != "none" for one in recipe.checkpointing_of(description.layers)):
-        raise InputError(
-            "compile_layers is True; it must be False with checkpointing and sequences in pieces: a checkpointed"
-            " layer is compiled as one graph, and the attention of pieces stays outside of graphs"
-        )
+    recipe.check_compiled_pieces(description.layers)
     sizes = recipe.parallelism
     if sizes.context_exchange != "heads":
         return

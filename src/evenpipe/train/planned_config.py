@@ -59,6 +59,8 @@ def planned_tables(
         tables["model"]["config"] = {"vocab_size": problem.description.vocabulary_size, **tables["model"]["config"]}
     kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
     tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
+    if problem.compiles:
+        tables["pipeline"]["compile_layers"] = True
     if parallelism.pp > 1:
         tables["pipeline"].setdefault("arrange", hardware)
     tables |= _offload(tables.get("offload"), plan.configuration)

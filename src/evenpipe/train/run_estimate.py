@@ -8,8 +8,10 @@ from typing import Any
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.memory.estimate import Estimate
+from evenpipe.memory.kernels import COMPILED
 from evenpipe.memory.states import MIXED, SINGLE, Dtypes
 from evenpipe.model import Description, describe
+from evenpipe.plan.problem import EVENPIPE
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.slice_choice import with_slices
@@ -33,6 +35,7 @@ class EstimatedRun:
     optimizer: str
     offloaded: float
     """Share of the optimizer's state on the host."""
+    kernels: str = EVENPIPE
     loss: LossOptions = field(default_factory=LossOptions)
     remarks: tuple[str, ...] = ()
     """Sentences about options whose bytes are not known."""
@@ -40,7 +43,8 @@ class EstimatedRun:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `estimate`, besides the recipe."""
-        return {"dtypes": self.dtypes, "optimizer": self.optimizer, "offloaded": self.offloaded, "loss": self.loss}
+        names = ("kernels", "dtypes", "optimizer", "offloaded", "loss")
+        return {name: getattr(self, name) for name in names}
 
 
 def estimated_run(config: Config, hardware: Hardware | None) -> EstimatedRun:
@@ -62,14 +66,13 @@ def estimated_run(config: Config, hardware: Hardware | None) -> EstimatedRun:
         dtypes=dtypes,
         optimizer=_optimizer(config),
         offloaded=config.optimizer.host_share,
+        kernels=COMPILED if recipe.compile_layers else EVENPIPE,
         loss=loss,
         remarks=tuple(_remarks(config, on_cpu=on_cpu)),
     )
 
 
 def _remarks(config: Config, *, on_cpu: bool) -> Iterator[str]:
-    if config.pipeline.compile_layers:
-        yield "pipeline.compile_layers: the estimate is of layers that are not compiled, which keep more"
     if config.pipeline.tensor_overlap not in ("auto", "none"):
         overlap = show(config.pipeline.tensor_overlap)
         yield f"pipeline.tensor_overlap is {overlap}: its buffers are not in the estimate"
