@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {"schedule"},
     "vocabulary": set(),
     "model": set(),
-    "layers": set(),
+    "layers": {"model"},
     "experts": {"model", "layers"},
     "tensor": {"model", "layers"},
     "attention": {"model"},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenpipe.layers.weight_gradients import SplitConv1D, SplitLinear, WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitLayer, WeightGradients, split_layers
 
 COMMON = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 GROUPED = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8}
@@ -153,7 +153,7 @@ def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str, s
     linear = {
         parameter
         for layer in runner.module.modules()
-        if isinstance(layer, (SplitLinear, SplitConv1D)) and layer.weight.requires_grad
+        if isinstance(layer, SplitLayer) and layer.weight.requires_grad
         for parameter in layer.parameters()
     }
     expected = dict(plain.module.named_parameters())

@@ -57,7 +57,14 @@ def test_a_frozen_weight_keeps_nothing() -> None:
 
 
 class Inside(nn.Linear):
-    """A subclass: who knows what it does."""
+    """A subclass that computes what it likes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+class Named(nn.Linear):
+    """A subclass that computes what torch does."""
 
 
 class Mixed(nn.Module):
@@ -76,7 +83,7 @@ class Mixed(nn.Module):
         self.adapter = nn.Sequential(nn.Linear(32, 4, bias=False), nn.Dropout(0.3), nn.Linear(4, 32, bias=False))
         self.bias_only = nn.Linear(32, 32)
         self.bias_only.weight.requires_grad_(False)
-        self.weight_only = nn.Linear(32, 32)
+        self.weight_only = Named(32, 32)
         self.weight_only.bias.requires_grad_(False)
         self.unused = nn.Linear(32, 32)
         self.embedding, self.last = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)

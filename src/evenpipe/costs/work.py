@@ -19,6 +19,7 @@ from torch import nn
 from evenpipe.model.description import Description
 from evenpipe.model.experts import fused_experts, number_of_experts
 from evenpipe.model.flops import Attention, attention_of, chosen_experts, experts_of
+from evenpipe.model.linear import is_linear, is_transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +175,9 @@ def _gathered(
     found = []
     for block in blocks.values():
         wide = [name for name, product in block if product.outputs == hidden_size]
-        inside = (product for name, product in block if name not in wide[-1:] and _is_linear(layer.get_submodule(name)))
+        inside = (product for name, product in block if name not in wide[-1:] and is_linear(layer.get_submodule(name)))
         found.append(tuple(product for product in inside if product.inputs == hidden_size))
     return tuple(block for block in found if block)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_turned(module)
-
-
-def _is_turned(module: nn.Module) -> bool:
-    """Return whether this is transformers' Conv1D, which stores its matrix as [inputs, outputs]."""
-    return hasattr(module, "nf")
 
 
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
@@ -199,7 +191,7 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
             if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
                 yield name, Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
             elif parameter.ndim == 2:
-                outputs, inputs = parameter.shape[::-1] if _is_turned(module) else parameter.shape
+                outputs, inputs = parameter.shape[::-1] if is_transposed(module) else parameter.shape
                 yield name, Product(inputs, outputs)
 
 

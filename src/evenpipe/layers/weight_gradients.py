@@ -25,6 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from evenpipe.layers.checkpointing import only_saves
+from evenpipe.model.linear import is_one_product
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +154,8 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
     """Let the linear layers of a module take part in split backwards.
 
-    Only `nn.Linear` and `Conv1D` themselves are split: subclasses and other modules may use their parameters in unknown
-    ways. A layer whose parameters are not its own (computed by a hook, or also used by another kind of module) stays
-    unchanged.
+    Only layers that are one product (`is_one_product`) are split: other modules may use their parameters in unknown
+    ways. A layer whose parameters another kind of module uses, too, stays unchanged.
 
     Returns the names of the other trained matrices (parameters of two or more dimensions): their gradient is computed
     in I, which is correct, but leaves less for W.
@@ -162,16 +163,16 @@ def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
     foreign = {
         parameter
         for one in module.modules()
-        if not _is_linear(one)
+        if not is_one_product(one)
         for parameter in one._parameters.values()
         if parameter is not None
     }
     split: set[nn.Parameter] = set()
     for layer in module.modules():
-        if _is_linear(layer):
+        if is_one_product(layer):
             own = {parameter for parameter in layer._parameters.values() if parameter is not None}
             if own.isdisjoint(foreign):
-                layer.__class__ = _SPLIT_CLASSES[type(layer)]
+                layer.__class__ = _split_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
                 layer._weight_gradients = queue  # type: ignore[assignment]
                 split |= own
     return [
@@ -271,30 +272,14 @@ class SplitLayer(nn.Module):
         return super().forward(x)
 
 
-class SplitLinear(SplitLayer, nn.Linear):
-    transposed = False
-
-
-class SplitConv1D(SplitLayer, Conv1D):
-    """`Conv1D` is transformers' (GPT-2)."""
-
-    transposed = True
+@cache
+def _split_class(kind: Any) -> Any:
+    """Return the class of layers of this kind whose weight gradient can wait."""
+    return type(f"Split{kind.__name__}", (SplitLayer, kind), {"transposed": issubclass(kind, Conv1D)})
 
 
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Weight and bias, detached; the taps for the input and for the gradient of the output."""
-
-_SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Return whether a layer can be split: torch's own class, with its usual parameters."""
-    return (
-        type(module) in _SPLIT_CLASSES
-        and module._parameters.keys() == {"weight", "bias"}
-        and isinstance(module._parameters["weight"], nn.Parameter)
-        and "forward" not in vars(module)
-    )
 
 
 def is_trained(layer: SplitLayer) -> bool:

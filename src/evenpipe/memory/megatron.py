@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from evenpipe.errors import InputError
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
 from evenpipe.memory.exchange import FirstRank, UnderWay
 from evenpipe.model import Description, ModuleStage, Stage
+from evenpipe.model.linear import is_one_product, is_transposed
 from evenpipe.tensor.cuts import BlockCut, count_of
 from evenpipe.tensor.layers import Block, ModelCut
 from evenpipe.tensor.local import divide, make_local
@@ -111,7 +111,7 @@ class _Layer:
 
     def output(self, hidden: Tensor) -> Tensor:
         """Return [batch, tokens, out] for an input [batch, tokens, in]; either may have own rows only."""
-        weight = self.module.weight if isinstance(self.module, Conv1D) else self.module.weight.t()
+        weight = self.module.weight if is_transposed(self.module) else self.module.weight.t()
         if self.scatters:
             batch, length, width = hidden.shape
             rows = sum_product(hidden.reshape(-1, width), weight, self.module.bias, self.rank)
@@ -231,7 +231,7 @@ def share(
             divide(module, block.cut, layout.tp, count)
             if layout.rows > 1:
                 products |= _of_block(module, block, rank, queue)
-        for linear in filter(_is_linear, layer.modules() if layout.fuses_gradients else ()):
+        for linear in filter(is_one_product, layer.modules() if layout.fuses_gradients else ()):
             products.setdefault(linear, _Layer(linear, queue, rank))
     for linear, product in products.items():
         product.casts = casts
@@ -243,7 +243,7 @@ def share(
 def _is_of_matrices(module: nn.Module, cut: BlockCut) -> bool:
     """Return whether a block is matrices cut by columns and one by rows, and nothing else. Otherwise, as with experts,
     it gathers its input once, and scatters the sum of its result."""
-    linear = {key for key, one in module.named_modules() if _is_linear(one)}
+    linear = {key for key, one in module.named_modules() if is_one_product(one)}
     split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
     return cut.sums_at is not None and linear <= split
 
@@ -253,15 +253,11 @@ def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradien
     cut, given = block.cut, _Input(block, rank.size)
     assert cut is not None
     module.register_forward_pre_hook(given.replace, with_kwargs=True)
-    linear = {key: one for key, one in module.named_modules() if _is_linear(one)}
+    linear = {key: one for key, one in module.named_modules() if is_one_product(one)}
     return {
         one: _Layer(one, queue, rank, scatters=True) if key == cut.sums_at else _Layer(one, queue, rank, given.rows)
         for key, one in linear.items()
     }
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, Conv1D)
 
 
 def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:

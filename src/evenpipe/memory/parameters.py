@@ -23,6 +23,7 @@ from torch import nn
 
 from evenpipe.experts.adopt import is_experts
 from evenpipe.model import Description
+from evenpipe.model.linear import is_linear, is_one_product
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
 from evenpipe.parallel.gradients import ALONE_ELEMENTS
@@ -37,7 +38,6 @@ Of = Literal["all", "experts", "others"]
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 _PACKED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj")
-_LINEAR = ("Linear", "Conv1D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class Parameters:
             for key, parameter in module.named_parameters(recurse=False):
                 name = f"{module_name}.{key}" if module_name else key
                 own = cut or self._planned(name) or "whole"
-                trained, split = self._trained(f"{prefix}.{name}"), expert or type(module).__name__ in _LINEAR
+                trained, split = self._trained(f"{prefix}.{name}"), expert or is_one_product(module)
                 matrix = is_matrix(module, key, parameter.dim())
                 yield Tensor(name, tuple(parameter.shape), own, share, trained, matrix, split, expert)
 
@@ -276,10 +276,10 @@ class Parameters:
         """Return how a module's parameters are split; None: parameter by parameter."""
         if self._plan:
             return self._planned(name)
-        if type(module).__name__ not in _LINEAR:
+        if not is_linear(module):
             return "whole"
         parent = layer.get_submodule(name.rpartition(".")[0])
-        linear = [child for child in parent.children() if type(child).__name__ in _LINEAR]
+        linear = [child for child in parent.children() if is_linear(child)]
         return "rows" if module is linear[-1] and len(linear) > 1 else "columns"
 
     def _planned(self, path: str) -> Cut | None:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from evenpipe.model.linear import is_linear
 from evenpipe.model.placement import Cut, TensorPlacement
 from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import own_rows
 from evenpipe.tensor.local import make_local
 from evenpipe.tensor.norms import norms_inside
 from evenpipe.tensor.threads import in_threads, thread_exchanges
-from evenpipe.tensor.units import Call, NoUnitsError, find_units, is_linear, until_the_end
+from evenpipe.tensor.units import Call, NoUnitsError, find_units, until_the_end
 from evenpipe.words import count
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")

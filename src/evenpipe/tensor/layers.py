@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.interface import takes
+from evenpipe.model.linear import is_linear
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import router_modules
 from evenpipe.model.small_model import kinds_of_layers
@@ -27,7 +28,7 @@ from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
 from evenpipe.tensor.local import hand_over, keep_whole, make_local
-from evenpipe.tensor.units import Call, NoUnitsError, is_linear, until_the_end
+from evenpipe.tensor.units import Call, NoUnitsError, until_the_end
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from evenpipe.model.linear import is_one_product
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows, Scatter
 from evenpipe.tensor.gathered import Gathered, GatherInput, set_source
 from evenpipe.tensor.norms import sum_over_ranks
@@ -56,7 +57,7 @@ def make_local(
             module.__dict__[leaf] = weight.new_zeros((*experts, size), dtype=dtype_of(weight), requires_grad=False)
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
-    layers = [module for module in block.modules() if type(module) in (nn.Linear, Conv1D)]
+    layers = [module for module in block.modules() if is_one_product(module)]
     given = _Input(exchange, tuple(hidden), layers, keeps=keeps)
     block.register_forward_pre_hook(given.gather, with_kwargs=True)
     block.register_forward_hook(given.close, always_call=True)

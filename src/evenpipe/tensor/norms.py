@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from evenpipe.model.linear import is_linear
 from evenpipe.tensor.exchange import Exchange, Sum
-from evenpipe.tensor.units import Call, is_linear, until_the_end
+from evenpipe.tensor.units import Call, until_the_end
 
 NormStyle = Literal["narrow", "wide", "plus one"]
 """How transformers' module computes a norm in fp32: rounded before the weight ("narrow"), after it ("wide"), or with

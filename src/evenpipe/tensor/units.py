@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.pytorch_utils import Conv1D
 
+from evenpipe.model.linear import is_linear
 from evenpipe.words import count
 
 NOTHING = 1e-9
@@ -96,11 +96,6 @@ def until_the_end(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of torch or transformers."""
-    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = ()) -> Units:
