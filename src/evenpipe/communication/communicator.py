@@ -56,9 +56,17 @@ class Handle:
     tensors: Sequence[Tensor] = ()
     finish: Callable[[], None] | None = None
     """Called after the wait."""
+    result: Any = None
+    """Returned by the wait."""
+    _needed_by: str = ""
 
-    def wait(self, needed_by: str = "") -> None:
-        """Wait for the operation and release its tensors; a second call does nothing.
+    def giving(self, result: Any, needed_by: str = "") -> Handle:
+        """Set what the wait returns, and by whom it is needed if the wait does not say; return the handle."""
+        self.result, self._needed_by = result, needed_by
+        return self
+
+    def wait(self, needed_by: str = "") -> Any:
+        """Wait for the operation, release its tensors, and return the result; a second call only returns that.
 
         With NCCL only the current stream waits, not the host.
 
@@ -69,8 +77,8 @@ class Handle:
             peer.
         """
         if not self.works:
-            return
-        communicator = self.communicator
+            return self.result
+        communicator, needed_by = self.communicator, needed_by or self._needed_by
         watch = communicator.watch
         if watch is not None:
             watch.awaiting(self.what, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
@@ -88,6 +96,7 @@ class Handle:
         if self.finish is not None:
             self.finish()
         self.works, self.tensors, self.finish = (), (), None
+        return self.result
 
 
 @dataclass(eq=False)

@@ -28,13 +28,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from evenpipe.experts.layout import Exchange, Layout, Pending
+from evenpipe.experts.layout import Exchange, Layout
 from evenpipe.experts.overlap import Overlap, blocks
 from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
 from evenpipe.words import count
+from evenpipe.work import NOTHING, Work
 
 
 class Listener(Protocol):
@@ -228,7 +229,7 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
     return rows, first, there[layout.row, layout.slot]
 
 
-def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Pending]]:
+def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Work]]:
     """Return rows [rows, ...] on the side of the experts, and what to wait for: one for each part that arrives."""
     layout = call.layout
     if call.exchange is None:
@@ -245,7 +246,7 @@ def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Pendi
     return there, pending
 
 
-def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what: str) -> Pending:
+def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what: str) -> Work:
     """Send rows to the member that many ranks on only, and receive those of the one as many ranks before."""
     layout, exchange = call.layout, call.exchange
     assert exchange is not None
@@ -261,15 +262,7 @@ def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what:
     )
 
 
-class _Nothing:
-    def wait(self) -> None: ...
-
-
-NOTHING: Pending = _Nothing()
-"""Waits for nothing."""
-
-
-def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[Pending]) -> Tensor:
+def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[Work]) -> Tensor:
     """Return [pairs, out]: rows, of which some arrive yet, times [experts, in, out]."""
     layout, exchange = call.layout, call.exchange
     if exchange is None or call.overlap.arrivals == 1:
@@ -330,7 +323,7 @@ class _Leaving(NamedTuple):
     """[rows, columns]: sums of own rows are first."""
     back: Tensor
     """[own + sent rows, columns]: those that return, by `token_of_row`."""
-    pending: Pending
+    pending: Work
 
 
 def _start_leaving(

@@ -25,14 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evenpipe.experts.products import Groups
-
-
-class Pending(Protocol):
-    """A transfer that has been started."""
-
-    def wait(self) -> None:
-        """Return when its result is there."""
-        ...
+from evenpipe.work import Work
 
 
 class Exchange(Protocol):
@@ -46,7 +39,7 @@ class Exchange(Protocol):
         the device."""
         ...
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Pending:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Work:
         """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
         Both must stay as they are until the wait."""
         ...

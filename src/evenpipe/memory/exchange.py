@@ -13,17 +13,7 @@ from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.experts.overlap import Overlap as Beside
 from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.tensor.exchange import Overlap
-
-
-class UnderWay(NamedTuple):
-    """A transfer and the tensors that it holds, as a communicator's handle does."""
-
-    result: Tensor
-    held: list[Tensor]
-
-    def wait(self) -> Tensor:
-        self.held.clear()
-        return self.result
+from evenpipe.work import Done
 
 
 class FirstRank:
@@ -41,15 +31,15 @@ class FirstRank:
     def gather(self, rows: Tensor) -> Tensor:
         return self.start_gather(rows).wait()
 
-    def start_gather(self, rows: Tensor) -> UnderWay:
-        return UnderWay(self.table(rows).flatten(0, 1), [rows])
+    def start_gather(self, rows: Tensor) -> Done:
+        return Done(self.table(rows).flatten(0, 1), [rows])
 
     def scatter(self, partial: Tensor) -> Tensor:
         return self.start_scatter(partial).wait()
 
-    def start_scatter(self, partial: Tensor) -> UnderWay:
+    def start_scatter(self, partial: Tensor) -> Done:
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()
-        return UnderWay(torch.empty_like(parts[0]), [parts])
+        return Done(torch.empty_like(parts[0]), [parts])
 
     def sum(self, partial: Tensor) -> Tensor:
         return partial.clone(memory_format=torch.contiguous_format)
@@ -70,15 +60,6 @@ class Sharing(NamedTuple):
 
 ALONE = Sharing()
 """A process has all experts."""
-
-
-class _Sent(NamedTuple):
-    """Rows between members, which a communicator's handle holds until the wait."""
-
-    held: list[Tensor]
-
-    def wait(self) -> None:
-        self.held.clear()
 
 
 class FirstMember:
@@ -109,8 +90,8 @@ class FirstMember:
             [self._times * size for size in one] for one in known
         ]
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> _Sent:
-        return _Sent([output, rows])
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Done:
+        return Done(held=[output, rows])
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -23,13 +23,14 @@ from torch.nn import functional
 
 from evenpipe.errors import InputError
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
-from evenpipe.memory.exchange import FirstRank, UnderWay
+from evenpipe.memory.exchange import FirstRank
 from evenpipe.model import Description, ModuleStage, Stage
 from evenpipe.model.linear import is_one_product, is_transposed
 from evenpipe.tensor.cuts import BlockCut, count_of
 from evenpipe.tensor.layers import Block, ModelCut
 from evenpipe.tensor.local import divide, make_local
 from evenpipe.tensor.operations import sum_product
+from evenpipe.work import Done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +61,8 @@ class MegatronLayout:
 class _Rank(FirstRank):
     """The first tensor rank. Sums are scattered without a copy."""
 
-    def start_scatter(self, partial: Tensor) -> UnderWay:
-        return UnderWay(partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), [partial])
+    def start_scatter(self, partial: Tensor) -> Done:
+        return Done(partial.new_empty(partial.shape[0] // self.size, *partial.shape[1:]), [partial])
 
 
 @dataclass(slots=True, eq=False)

@@ -21,16 +21,7 @@ from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Predicate, Sig
 from evenpipe.memory.pieces import Piece
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.running import Running
-
-
-class _Done:
-    """A transfer that holds its tensors until it is waited for."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors: Sequence[Tensor] = tensors
-
-    def wait(self, needed_by: str = "") -> None:
-        self._tensors = ()
+from evenpipe.work import Done
 
 
 class _FirstOf:
@@ -43,15 +34,15 @@ class _FirstOf:
         self.gathered: list[int] = []
         """Bytes of each table."""
 
-    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Done:
         self.gathered.append(self._measure(output.nbytes))
-        return _Done(output, tensor)
+        return Done(held=[output, tensor])
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
-        return _Done(output, tensor)
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Done:
+        return Done(held=[output, tensor])
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> _Done:
-        return _Done(output, tensor)
+    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> Done:
+        return Done(held=[output, tensor])
 
 
 @dataclass(eq=False, kw_only=True)

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.parallel.running import Running
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """Rows between members."""
-
-    handle: Handle
-    needed_by: str
-
-    def wait(self) -> None:
-        """Wait until they are there."""
-        self.handle.wait(self.needed_by)
 
 
 class ExpertRanks:
@@ -48,8 +35,8 @@ class ExpertRanks:
         told, known = table.tolist()
         return told, known
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> UnderWay:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
         """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
         Both must stay as they are until the wait."""
         handle = self._communicator.exchange(output, rows, received, sent, f"{what} {self._where}")
-        return UnderWay(handle, self.running.text)
+        return handle.giving(None, needed_by=self.running.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +11,6 @@ from torch import Tensor, nn
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Held, TensorPlacement
 from evenpipe.parallel.running import Running
-
-
-class UnderWay(NamedTuple):
-    """A transfer between tensor ranks."""
-
-    handle: Handle
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        """Return its result."""
-        self.handle.wait()
-        return self.result
 
 
 class TensorRanks:
@@ -45,28 +33,30 @@ class TensorRanks:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
-        return self.start_gather(rows).wait()
+        gathered: Tensor = self.start_gather(rows).wait()
+        return gathered
 
-    def start_gather(self, rows: Tensor) -> UnderWay:
+    def start_gather(self, rows: Tensor) -> Handle:
         """Begin `gather`."""
         table = rows.new_empty((self.size, *rows.shape))
         handle = self.communicator.all_gather(table, rows, f"rows of {self.running.text}")
-        return UnderWay(handle, table.flatten(0, 1))
+        return handle.giving(table.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
-        return self.start_scatter(partial).wait()
+        own: Tensor = self.start_scatter(partial).wait()
+        return own
 
-    def start_scatter(self, partial: Tensor) -> UnderWay:
+    def start_scatter(self, partial: Tensor) -> Handle:
         """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
         handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.running.text}")
-        return UnderWay(handle, own)
+        return handle.giving(own)
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> UnderWay:
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Handle:
         """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
-        return UnderWay(self.communicator.pass_on(rows, buffer, f"{what} of {self.running.text}"), buffer)
+        return self.communicator.pass_on(rows, buffer, f"{what} of {self.running.text}").giving(buffer)
 
     def started(self, what: str) -> None:
         """Let the watch know of an exchange that torch has started by itself."""

@@ -21,14 +21,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.tensor.operations import sum_rows
-
-
-class Pending(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> Tensor:
-        """Return its result."""
-        ...
+from evenpipe.work import Work
 
 
 class Overlap(Protocol):
@@ -80,11 +73,11 @@ class Exchange(Protocol):
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
         ...
 
-    def start_gather(self, rows: Tensor) -> Pending:
+    def start_gather(self, rows: Tensor) -> Work:
         """Begin `gather`. `rows` must not change until the end."""
         ...
 
-    def start_scatter(self, partial: Tensor) -> Pending:
+    def start_scatter(self, partial: Tensor) -> Work:
         """Begin `scatter`."""
         ...
 
@@ -100,7 +93,7 @@ class Exchange(Protocol):
 class RingExchange(Exchange, Protocol):
     """Ranks that can also pass rows on around a ring."""
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Pending:
+    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Work:
         """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
         with those of the previous one."""
         ...

@@ -23,8 +23,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from evenpipe.tensor.exchange import Exchange, Pending, formed
+from evenpipe.tensor.exchange import Exchange, formed
 from evenpipe.tensor.operations import gathered_products
+from evenpipe.work import Work
 
 
 class Gathered:
@@ -40,7 +41,7 @@ class Gathered:
         self._address, self._elements, self._width = 0, rows.numel() * exchange.size, rows.shape[-1]
         self._empty = rows.new_empty(0)
         self._uses = 0
-        self._started: Pending | None = None
+        self._started: Work | None = None
         self._whole: Tensor | None = None
         self._waiting: list[Callable[[], None]] = []
         self._products: dict[nn.Module, Tensor] = {}

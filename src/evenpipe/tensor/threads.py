@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from evenpipe.model.fp64 import InFp64
 from evenpipe.tensor.exchange import Overlap
+from evenpipe.work import Done
 
 Result = TypeVar("Result")
 
@@ -26,15 +27,6 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.table: list[Any] = [None] * size
-
-
-class Done(NamedTuple):
-    """The result of a transfer that is over."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        return self.result
 
 
 class ThreadExchange:
