@@ -481,6 +481,13 @@ def test_exchange_of_replicas_beside_passes() -> None:
     nodes = replace(node, axes=Axes.of(dp=16, tp=1, cp=1, pp=1))
     alone, beside = seconds(3, given=nodes), seconds(3, 8, 1e3, 1e3, given=nodes)
     assert beside == pytest.approx(alone / 8 + LOST_ACROSS_NODES * alone * 7 / 8, rel=0.01)
+    # Two nodes with copies of each other's parameters: what a GPU has summed is all-reduced with one of the other node.
+    quick = replace(quick, across=Wire(latency_seconds=0.0, bandwidth=1e10))
+    hybrid = replace(node, hardware=quick, axes=Axes.of(dp=16, dp_shard=8, tp=1, cp=1, pp=1))
+    copies = 2 * (8e9 / 8 * 4) / 2 / 1e10  # each by its own card
+    assert seconds(3, given=hybrid) == pytest.approx(gathered + summed + copies)
+    lost = LOST_ACROSS_NODES * copies * 7 / 8
+    assert seconds(3, 8, 1e3, 1e3, given=hybrid) == pytest.approx((gathered + summed + copies) / 8 + lost)
 
 
 def test_transfers_between_passes_make_them_longer() -> None:

@@ -75,6 +75,17 @@ def test_experts_are_estimated_however_they_run_and_are_shared(sample) -> None:
     assert all(skewed[term] == even[term] for term in ("parameters", "gradients", "optimizer"))
 
 
+def test_some_of_the_replicas_share_and_the_others_have_copies(tiny) -> None:
+    options = {"sequence": 64, "microbatches": 4, "kernels": "fsdp", "data_parallel": "shard"}
+    few, hybrid, all_of_them = (
+        estimated(tiny, **options, **sizes).devices[0] for sizes in ({"dp": 2}, {"dp": 8, "dp_shard": 2}, {"dp": 8})
+    )
+    assert hybrid.terms == few.terms != all_of_them.terms
+    assert hybrid.process.communicators == few.process.communicators + 1
+    with pytest.raises(InputError, match="dp_shard is 2; it must be left out in a run"):
+        Recipe.of(dp=8, dp_shard=2, data_parallel="shard").check_runnable()
+
+
 def test_layouts_that_a_family_does_not_have_are_refused() -> None:
     bloom = describe(tiny_config("bloom"))
     shared = estimated(bloom, pp=2, tp=2, sequence=32, microbatches=4)

@@ -80,6 +80,8 @@ def test_values_that_stand_for_others() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, "pp is 0; it must be an integer of at least 1"),
     ({"dp": 4, "ep": 3}, "ep is 3; it must be a divisor of dp, 4"),
+    ({"dp": 4, "dp_shard": 2}, 'dp_shard is 2; it must be left out with data_parallel "replicate"'),
+    ({"dp": 4, "dp_shard": 3, "data_parallel": "shard"}, "dp_shard is 3; it must be a divisor of dp, 4, and a"),
     ({"reshard": True}, 'reshard is true; it must be left out unless data_parallel is "shard"'),
     ({"context_exchange": "star"}, 'context_exchange is "star"; it must be one of auto, keys, heads'),
     ({"slices": "all"}, 'slices is "all"; it must be an integer of at least 1 or "auto"'),

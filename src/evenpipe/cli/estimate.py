@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 AS_IN_RECIPE = (
     *("dp", "ep", "tp", "cp", "pp", "context_exchange"),
-    *("microbatches", "microbatch_size", "slices", "reshard"),
+    *("microbatches", "microbatch_size", "slices", "dp_shard", "reshard"),
 )
 """Options that the recipe has, too."""
 
@@ -50,6 +50,7 @@ class RecipeOptions:
     cp: Count = 1
     pp: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
+    dp_shard: Count | None = None
     reshard: bool = False
     no_sequence_parallel: bool = False
     context_exchange: Literal["keys", "heads"] = "keys"
@@ -131,6 +132,7 @@ def run(
     --cp N                      context parallelism
     --pp N                      devices of a pipeline
     --zero                      shard over dp x cp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
+    --dp-shard N                replicas that share it, while the others have copies (HSDP); default: all
     --reshard                   with --zero 3, free parameters between passes
     --no-sequence-parallel      with tp, keep norms and residuals whole on every GPU
     --context-exchange          context parallelism exchanges keys and values, or heads for tokens

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
-NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "microbatch_size", "slices", "stages_per_device")
+NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "dp_shard", "microbatch_size", "slices", "stages_per_device")
 CHOICES = (*NUMBERS, "schedule", "vocabulary", "checkpointing", "host_share", "offload")
 """Choices of the search, and those that are numbers."""
 FIELDS = {
@@ -180,6 +180,7 @@ def run(
     --zero X[,X...]             shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters;
                                 default: 0 and 3, which evenpipe trains with; with --kernels of another framework 1
                                 and 3
+    --dp-shard X[,X...]         replicas that share what is sharded, while the others have copies (HSDP); default: all
     --microbatch-size X[,X...]  sequences per microbatch
     --slices X[,X...]           slices of every sequence; default: 1, and 4 for long sequences in few microbatches
     --stages-per-device X[,X...]  stages per device, for schedules that leave a choice

@@ -100,7 +100,7 @@ class SharedExperts:
     members: Axis = Axis(1)
     """Replicas that share them."""
     replicas: Axis
-    """Devices with the same experts, over which their gradients are summed."""
+    """Devices that share the same experts, over which their gradients are summed."""
     options: ExpertOptions = field(default_factory=ExpertOptions)
     """What runs beside their exchange."""
     skew: float = 1.0
@@ -116,7 +116,9 @@ class Axes:
     tensor: Axis
     context: Axis
     replicas: Axis
-    """Data and context: devices with the same parameters, over which gradients are summed."""
+    """Data and context: devices that share parameters, over which gradients are summed."""
+    copies: Axis
+    """Those with copies of what these share, over which their sums are summed."""
     pipeline: Axis
     experts: SharedExperts
     pieces: Pieces = Pieces()
@@ -130,15 +132,18 @@ class Axes:
         cp: int,
         pp: int,
         ep: int = 1,
+        dp_shard: int | None = None,
         pieces: Pieces = Pieces(),
         experts: ExpertOptions | None = None,
         skew: float = 1.0,
     ) -> Axes:
         """Return axes of these sizes."""
+        shards, copies = (dp_shard or dp) * cp, dp // (dp_shard or dp)
         shared = SharedExperts(
             members=Axis(ep, tp * cp),
-            replicas=Axis(dp * cp // ep, tp * ep),  # as if context ranks stood behind the members, too
+            replicas=Axis(shards // ep, tp * ep),  # as if context ranks stood behind the members, too
             options=experts or ExpertOptions(),
             skew=skew,
         )
-        return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp), shared, pieces)
+        pipeline = Axis(pp, dp * tp * cp)
+        return cls(Axis(tp), Axis(cp, tp), Axis(shards, tp), Axis(copies, shards * tp), pipeline, shared, pieces)

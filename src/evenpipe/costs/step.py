@@ -254,16 +254,20 @@ def step_end_seconds(
     """Return the time besides passes on a device with these parameters: gradients are summed over replicas as far as no
     pass runs meanwhile, the optimizer steps, and with sharding parameters are gathered (ZeRO-1: at the end of the step;
     ZeRO-3: for the next one, as for this one)."""
-    hardware, seconds, optimized = setting.hardware, 0.0, 0.0
+    hardware, copies, seconds, optimized = setting.hardware, setting.axes.copies, 0.0, 0.0
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
-            part = count / beside.parts
+            part, across = count / beside.parts, not replicas.inside_node(hardware)
             summed = replicas.gather_seconds(hardware, part * setting.gradient_element)
+            # What the replicas that share it have summed is all-reduced with the copies of the others.
+            shared = 2 * copies.gather_seconds(hardware, part * setting.gradient_element / replicas.size)
             gathered = replicas.gather_seconds(hardware, part * (setting.element if zero else setting.gradient_element))
             again = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
-            lost = 0.0 if replicas.inside_node(hardware) else LOST_ACROSS_NODES
-            seconds += beside.times * _exposed(summed + again, beside.backward, beside.parts, lost)
+            both = summed + again + shared
+            lost = LOST_ACROSS_NODES * (1.0 if across else shared / both if both else 0.0)
+            seconds += beside.times * _exposed(both, beside.backward, beside.parts, lost)
             if zero:
+                lost = LOST_ACROSS_NODES * across
                 seconds += beside.times * _exposed(gathered, beside.forward, beside.parts, lost)
             optimized += count / (replicas.size if zero else 1)
     return seconds + hardware.streaming_seconds(optimized * OPTIMIZER_BYTES, 10)

@@ -137,6 +137,7 @@ class TimedModel:
         )
         return Axes.of(
             **{name: getattr(sizes, name) for name in AXES},
+            dp_shard=sizes.dp_shard,
             pieces=pieces,
             experts=sizes.experts if self.implementation.ours else ExpertOptions(columns=1, arrivals=1),
             skew=self.skew,
@@ -282,7 +283,7 @@ def split_times(model: TimedModel, recipe: Recipe) -> tuple[tuple[float, ...], f
 
 def computing(sizes: Parallelism) -> Parallelism:
     """Return the same without what changes no pass: how parameters are sharded."""
-    return replace(sizes, data_parallel="replicate", reshard=False, prefetch=None)
+    return replace(sizes, data_parallel="replicate", dp_shard=None, reshard=False, prefetch=None)
 
 
 def pass_costs(model: TimedModel, recipe: Recipe, placement: Placement) -> Costs:

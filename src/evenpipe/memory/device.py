@@ -189,7 +189,7 @@ def _held(source: ModelBytes, plan: Planned, settings: Settings, stage: int) -> 
 def _replicas(settings: Settings) -> tuple[int, int]:
     """Return over how many replicas the two kinds of parameters are spread, or summed."""
     parallelism = settings.parallelism
-    return parallelism.replicas, parallelism.replicas // parallelism.ep
+    return parallelism.shards, parallelism.shards // parallelism.ep
 
 
 def _part(held: StageHeld, settings: Settings) -> PartBytes:

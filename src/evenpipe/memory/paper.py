@@ -71,7 +71,7 @@ def paper_estimate(
     held = (layers / p + h * v) / t
     if p == 1 and not shape.tied:  # (*) a last device of its own is not considered
         held += h * v / t + h
-    per_parameter = 2 + gradient_bytes + 12 / (parallelism.replicas if parallelism.zero else 1)
+    per_parameter = 2 + gradient_bytes + 12 / (parallelism.shards if parallelism.zero else 1)
 
     layer = s * b * h * (12 + 4 * r) + 8 * s * b * f  # (*) four tensors of a gated MLP, even if a kernel keeps three
     tokens = 8 * s * b * h * p  # (*) 8 bytes per token id, times h

@@ -163,6 +163,7 @@ def communicators_of(
     count = sum(math.prod(sizes[axis] for axis in axes) > 1 for axes in framework.groups)
     if parallelism.ep > 1:  # the members of a group, and the same member of all groups
         count += 1 + (parallelism.replicas > parallelism.ep)
+    count += parallelism.shards < parallelism.replicas
     if framework.transfers:
         count += sum(device in members for members in transfers.values())
     return count

@@ -96,7 +96,7 @@ class Configuration:
         if parallelism.cp > 1 and parallelism.context_exchange == "heads":
             parts.append("heads")
         if parallelism.zero:
-            parts.append(f"zero-{parallelism.zero}")
+            parts.append(name_of_zero(parallelism))
         parts.append(self.schedule_name)
         if parallelism.pp > 1:
             parts.append(self.recipe.vocabulary)
@@ -132,6 +132,12 @@ def name_of_axes(parallelism: Parallelism) -> str:
     """Return the sizes of the axes in short."""
     axes = [f"{axis}{size}" for axis in AXES if (size := getattr(parallelism, axis)) > 1]
     return "·".join(axes) or "one GPU"
+
+
+def name_of_zero(parallelism: Parallelism) -> str:
+    """Return what replicas share, in short: ZeRO's level, and by how many of them if not by all."""
+    shard = parallelism.dp_shard
+    return f"zero-{parallelism.zero}{'' if shard is None else f'/{shard}'}"
 
 
 def costs_of(problem: Problem, one: Configuration) -> Costs:

@@ -107,7 +107,7 @@ class StateFloor(NamedTuple):
 def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_share: float = 0.0) -> StateFloor:
     """Return the bytes of a device with these parameters. host_share: share of the optimizer's state on the host."""
     sizes, floors = layout.parallelism, []
-    for count in (sizes.replicas, sizes.replicas // sizes.ep):
+    for count in (sizes.shards, sizes.shards // sizes.ep):
         key = (_floor_of_each, sizes.zero, sizes.reshard, sizes.prefetch, count, host_share)
         floors.append(problem.once(key, partial(_floor_of_each, problem, layout, count, host_share)))
     kinds = zip(*floors, strict=True)

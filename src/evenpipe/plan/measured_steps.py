@@ -223,11 +223,12 @@ def _recipe(problem: Problem, words: list[str]) -> Recipe:
         word = rest.pop(0)
         schedule, _, stages = word.partition("/")
         axis = re.fullmatch(rf"({'|'.join(AXES)})([1-9][0-9]*)", word)
-        zero = re.fullmatch(r"zero-([0-3])", word)
+        zero = re.fullmatch(r"zero-([0-3])(/[1-9][0-9]*)?", word)
         if axis:
             said[axis[1]] = int(axis[2])
         elif zero:
             said["data_parallel"] = DATA_PARALLEL[int(zero[1])]
+            said["dp_shard"] = int(zero[2][1:]) if zero[2] else None
         elif schedule in SCHEDULES and (not stages or stages.isdecimal()):
             said["schedule"] = schedule
             options = {"stages_per_device": int(stages)} if stages else {}

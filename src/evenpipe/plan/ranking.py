@@ -15,7 +15,7 @@ from evenpipe.sizes import gib_text
 from evenpipe.words import count, refused, seconds_text, table
 
 from .bounds import order_bound
-from .configuration import name_of_axes
+from .configuration import name_of_axes, name_of_zero
 from .configuration_search import Found, Rejected, head_layers
 from .evaluation import Evaluation, timed
 from .measured_steps import Fitted, spread
@@ -456,7 +456,7 @@ def _of_floor(one: Rejected) -> Rejection:
         name, where = one.configuration.name, f"at least on device {one.bound.device}"
         where += ", even with full recomputation" * ("checkpointing" in one.configuration.open)
     else:
-        name = f"{name_of_axes(one.layout.parallelism)} zero-{one.layout.parallelism.zero}"
+        name = f"{name_of_axes(one.layout.parallelism)} {name_of_zero(one.layout.parallelism)}"
         where = "at least, for parameters, gradients and optimizer state alone"
     return Rejection(name, one.bound.lacking, where, one.bound.seconds, ())
 

@@ -63,6 +63,8 @@ class Space:
     pp: tuple[int, ...] | None = None
     zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
     """Levels for layouts with replicas; others have nothing to shard."""
+    dp_shard: tuple[int, ...] | None = None
+    """As of `Parallelism`, for layouts where that is possible. None: all replicas share what is sharded."""
     microbatch_sizes: tuple[int, ...] | None = None
     slices: tuple[int, ...] | None = None
     """Parts of every sequence, for pipelines. None: 1, and for long sequences and few microbatches `SLICES`."""
@@ -95,7 +97,7 @@ class Space:
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise refused("host share", share, f"between 0 and 1, or {LEAST}")
-        for name in (*AXES, "microbatch_sizes", "slices", "stages_per_device"):
+        for name in (*AXES, "dp_shard", "microbatch_sizes", "slices", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise InputError(f"{name} is {given!r}; each must be a whole number of at least 1")
@@ -158,9 +160,18 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
         if tp > node or (tp * cp > node and problem.sequence // cp < TOKENS_ACROSS):
             continue
         zeros = space.zero if dp * cp > 1 else (0,)
-        for zero, ep in product(zeros, _members(problem, space, dp)):
+        for zero, ep, shard in product(zeros, _members(problem, space, dp), space.dp_shard or (None,)):
+            if shard is not None and (not zero or dp % shard or shard % ep):
+                continue
             parallelism = Parallelism(
-                dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero], context_exchange="keys"
+                dp=dp,
+                ep=ep,
+                tp=tp,
+                cp=cp,
+                pp=pp,
+                data_parallel=DATA_PARALLEL[zero],
+                dp_shard=shard,
+                context_exchange="keys",
             )
             for size in space.microbatch_sizes or divisors(share):
                 if share % size == 0:

@@ -42,6 +42,9 @@ class Parallelism(Declared):
     """Replicas that share the experts of a layer: a divisor of dp."""
     data_parallel: DataParallel = "replicate"
     """What is sharded over dp * cp: nothing, the optimizer's state, also gradients, or also parameters (FSDP2)."""
+    dp_shard: Whole1 | None = None
+    """Of the replicas, neighbours that share what is sharded, with cp; the others have copies of it, and sum gradients
+    with these (HSDP). A divisor of dp, and a multiple of ep. Default: all. Estimates and plans only."""
     reshard: bool = False
     """With data_parallel "shard": free parameters between passes and gather them again, instead of once a step. Takes
     less memory and more communication."""
@@ -66,6 +69,10 @@ class Parallelism(Declared):
 
     def check(self) -> None:
         self.require("ep", self.dp % self.ep == 0, f"a divisor of dp, {self.dp}")
+        if self.dp_shard is not None:
+            sharded, divides = self.zero > 0, self.dp % self.dp_shard == 0 == self.dp_shard % self.ep
+            self.require("dp_shard", sharded, 'left out with data_parallel "replicate"')
+            self.require("dp_shard", divides, f"a divisor of dp, {self.dp}, and a multiple of ep, {self.ep}")
         shards, accepted = self.data_parallel == "shard", 'left out unless data_parallel is "shard"'
         self.require("reshard", shards or not self.reshard, accepted)
         self.require("prefetch", shards or self.prefetch is None, accepted)
@@ -77,8 +84,13 @@ class Parallelism(Declared):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters, over which they are sharded: dp * cp."""
+        """Number of ranks with the same parameters: dp * cp."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which parameters are sharded, if they are: dp_shard * cp."""
+        return (self.dp_shard or self.dp) * self.cp
 
     @property
     def model_parallel(self) -> int:
@@ -94,6 +106,7 @@ class Parallelism(Declared):
         """Raise InputError for what estimates and plans know but the runtime does not run yet."""
         accepted = "true, since tensor ranks share the rows of norms, too"
         self.require("sequence_parallel", self.tp == 1 or self.sequence_parallel, accepted)
+        self.require("dp_shard", self.dp_shard in (None, self.dp), "left out in a run")
         self.require("data_parallel", self.data_parallel in ("replicate", "shard"), "replicate or shard in a run")
 
 

@@ -35,6 +35,7 @@ class RecipeOptions(TypedDict, total=False):
     tp: int
     ep: int
     data_parallel: DataParallel
+    dp_shard: int | None
     reshard: bool
     prefetch: int | None
     sequence_parallel: bool

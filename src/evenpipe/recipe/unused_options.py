@@ -18,7 +18,7 @@ def unused_options(recipe: Recipe, *, moves: bool) -> Iterator[str]:
     """
     axes, usual = recipe.parallelism, Parallelism()
     needs = [
-        (axes.replicas == 1, "there is one replica", ("data_parallel", "reshard", "prefetch")),
+        (axes.replicas == 1, "there is one replica", ("data_parallel", "dp_shard", "reshard", "prefetch")),
         (axes.cp == 1, "there is one context rank", ("context_exchange",)),
         (axes.tp == 1, "there is one tensor rank", ("tensor_overlap",)),
         (axes.ep == 1, "no replicas share experts", ("experts",)),
