@@ -70,6 +70,8 @@ def test_steps_are_read_in_several_forms(tmp_path: Path) -> None:
     (whole,) = measured_steps(given, "dp8 zero-3 microbatch 2: 52,000 tokens/s", no_run)
     (each,) = measured_steps(given, "dp8 zero-3 microbatch 2: 6500 tokens/s/GPU", no_run)
     assert whole.seconds == each.seconds == pytest.approx(64 * 8192 / 52000)
+    (hybrid,) = measured_steps(given, "dp8 zero-3/4 microbatch 2: 8 s", no_run)
+    assert (hybrid.recipe.parallelism.zero, hybrid.recipe.parallelism.dp_shard) == (3, 4)
     file = tmp_path / "steps.txt"
     file.write_text("dp8 microbatch 4: 9 s\n\nrun.toml: 8.5 s\n", encoding="utf-8")
     _, run = measured_steps(given, str(file), lambda path: Recipe.of(pp=8, sequence_length=8192))

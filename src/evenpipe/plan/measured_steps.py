@@ -42,7 +42,10 @@ ACCEPTED = (
     ' zero-3 zbv 1 x 16: 8.4 s", "dp8 zero-3 microbatch 2: 52000 tokens/s" (or tokens/s/GPU) or "run.toml: 8.4 s"; or a'
     " file with such lines"
 )
-WORDS = "an axis (dp8), zero-3, a schedule, a vocabulary mode, none, selective, full, 1 x 16, microbatch 2 or slices 4"
+WORDS = (
+    "an axis (dp8), zero-3 or zero-3/8, a schedule, a vocabulary mode, none, selective, full, 1 x 16, microbatch 2 or"
+    " slices 4"
+)
 ReadRun = Callable[[str], Recipe]
 """Returns the recipe of a configuration file."""
 
