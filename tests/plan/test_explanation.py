@@ -155,6 +155,13 @@ def test_what_cannot_be_is_one_sentence() -> None:
             explain(problem(LLAMA_3_8B, gpus), "llama", **options)
 
 
+@pytest.mark.slow
+def test_layers_that_other_frameworks_do_not_cut_in_a_known_way_are_refused() -> None:
+    asked = problem(MODELS / "nemotron-h-8b.json", 64, kernels="megatron")
+    with pytest.raises(InputError, match="tp: 8, but in Megatron-LM layers cannot be shared that have mixer"):
+        explain(asked, "nemotron-h", pp=8, tp=8)
+
+
 # --- dense models, mixtures, models with windows, state spaces or pictures ------------------------------------------
 
 PIPELINE = ["--pp", "8", "--sequence", "4096", "--json"]

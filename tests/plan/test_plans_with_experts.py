@@ -40,6 +40,8 @@ SMALL = Space(**ALONE, schedules=("1f1b", "zb-h1"), vocabularies=("first-last", 
 def test_replicas_share_experts_in_all_even_numbers() -> None:
     found = {(one.parallelism.dp, one.parallelism.ep) for one in layouts(problem(), SMALL)}
     assert found == {(8, 1), (8, 2), (8, 4), (8, 8), (4, 1), (4, 2), (4, 4)}
+    others = {(one.parallelism.dp, one.parallelism.ep) for one in layouts(problem(kernels="megatron"), SMALL)}
+    assert others == found
     for one in layouts(problem(), SMALL):
         beside = one.parallelism.experts
         assert (beside.columns == "auto") is (one.parallelism.ep == 1)

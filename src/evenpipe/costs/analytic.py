@@ -131,14 +131,18 @@ class Setting:
             )
 
     @property
+    def casts(self) -> bool:
+        """Whether products of layers read operands that are cast to 8 bits."""
+        return self.kernels.products != "compute"
+
+    @property
     def product_dtype(self) -> str:
         """Type of the operands of layers' products."""
-        return self.dtype if self.kernels.products == "compute" else "fp8"
+        return "fp8" if self.casts else self.dtype
 
     def without_casts(self) -> Setting:
         """Return the same with all products in the type of activations."""
-        plain = self.kernels._replace(products="compute")
-        return self if plain == self.kernels else replace(self, kernels=plain)
+        return replace(self, kernels=self.kernels._replace(products="compute")) if self.casts else self
 
     @property
     def tensor(self) -> int:
@@ -347,7 +351,7 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
     forward = products + attention + streaming
     inputs = inputs + attention_backward + streaming_backward
-    if setting.kernels.products != "compute":
+    if setting.casts:
         of_inputs, of_gradients = (
             hardware.streaming_seconds(tokens * size * CAST_BYTES / setting.tensor, len(work.dense))
             for size in cast_elements(work)

@@ -62,7 +62,7 @@ def _work(experts: ExpertWork, hidden_size: int, setting: Setting) -> tuple[Laye
 def _rates(layer: Layer, setting: Setting) -> Rates:
     hardware, members = setting.hardware, setting.axes.experts.members
     flops = hardware.peak(setting.product_dtype) * hardware.product_fraction
-    if setting.kernels.products != "compute":
+    if setting.casts:
         # Of a row of a gated expert, the forward casts hidden_size + width elements, and the backward hidden_size +
         # 2 x width; all its products are 18 x hidden_size x width FLOPs.
         elements = 1 / (9 * layer.width) + 1 / (6 * layer.hidden_size)

@@ -131,7 +131,7 @@ Transformer Engine overlap tensor ranks by default (NVIDIA/dgxc-benchmarking).""
 @cache
 def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
     """Return kernels by their name and changes, as of `kernels_named`, and the framework that runs them. Errors as
-    there, for products that add to gradients, which only Megatron-LM has, and for those in fp8 where none do."""
+    there, for products that add to gradients, which only Megatron-LM has, and for fp8 that the framework has not."""
     name, kernels = kernels_named(text)
     framework = FRAMEWORKS[name]
     if kernels.weight_gradient == "fused" and framework.gathers == "blocks":

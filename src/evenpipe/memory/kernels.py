@@ -34,7 +34,8 @@ class Kernels:
     first."""
     products: Literal["compute", "fp8", "mxfp8"] = "compute"
     """Products of layers, in the type of activations, or of operands that are cast to 8 bits: with one scale for each
-    tensor, or for every 32 elements (MXFP8). The output layer and attention itself stay in the type of activations."""
+    tensor, or for every 32 elements (MXFP8). The output layer and attention itself stay in the type of activations.
+    Scales are not counted, so both have the same bytes and times."""
     parameters: Literal["compute", "cast"] = "compute"
     """Matrices of layers exist in the type of activations, or only as the operands of products in fp8 that are cast
     from masters, as with Megatron-LM's --fp8-param-gather."""

@@ -35,6 +35,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Of parameters and products."""
 Casts = Literal["none", "beside", "instead"]
+"""As of `state_bytes`."""
 STEP_COUNTER = 4
 LAYOUTS = 2
 """Of a weight in 8 bits: for the product of the forward, and for that of the input's gradient."""

@@ -129,7 +129,7 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     middle = work.middle / setting.tensor
     last = middle / 2 if work.gated else middle
     probabilities = sizes.heads * setting.sequence / setting.tensor if setting.unfused_attention(work) else 0.0
-    inputs = (2 * wide + last) * (1 if setting.product_dtype == setting.dtype else 0.5)
+    inputs = (2 * wide + last) * (0.5 if setting.casts else 1)
     none = tokens * (2 * wide + inputs + attended + probabilities + middle) + of_experts
     kept = 0.0 if setting.kernels.halves_selective else attended + middle
     selective = min(none, tokens * (wide + kept) + of_experts)

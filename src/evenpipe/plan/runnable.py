@@ -28,17 +28,14 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
         return f"gradients in {dtypes.gradients}, masters in {dtypes.masters} and moments in {dtypes.moments}"
     try:
         sizes.check_runnable()
+        if problem.compiles and (sizes.cp > 1 or recipe.slices > 1):
+            replace(recipe, compile_layers=True).check_compiled_pieces(problem.layers)
     except InputError as error:
         return str(error)
     experts = refusal_of_experts(problem, sizes.ep)
     if experts:
         return experts
     pieces = refusal_of_pieces(problem, sizes.cp)
-    if problem.compiles and (sizes.cp > 1 or recipe.slices > 1):
-        try:
-            replace(recipe, compile_layers=True).check_compiled_pieces(problem.layers)
-        except InputError as error:
-            return str(error)
     return refusal_of_cut(problem, sizes.tp) or pieces or (refusal_of_slices(problem) if recipe.slices > 1 else "")
 
 
