@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from evenpipe.layers.checkpointing import Switch, checkpointed
 from evenpipe.layers.random_state import RandomState
-from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients
 
 CPU = torch.device("cpu")
 WIDTH, TOKENS = 16, 8
@@ -43,7 +43,7 @@ def best_of(repeats: int, calls: int, function: Callable[[], Any]) -> float:
 def linear_layer(repeats: int, calls: int) -> dict[str, float]:
     plain, split = nn.Linear(WIDTH, WIDTH, bias=False), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
     queue = WeightGradients()
-    split_layers(split, queue)
+    SplitBackward(queue).apply(split, {})
     hidden, gradient = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
 
     def fused() -> None:

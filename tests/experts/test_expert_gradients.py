@@ -18,7 +18,7 @@ from families import EXPERTS, tiny_config, whole_model
 from torch import Tensor
 
 from evenpipe.experts import function
-from evenpipe.experts.adopt import adopt_experts
+from evenpipe.experts.adopt import OwnExperts
 from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import alone, spread
 from evenpipe.experts.load import Load
@@ -264,7 +264,7 @@ def test_gradients_are_those_of_transformers(sample) -> None:
         count = next(experts.parameters()).shape[0]
         inputs = hidden, torch.where(absent[:, None], count, chosen), weights, gradient
         queue = WeightGradients()
-        adopt_experts(experts, queue)
+        OwnExperts(queue).apply(experts, {})
         whole, split = gradients(experts, inputs), gradients(experts, inputs, queue)
         assert max(gradient_errors(split, expected).values()) < tolerance, (family, way, choices)
         assert all(torch.equal(whole[name], split[name]) for name in whole), (family, way, choices)
@@ -274,7 +274,7 @@ def test_gradients_are_those_of_transformers(sample) -> None:
 def test_experts_train_where_nothing_before_them_does() -> None:
     experts = experts_of("mixtral")
     hidden, chosen, weights, gradient = routed(experts)
-    adopt_experts(experts, WeightGradients())
+    OwnExperts(WeightGradients()).apply(experts, {})
     experts(hidden, chosen, weights).backward(gradient)
     assert all(parameter.grad is not None for parameter in experts.parameters())
 
@@ -282,7 +282,7 @@ def test_experts_train_where_nothing_before_them_does() -> None:
 def test_checkpointed_experts_repeat_only_their_first_products() -> None:
     """Three experts have tokens; each has 2 products in F and 4 in the backward."""
     experts = experts_of("mixtral")
-    adopt_experts(experts, WeightGradients())
+    OwnExperts(WeightGradients()).apply(experts, {})
     results, counts = [], []
     for choice in ("none", "full"):
         checkpoint_layer(experts, choice, Switch(), torch.device("cpu"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenpipe.layers.weight_gradients import SplitLayer, WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, SplitLayer, WeightGradients, unsplit_matrices
 
 COMMON = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 GROUPED = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8}
@@ -79,7 +79,8 @@ class Split:
     def __init__(self, module: nn.Module, batches: list[Any]) -> None:
         self.module, self.batches = module, batches
         self.queue = WeightGradients()
-        self.unsplit = split_layers(module, self.queue)
+        SplitBackward(self.queue).apply(module, {})
+        self.unsplit = unsplit_matrices(module)
         self.outputs: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self._forwarded: dict[int, tuple[Tensor, Any]] = {}

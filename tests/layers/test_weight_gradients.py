@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from evenpipe.layers import weight_gradients
-from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients, unsplit_matrices
 from evenpipe.memory.tracker import Tracker
 
 PASSES = {
@@ -116,7 +116,8 @@ def test_frozen_shared_repeated_and_foreign_parameters(sample) -> None:
     for dtype, passes in sample(itertools.product(DTYPES, PASSES), 5):
         assert difference(lambda: mixed(dtype), data(3, 2, dtype=dtype), PASSES[passes]) == [], (dtype, passes)
     module = mixed(torch.float32)
-    assert sorted(split_layers(module, WeightGradients())) == sorted(UNSPLIT)
+    SplitBackward(WeightGradients()).apply(module, {})
+    assert sorted(unsplit_matrices(module)) == sorted(UNSPLIT)
     assert module.state_dict().keys() == mixed(torch.float32).state_dict().keys()
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from evenpipe.host.copies import Move, Ticket
 from evenpipe.host.offload import Activations
 from evenpipe.host.pool import HostPool
-from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import IGNORE_INDEX
@@ -107,7 +107,7 @@ def _stages(count: int) -> list[Stage]:
     torch.manual_seed(count)
     stages = [Stage() for _ in range(count)]
     for stage in stages:
-        split_layers(stage, WeightGradients())
+        SplitBackward(WeightGradients()).apply(stage, {})
     return stages
 
 

@@ -28,12 +28,21 @@ from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
 from evenpipe.attention.sight import Exchange, Mask, Predicate, current
 from evenpipe.errors import InputError
+from evenpipe.model.stage import Stage
 
 NAME = "evenpipe"
 _INNER = "_evenpipe_inner_attention"
 _OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
 """Arguments that the kernel way honours, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
 the family's own function runs."""
+
+
+class OwnAttention:
+    """The `LayerTransform` that lets our attention run, on shares of sequences and documents that are kept apart."""
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        assert isinstance(model, Stage)
+        adopt(model.whole)
 
 
 def adopt(model: nn.Module) -> None:

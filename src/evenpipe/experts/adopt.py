@@ -19,7 +19,7 @@ from evenpipe.experts.layout import Exchange, alone
 from evenpipe.experts.layout import spread as layout_of_member
 from evenpipe.experts.load import Load
 from evenpipe.experts.routing import Routing
-from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients
 from evenpipe.model import Description
 from evenpipe.model.experts import uses_interface
 from evenpipe.model.placement import Cut, TensorPlacement
@@ -49,42 +49,38 @@ class Spread:
     overlap: Overlap = field(default_factory=Overlap)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnExperts:
+    """The `LayerTransform` that lets our function run experts, whose matrices then take part in split backwards."""
+
+    queue: WeightGradients
+    spread: Spread | None = None
+    """The parameters are those of a member; None: this process holds all experts."""
+    load: Load | None = None
+    """Counts what tokens choose."""
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        if ALL_EXPERTS_FUNCTIONS is None:
+            return
+        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
+        experts: list[tuple[str, Any]] = [
+            (name, module) for name, module in model.named_modules() if is_experts(module)
+        ]
+        for name, module in experts:
+            module._adopted = Adopted(name, module.num_experts, self)
+            module._weight_gradients = self.queue
+        for _, module in experts:  # they share one config
+            module.config._experts_implementation = IMPLEMENTATION
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Adopted:
     """What the experts of a layer need."""
 
     name: str
     count: int
     """Of all members."""
-    queue: WeightGradients
-    spread: Spread | None
-    """None: this process holds all of them."""
-    load: Load | None
-    """Counts what tokens choose."""
-
-
-def adopt_experts(
-    module: nn.Module, queue: WeightGradients, spread: Spread | None = None, load: Load | None = None
-) -> list[str]:
-    """Let our function run the experts of a stage. Return the names of their matrices, which take part in split
-    backwards.
-
-    spread: the parameters are those of a member.
-    """
-    if ALL_EXPERTS_FUNCTIONS is None:
-        return []
-    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
-    found = [(name, part) for name, part in module.named_modules() if is_experts(part)]
-    for name, part in found:
-        part._adopted = Adopted(name, part.num_experts, queue, spread, load)  # type: ignore
-    for _, part in found:  # experts share one config
-        part.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
-    return [
-        f"{prefix}.{name}"
-        for prefix, part in found
-        for name, parameter in part.named_parameters(recurse=False)
-        if parameter.dim() > 1
-    ]
+    by: OwnExperts
 
 
 def names_of_experts(description: Description) -> dict[str, int]:
@@ -114,8 +110,8 @@ def placements(
 def split_once(module: nn.Module) -> Callable[[], None]:
     """Split the next backward of a module, for the self-check: the returned function then runs its W."""
     queue = WeightGradients()
-    adopt_experts(module, queue)
-    split_layers(module, queue)
+    for transform in (OwnExperts(queue), SplitBackward(queue)):
+        transform.apply(module, {})
     key = (0, 0)
     queue.begin(key)
 
@@ -145,22 +141,20 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
     Returns: [tokens, hidden_size].
     """
     adopted: Adopted = experts._adopted
-    spread = adopted.spread
-    if adopted.load is not None:
-        adopted.load.add(adopted.name, top_k_index)
-    queue = adopted.queue if adopted.queue.takes(hidden) else None
-    if spread is None:
+    by = adopted.by
+    if by.load is not None:
+        by.load.add(adopted.name, top_k_index)
+    queue = by.queue if by.queue.takes(hidden) else None
+    if by.spread is None:
         layout = alone(top_k_index, adopted.count)
         call = Call(experts, layout, None, Overlap(), queue, name=adopted.name)
     else:
-        call = _call_of_member(experts, top_k_index, queue)
+        call = _call_of_member(experts, by.spread, top_k_index, queue)
     return run(call, hidden, top_k_weights)
 
 
-def _call_of_member(experts: Any, index: Tensor, queue: WeightGradients | None) -> Call:
+def _call_of_member(experts: Any, spread: Spread, index: Tensor, queue: WeightGradients | None) -> Call:
     adopted: Adopted = experts._adopted
-    spread = adopted.spread
-    assert spread is not None
     member = _Member(adopted.name, spread)
     member.begins()
     layout = spread.routing.layout(adopted.name, lambda: layout_of_member(index, adopted.count, spread.exchange))

@@ -20,7 +20,7 @@ passes: arXiv 2503.01328; the engine of its artifact requires static shapes, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,19 +254,30 @@ class Activations:
         return (*self._stashes, *self._moved)
 
 
-def keep_on_device(layer: nn.Module, activations: Activations) -> None:
-    """Keep the tensors that this layer saves on the device."""
-    forward = layer.forward
+@dataclass(frozen=True, slots=True)
+class KeptOnDevice:
+    """The `LayerTransform` that keeps the tensors which some layers save on the device."""
 
-    @functools.wraps(forward)
-    def staying(*args: Any, **kwargs: Any) -> Any:
-        before, activations.active = activations.active, False
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            activations.active = before
+    activations: Activations
+    numbers: Collection[int]
+    """Of these layers."""
 
-    layer.forward = staying
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        for index in layers.keys() & self.numbers:
+            layers[index].forward = self._staying(layers[index].forward)
+
+    def _staying(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        activations = self.activations
+
+        @functools.wraps(forward)
+        def staying(*args: Any, **kwargs: Any) -> Any:
+            before, activations.active = activations.active, False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                activations.active = before
+
+        return staying
 
 
 def activations_engine(options: OffloadOptions, torch_device: torch.device) -> Activations:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -65,6 +65,20 @@ def check_choices(choices: Iterable[str]) -> None:
         if choice not in CHOICES:
             accepted = ", ".join(f'"{one}"' for one in CHOICES)
             raise refused("checkpointing", choice, f"one of {accepted}, or one of these per layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """The `LayerTransform` that lets layers recompute their activations."""
+
+    choices: Sequence[str]
+    """By number of the layer in the model."""
+    switch: Switch
+    torch_device: torch.device
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        for index, layer in layers.items():
+            checkpoint_layer(layer, self.choices[index], self.switch, self.torch_device)
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -35,12 +35,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.layers.checkpointing import Switch, checkpoint_layer, run_checkpointed
+from evenpipe.layers.checkpointing import Checkpointing, Switch, checkpoint_layer, run_checkpointed
 from evenpipe.layers.weight_gradients import SplitLayer, Taps, WeightGradients, is_trained, linear_entry
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """The `LayerTransform` that compiles layers, with their checkpointing."""
+
+    checkpointing: Checkpointing
+    queue: WeightGradients
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        options = self.checkpointing
+        for index, layer in layers.items():
+            compile_layer(layer, self.queue, options.choices[index], options.switch, options.torch_device)
 
 
 def compile_layer(
@@ -55,7 +68,7 @@ def compile_layer(
     """Compile a layer's forward, and its backward with it, on the first call; hooks of the layer stay outside.
 
     Args:
-        queue: as for `split_layers`.
+        queue: as of `SplitBackward`.
         checkpointing: "none", "full" or "selective".
         switch: while it is off, the layer keeps everything for its backward.
         backend: of torch.compile.

@@ -16,7 +16,7 @@ instead 5 us.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +107,10 @@ class Draws:
         self._unit = self._first + unit
         self._seed(BEFORE_LAYERS)
 
-    def seeded(self, layer: nn.Module, index: int) -> None:
-        """Wrap the forward of a layer of the model: each call is seeded."""
-        layer.forward = self._seeding(layer.forward, index)
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        """As a `LayerTransform`: seed each call of a layer."""
+        for index, layer in layers.items():
+            layer.forward = self._seeding(layer.forward, index)
 
     def _seeding(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -23,18 +23,16 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from evenpipe.layers.checkpointing import only_saves
-from evenpipe.model.linear import is_one_product
+from evenpipe.model.linear import is_one_product, is_transposed, specialised
 
 logger = logging.getLogger(__name__)
 
@@ -151,33 +149,44 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         hook(parameter)
 
 
-def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
-    """Let the linear layers of a module take part in split backwards.
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """The `LayerTransform` that lets linear layers take part in split backwards."""
 
-    Only layers that are one product (`is_one_product`) are split: other modules may use their parameters in unknown
-    ways. A layer whose parameters another kind of module uses, too, stays unchanged.
+    queue: WeightGradients
 
-    Returns the names of the other trained matrices (parameters of two or more dimensions): their gradient is computed
-    in I, which is correct, but leaves less for W.
-    """
-    foreign = {
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        """Split the linear layers of a stage.
+
+        Only layers that are one product (`is_one_product`) are split: other modules may use their parameters in unknown
+        ways. A layer whose parameters another kind of module uses, too, stays unchanged.
+        """
+        foreign = {
+            parameter
+            for module in model.modules()
+            if not is_one_product(module)
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+        for layer in model.modules():
+            if is_one_product(layer) and foreign.isdisjoint(layer._parameters.values()):
+                layer.__class__ = specialised(type(layer), SplitLayer)  # type: ignore[arg-type]  # a class is hashable
+                layer.transposed = is_transposed(layer)  # type: ignore[assignment]
+                layer._weight_gradients = self.queue  # type: ignore[assignment]
+
+
+def unsplit_matrices(model: nn.Module) -> list[str]:
+    """Return the names of the trained matrices (parameters of two or more dimensions) of a stage that belong to no
+    module with a queue: their gradient is computed in I, which is correct, but leaves less for W."""
+    split = {
         parameter
-        for one in module.modules()
-        if not is_one_product(one)
-        for parameter in one._parameters.values()
-        if parameter is not None
+        for module in model.modules()
+        if hasattr(module, "_weight_gradients")
+        for parameter in module._parameters.values()
     }
-    split: set[nn.Parameter] = set()
-    for layer in module.modules():
-        if is_one_product(layer):
-            own = {parameter for parameter in layer._parameters.values() if parameter is not None}
-            if own.isdisjoint(foreign):
-                layer.__class__ = _split_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
-                layer._weight_gradients = queue  # type: ignore[assignment]
-                split |= own
     return [
         name
-        for name, parameter in module.named_parameters()
+        for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and parameter.requires_grad and parameter not in split
     ]
 
@@ -243,7 +252,7 @@ class Sums(Protocol):
 
 
 class SplitLayer(nn.Module):
-    """A linear layer whose weight gradient can wait. Made by `split_layers` only."""
+    """A linear layer whose weight gradient can wait. Made by `SplitBackward` only."""
 
     weight: Any
     bias: Any
@@ -270,12 +279,6 @@ class SplitLayer(nn.Module):
             if source is not None or self._weight_gradients.takes(x):
                 return _Linear.apply(x, self, source, None)
         return super().forward(x)
-
-
-@cache
-def _split_class(kind: Any) -> Any:
-    """Return the class of layers of this kind whose weight gradient can wait."""
-    return type(f"Split{kind.__name__}", (SplitLayer, kind), {"transposed": issubclass(kind, Conv1D)})
 
 
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from evenpipe.experts.adopt import Spread, adopt_experts
+from evenpipe.experts.adopt import OwnExperts, Spread
 from evenpipe.experts.routing import Routing
-from evenpipe.layers.checkpointing import Switch, checkpoint_layer
+from evenpipe.layers.checkpointing import Checkpointing, Switch
 from evenpipe.layers.entrance import StageGraph
-from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
+from evenpipe.layers.weight_gradients import Entry, SplitBackward, WeightGradients
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank
 from evenpipe.memory.lines import Peak, at, highest
@@ -25,6 +25,7 @@ from evenpipe.memory.piece_bench import CarriedBytes, PieceBench
 from evenpipe.memory.stretches import LineProfile, LineStretch, Profile, Stretch
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import ModuleStage, Stage
+from evenpipe.model.transform import LayerTransform
 from evenpipe.parallel.parameters import StageParameters
 from evenpipe.parallel.running import Running
 from evenpipe.recipe.offload import PAGE
@@ -226,13 +227,14 @@ class Bench:
         self._positions, self._holds_input = positions, holds_input
         if shares is not None:
             shares(self._queue)
+        layers = [stage.get_submodule(name) for name in names]
+        transforms: list[LayerTransform] = []
         if experts:
             spread = None if experts is True else Spread(experts, Routing(self._running), experts.overlap)
-            adopt_experts(stage, self._queue, spread)
-        split_layers(stage, self._queue)
-        layers = [stage.get_submodule(name) for name in names]
-        for layer, choice in zip(layers, choices, strict=True):
-            checkpoint_layer(layer, choice, self._switch, torch.device("cpu"))
+            transforms.append(OwnExperts(self._queue, spread))
+        transforms += [SplitBackward(self._queue), Checkpointing(choices, self._switch, torch.device("cpu"))]
+        for transform in transforms:
+            transform.apply(stage, dict(enumerate(layers)))
         self._place_of = {id(one): place for place, layer in enumerate(layers) for one in layer.parameters()}
         for place, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._enters, argument, place), with_kwargs=True)

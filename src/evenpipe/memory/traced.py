@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from evenpipe.attention.function import adopt
+from evenpipe.attention.function import OwnAttention
 from evenpipe.errors import InputError
 from evenpipe.experts.adopt import Spread, is_experts, names_of_experts
 from evenpipe.experts.adopt import placements as placements_of_experts
@@ -54,7 +54,7 @@ from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.shrink import said_of_layers
 from evenpipe.model.stage import Stage
 from evenpipe.parallel.running import Running
-from evenpipe.tensor.layers import ModelCut
+from evenpipe.tensor.layers import ModelCut, TensorCut
 
 _Layer = tuple[int, str, bool]
 """The kind of a layer, its checkpointing, and whether it is moved."""
@@ -293,15 +293,14 @@ class StageTracer:
             exchange = FirstRank(self._how.ranks)
             layers = {index: stage.get_submodule(name) for index, name in zip(indices, names, strict=True)}
             again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
-            self._cut.make_local(stage, layers, exchange, again)
+            TensorCut(self._cut, exchange, again).apply(stage, layers)
         try:
             emulation = emulated(stage, self._how.kernels, layout, on_cpu=self._how.on_cpu)
             with without_memory(sequences if lines else None) as tracker, emulation:
                 give_storage(stage)
                 seen = None
                 if self._how.piece is not None:
-                    assert isinstance(stage, Stage)
-                    adopt(stage.whole)
+                    OwnAttention().apply(stage, {})
                     seen = PieceBench(self._how.piece, sequences, tracker.measure)
                 bench = Bench(
                     stage,

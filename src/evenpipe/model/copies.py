@@ -20,6 +20,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.live import set_attributes
 from evenpipe.model.rules import restore_buffers
 from evenpipe.model.structure import build_skeleton, layers_of, strip
+from evenpipe.model.transform import apply_to_all
 
 
 class Copies:
@@ -34,6 +35,7 @@ class Copies:
         self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
         set_attributes(self.whole, description.changed)
         self._layers_name = description.structure.layers_name
+        apply_to_all(self.whole, self._layers_name, description.transforms)
         self._layers = layers_of(self.whole, self._layers_name)
 
     @cached_property

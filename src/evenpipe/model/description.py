@@ -60,6 +60,10 @@ class Description:
     changed: Attributes = field(default_factory=dict, repr=False)
     """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
     trust_remote_code: bool = False
+    transforms: tuple[Any, ...] = field(default=(), repr=False)
+    """`LayerTransform`s that have changed the layers of the skeleton, and change those of every stage."""
+    plain: Description | None = field(default=None, repr=False)
+    """The same model without them; None: there are none."""
 
     @property
     def layers(self) -> int:
@@ -164,6 +168,11 @@ class Description:
         """Name -> shape of every parameter and every saved buffer; a tied head is not listed."""
         tensors = (*self.skeleton.named_parameters(), *persistent_buffers(self.skeleton))
         return {name: tensor.shape for name, tensor in tensors}
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Names of the parameters that transforms have added; nothing that is loaded or written has them."""
+        return frozenset() if self.plain is None else frozenset(self.shapes.keys() - self.plain.shapes.keys())
 
 
 def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_code: bool = False) -> Description:

@@ -30,6 +30,7 @@ from evenpipe.model.rules import (
 )
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import embedding_of, meta_matrix
+from evenpipe.model.transform import added_modules, reset_added
 from evenpipe.words import count
 
 BLOCK_ROWS = 256
@@ -49,6 +50,7 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
     embedding = embedding_of(stage.whole, structure.embedding_module)
     experts, shapes = fused_experts(model), dict(description.shapes)
     fused = {f"{name}.{key}" for name, module in experts.items() for key in module._parameters}
+    added = {inner for _, module in added_modules(stage.whole, description.added) for inner in module.modules()}
     shapes |= {name: torch.Size([1, *shape[1:]]) for name, shape in shapes.items() if name in fused}
     with undisturbed(), torch.no_grad(), meta_matrix(embedding):
         for unit in units(stage.whole, structure.layers_name):
@@ -56,7 +58,7 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
                 if drawn:
                     unit.apply_rules(seed)
                     torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
-                    unit.fill_gaps(lambda module: module._parameters)
+                    unit.fill_gaps(lambda module: {} if module in added else module._parameters)
         for name, module, owner in children_first(stage.whole, "", stage.whole):
             if structure.layers_name.startswith(f"{name}."):  # a model around the list of layers
                 with _drawing(stage, shapes, name, [("", module)]) as drawn:
@@ -70,6 +72,14 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
             for name in experts:
                 if f"{name}.".startswith(f"{unit.name}."):
                     _draw_experts(stage, unit, name, seed)
+
+
+def initialize_added(stage: Stage, description: Description, seed: int) -> None:
+    """Draw the parameters of a stage that transforms have added, likewise, by `reset_parameters` of their modules."""
+    shapes = description.shapes
+    for name, module in added_modules(stage.whole, description.added):
+        with torch.no_grad(), _drawing(stage, shapes, name, module.named_modules()):
+            reset_added(name, module, seed)
 
 
 @contextlib.contextmanager

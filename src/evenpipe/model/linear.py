@@ -1,11 +1,67 @@
-"""Linear layers: torch's, and transformers' `Conv1D` (GPT-2), whose matrix is [in, out]."""
+"""Linear layers: torch's, and transformers' `Conv1D` (GPT-2), whose matrix is [in, out]; and terms added to them.
+
+A linear layer is one product x W^T + b, of which everything else is made: its weight gradient can wait for W, its
+input may be gathered over tensor ranks meanwhile, its outputs may be summed over them. A term is what an adapter adds:
+
+    y = x W^T + b + term(x)                 `add_term(layer, "low_rank", term)`
+
+The layer keeps its class, its name and those of its parameters; the term's begin with the layer's and the term's name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 LINEAR = (nn.Linear, Conv1D)
+
+
+class Term(nn.Module):
+    """What is added to the product of a linear layer: a function of the layer's input [..., in], linear in it if
+    tensor ranks share the layer. Subclasses define `forward`, returning [..., out], and `reset_parameters`."""
+
+    inputs: tuple[str, ...] = ()
+    """Names of its linear layers that multiply the layer's input: tensor ranks that have columns of that have the same
+    columns of theirs."""
+    outputs: tuple[str, ...] = ()
+    """Names of its linear layers whose outputs are the term's: tensor ranks that have some of the layer's outputs have
+    the same of theirs."""
+
+    def reset_parameters(self) -> None:
+        """Draw initial values for all of its parameters."""
+        raise NotImplementedError(f"{type(self).__name__}.reset_parameters")
+
+
+class _WithTerms(nn.Module):
+    """In front of the class of a linear layer that has terms."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(hidden)
+        for term in terms_of(self).values():
+            result = result + term(hidden)
+        return result
+
+
+def add_term(layer: nn.Module, name: str, term: Term) -> None:
+    """Add a term to a linear layer, after those that it has. `name` must not be one of its attributes."""
+    layer.add_module(name, term)
+    if not isinstance(layer, _WithTerms):
+        layer.__class__ = _with_terms(type(layer))  # type: ignore[assignment, arg-type]  # a class is hashable
+
+
+@cache
+def _with_terms(kind: Any) -> Any:
+    return type(kind.__name__, (_WithTerms, kind), {"__module__": kind.__module__})
+
+
+def terms_of(layer: nn.Module) -> dict[str, Term]:
+    """Return the terms of a linear layer, by name."""
+    return {name: module for name, module in layer._modules.items() if isinstance(module, Term)}
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -18,12 +74,30 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
+def named_linear(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, layer) of the linear layers in a module, without those of their terms."""
+    ends: tuple[str, ...] = ()
+    for name, inner in module.named_modules():
+        if is_linear(inner) and not name.startswith(ends or "\0"):
+            yield name, inner
+            ends += (f"{name}." if name else "",)
+
+
 def is_one_product(module: nn.Module) -> bool:
-    """Return whether a linear layer computes one product with a parameter, and adds a bias: its forward is that of
-    torch or transformers, not replaced in a subclass or in the layer, and no hook computes its weight."""
+    """Return whether a linear layer computes one product with a parameter, and adds a bias and terms: its forward is
+    that of torch or transformers, not replaced in a subclass or in the layer, and no hook computes its weight."""
+    kinds = (kind for kind in type(module).__mro__ if kind is not _WithTerms)
+    forward = next((vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)), None)
     return (
-        type(module).forward in {kind.forward for kind in LINEAR}
+        forward in {kind.forward for kind in LINEAR}
         and module._parameters.keys() == {"weight", "bias"}
         and isinstance(module._parameters["weight"], nn.Parameter)
         and "forward" not in vars(module)
     )
+
+
+@cache
+def specialised(kind: Any, mixin: Any) -> Any:
+    """Return the class of linear layers of this kind whose product `mixin` computes, with terms as before."""
+    bases = (_WithTerms, mixin, kind.__bases__[-1]) if issubclass(kind, _WithTerms) else (mixin, kind)
+    return type(f"{mixin.__name__}{kind.__name__}", bases, {})

@@ -7,7 +7,7 @@ executed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
-from evenpipe.model.initialization import initial_rows, initialize
+from evenpipe.model.initialization import initial_rows, initialize, initialize_added
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import persistent_buffers
@@ -25,7 +25,8 @@ from evenpipe.words import count
 
 
 def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
-    """Fill a stage with the weights of its description's live model or folder, or else with fresh ones."""
+    """Fill a stage with the weights of its description's live model or folder, or else with fresh ones; what transforms
+    have added to the model begins fresh."""
     if description.model is not None:
         copy_parameters(stage, description)
     elif description.source is not None:
@@ -33,6 +34,9 @@ def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: 
     else:
         assert isinstance(stage, Stage)
         initialize(stage, description, seed)
+    if _drawn(description):
+        assert isinstance(stage, Stage)
+        initialize_added(stage, description, seed)
 
 
 def fill_rows(description: Description, name: str, start: int, stop: int, seed: int = 0) -> torch.Tensor:
@@ -55,11 +59,14 @@ def copy_parameters(stage: Stage | ModuleStage, description: Description) -> Non
     """
     assert description.model is not None
     with torch.no_grad():
+        drawn = _drawn(description)
         for name, held in _stored(stage):
+            if name in drawn:
+                continue
             parent, _, attribute = name.rpartition(".")
             given = getattr(description.model.get_submodule(parent), attribute)
             held.copy_(stage.part_of(name, given))
-            held.requires_grad_(given.requires_grad)
+            held.requires_grad_(given.requires_grad and held.requires_grad)
         if isinstance(stage, Stage):  # modules of plain models were copied with their buffers
             _copy_unsaved(stage.whole, description.model)
 
@@ -81,7 +88,8 @@ def load_parameters(stage: Stage | ModuleStage, description: Description, folder
         InputError: there are no safetensors, names are missing, or shapes differ.
     """
     files = WeightFiles(description, folder)
-    wanted, shapes = dict(_stored(stage)), description.shapes
+    shapes, drawn = description.shapes, _drawn(description)
+    wanted = {name: held for name, held in _stored(stage) if name not in drawn}
     files.require(wanted)
     for name in wanted:
         files.require_shape(name, tuple(shapes[name]))
@@ -145,6 +153,12 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
             f" equal, since {description.architecture} has one matrix for both"
         )
     return replace(untied, source=description.source)
+
+
+def _drawn(description: Description) -> Set[str]:
+    """Return the names of the parameters that transforms have added, and that no live model has."""
+    added = description.added
+    return added if description.model is None else added - {name for name, _ in description.model.named_parameters()}
 
 
 def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

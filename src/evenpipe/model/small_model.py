@@ -15,6 +15,7 @@ from evenpipe.model.description import Description, describe
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.shrink import STEPS, said_of_layers, small_copy
 from evenpipe.model.structure import build_skeleton, first_line, layers_of, line_of_model
+from evenpipe.model.transform import LayerTransform, Renumbered, added_modules, apply_to_all, reset_added, transformed
 
 MINIMUM_LAYERS = 4
 SMALL_ENOUGH = 80_000_000  # largest number of parameters if widths cannot be made small
@@ -45,6 +46,7 @@ def small_model(description: Description, dtypes: Sequence[torch.dtype] = (torch
             try:
                 model, kept = _build(description, dtype, **step)
                 small = describe(model)  # before a use, which changes the modules of BigBird
+                small = _transformed(small, description.transforms, kept)
                 with torch.no_grad():
                     logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
                 if not logits.isfinite().all():
@@ -128,6 +130,7 @@ def _build(description: Description, dtype: torch.dtype, **step: bool) -> tuple[
     for kept in choices_of_layers(description.config, kinds):
         config = small_copy(description.config, len(kinds), kept, **step)
         skeleton = build_skeleton(config, dtype, model_class)
+        apply_to_all(skeleton, name, [Renumbered(description.transforms, kept)])
         if len({*kinds_of_layers(layers_of(skeleton, name))}) == len({*kinds}):
             break
     size = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -140,6 +143,21 @@ def _build(description: Description, dtype: torch.dtype, **step: bool) -> tuple[
         for parameter in model.parameters():
             parameter.add_(NOISE * torch.randn_like(parameter))
     return model.train(), kept
+
+
+def _transformed(small: Description, transforms: Sequence[LayerTransform], kept: Sequence[int]) -> Description:
+    """Return a small copy, whose live model changes with it, after the transforms of its model."""
+    if not transforms:
+        return small
+    own = Renumbered(transforms, tuple(kept))
+    after = transformed(small, [own])
+    apply_to_all(small.model, small.structure.layers_name, [own])
+    for name, module in added_modules(small.model, after.added):
+        reset_added(name, module, seed=0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(NOISE * torch.randn_like(parameter))
+    return after
 
 
 def _failure_at_its_size(description: Description) -> Exception | None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.attention.function import adopt
+from evenpipe.attention.function import OwnAttention
 from evenpipe.communication.communicator import Communicator
-from evenpipe.experts.adopt import Spread, adopt_experts
+from evenpipe.experts.adopt import OwnExperts, Spread
 from evenpipe.experts.adopt import placements as placements_of_experts
 from evenpipe.experts.load import Load
-from evenpipe.host.offload import Activations, keep_on_device
-from evenpipe.layers.checkpointing import Switch, checkpoint_layer
-from evenpipe.layers.compilation import compile_layer
+from evenpipe.host.offload import Activations, KeptOnDevice
+from evenpipe.layers.checkpointing import Checkpointing, Switch
+from evenpipe.layers.compilation import Compilation
 from evenpipe.layers.random_state import Draws
-from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
+from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients, report_unsplit, unsplit_matrices
 from evenpipe.model import Description, ModuleStage, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.model.placement import Cut, Held, TensorPlacement
+from evenpipe.model.transform import LayerTransform
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
@@ -28,7 +29,7 @@ from evenpipe.parallel.tensor_ranks import TensorRanks
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind
-from evenpipe.tensor.layers import ModelCut
+from evenpipe.tensor.layers import ModelCut, TensorCut
 from evenpipe.vocabulary import LossOptions, Shard
 
 
@@ -177,6 +178,8 @@ class Builder:
 
     def build(self) -> HeldModel:
         description, layout, device, held = self.description, self.layout, self.grid.coordinate("pp"), self.held
+        if (activations := self.layers.activations) is not None:
+            held.checkpointing.hooks = activations.pack, activations.unpack
         placement = layout.program.placement
         unsplit = [name for stage in placement.stages_of(device) for name in self._add_stage(stage)]
         if layout.program.order.splits_backward(device):
@@ -233,20 +236,38 @@ class Builder:
                     self.weights.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
-        if self.ranks.tensor is not None:
-            assert isinstance(module, Stage)
-            checkpointed = [index for index in layers if self.layers.checkpointing[index] != "none"]
-            self.ranks.tensor[0].make_local(module, layers, self.ranks.tensor[1], checkpointed)
-        if self.ranks.pieces:
-            assert isinstance(module, Stage)
-            adopt(module.whole)
+        for transform in self._before_parameters():
+            transform.apply(module, layers)
         self._hold(stage, module, list(layers.values()), cut)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
             held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
-        return self._prepare(module, layers)
+        for transform in self._behind_parameters():
+            transform.apply(module, layers)
+        return unsplit_matrices(module)
+
+    def _before_parameters(self) -> Iterator[LayerTransform]:
+        """Yield the transforms that decide which parameters a process has and how layers use them."""
+        if self.ranks.tensor is not None:
+            choices = self.layers.checkpointing
+            checkpointed = [index for index, choice in enumerate(choices) if choice != "none"]
+            yield TensorCut(*self.ranks.tensor, checkpointed)
+        if self.ranks.pieces:
+            yield OwnAttention()
+
+    def _behind_parameters(self) -> Iterator[LayerTransform]:
+        """Yield those that decide when layers compute, and where what they keep is. Each wraps those before it."""
+        options, queue, switch = self.layers, self.held.weight_gradients, self.held.checkpointing
+        yield OwnExperts(queue, self.ranks.experts, self.ranks.load)
+        yield SplitBackward(queue)
+        checkpointing = Checkpointing(options.checkpointing, switch, self.torch_device)
+        yield Compilation(checkpointing, queue) if options.compiled else checkpointing
+        if options.activations is not None:
+            yield KeptOnDevice(options.activations, options.kept)
+        if options.draws is not None:
+            yield options.draws
 
     def _cut(self, layers: range) -> _Cut:
         description, ranks = self.description, self.ranks
@@ -311,25 +332,6 @@ class Builder:
         cut = next(cut for cut in placement.cuts if "ep" in cut.axes)
         (held,) = TensorPlacement(tuple(of_rank.shape), (cut,)).ranges(0)
         own.detach().copy_(of_rank[held.start : held.stop])
-
-    def _prepare(self, module: nn.Module, layers: Mapping[int, nn.Module]) -> list[str]:
-        """Give layers, by number, their split backward, checkpointing and compilation; return as `_add_stage`."""
-        held, options = self.held, self.layers
-        if options.activations is not None:
-            held.checkpointing.hooks = options.activations.pack, options.activations.unpack
-        experts = adopt_experts(module, held.weight_gradients, self.ranks.experts, self.ranks.load)
-        unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
-        for index, layer in layers.items():
-            choice = options.checkpointing[index]
-            if options.compiled:
-                compile_layer(layer, held.weight_gradients, choice, held.checkpointing, self.torch_device)
-            else:
-                checkpoint_layer(layer, choice, held.checkpointing, self.torch_device)
-            if options.activations is not None and index in options.kept:
-                keep_on_device(layer, options.activations)
-            if options.draws is not None:
-                options.draws.seeded(layer, index)
-        return unsplit
 
     def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:
         """Return this process's rows of a vocabulary matrix.

@@ -33,7 +33,7 @@ from evenpipe.model.small_model import SmallModel, small_model
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import all_rows, own_rows
-from evenpipe.tensor.layers import ModelCut, find_model_cut
+from evenpipe.tensor.layers import ModelCut, TensorCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
 MORE_THAN_HEADS = 4
@@ -176,7 +176,7 @@ def _stage(small: Description, dtype: torch.dtype, cut: ModelCut, exchange: Thre
     assert isinstance(stage, Stage)
     copy_parameters(stage, small)
     layers = {index: stage.get_submodule(f"{small.structure.layers_name}.{index}") for index in range(small.layers)}
-    cut.make_local(stage, layers, exchange)
+    TensorCut(cut, exchange).apply(stage, layers)
     return stage
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from evenpipe.model.linear import is_linear
+from evenpipe.model.linear import is_linear, is_transposed, named_linear, terms_of
 from evenpipe.model.placement import Cut, TensorPlacement
 from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import own_rows
@@ -176,14 +175,17 @@ def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str 
     splits, biases = {}, []
     for linear, segments in units.segments.items():
         layer = module.get_submodule(linear)
-        columns, rows = (1, 0) if isinstance(layer, Conv1D) else (0, 1)
         is_last = linear == units.output
-        splits[f"{prefix}{linear}.weight"] = Split(rows if is_last else columns, segments, units.width)
+        splits[f"{prefix}{linear}.weight"] = Split(int(is_last != is_transposed(layer)), segments, units.width)
         if layer.bias is not None:
             if is_last:
                 biases.append(f"{prefix}{linear}.bias")
             else:
                 splits[f"{prefix}{linear}.bias"] = Split(0, segments, units.width)
+        for key, term in terms_of(layer).items():
+            for inner in term.inputs if is_last else term.outputs:
+                dimension = int(is_last != is_transposed(term.get_submodule(inner)))
+                splits[f"{prefix}{linear}.{key}.{inner}.weight"] = Split(dimension, segments, units.width)
     for parameter, segments in units.parameters.items():
         splits[f"{prefix}{parameter}"] = Split(0, segments, units.width)
     summed = []
@@ -240,10 +242,11 @@ def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
 
         return hook
 
+    of_linear = tuple(f"{name}." for name, _ in named_linear(module))
     hooks = [
         inner.register_forward_pre_hook(record(name), with_kwargs=True)
         for name, inner in module.named_modules()
-        if name and sum(map(is_linear, inner.modules())) > 1
+        if name and not name.startswith(of_linear) and len([*named_linear(inner)]) > 1
     ]
     with until_the_end(hooks), torch.no_grad():
         call.of(module)

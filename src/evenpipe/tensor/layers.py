@@ -112,38 +112,39 @@ class ModelCut:
         blocks = self.blocks_of(description.layer(index)).items()
         return {f"{prefix}.{name}.{bias}" for name, block in blocks if block.cut for bias in block.cut.biases}
 
-    def make_local(
-        self,
-        stage: Stage,
-        layers: Mapping[int, nn.Module],
-        exchange: Exchange,
-        checkpointed: Collection[int] = (),
-    ) -> None:
-        """Let a stage, filled with a rank's parameters, compute on that rank's rows.
-
-        checkpointed: numbers of layers that repeat their forward in the backward.
-        """
-        dtype_of = stage.computing_dtypes().__getitem__
-        for index, layer in layers.items():
-            for name, block in self.blocks_of(layer).items():
-                module = layer.get_submodule(name)
-                if block.cut is None:
-                    keep_whole(module, exchange, block.hidden)
-                else:
-                    groups, keeps = count_of(module, block.cut.groups[0]), index in checkpointed
-                    make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps, dtype_of=dtype_of)
-        if stage.is_first:
-            stage.layers[0].register_forward_pre_hook(
-                partial(_take_rows, exchange, stage.layer_argument), with_kwargs=True, prepend=True
-            )
-        if stage.is_last and self.end_is_whole:
-            stage.layers[-1].register_forward_hook(partial(hand_over, Gather, exchange))
-            stage.finish = partial(_own_rows, exchange)
-
     def blocks_of(self, layer: nn.Module) -> Mapping[str, Block]:
         """Return the parts of a layer that get all tokens, by name."""
         (kind,) = kinds_of_layers([layer])
         return self.blocks[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """The `LayerTransform` that lets a stage, filled with a rank's parameters, compute on that rank's rows."""
+
+    cut: ModelCut
+    exchange: Exchange
+    checkpointed: Collection[int] = ()
+    """Numbers of layers that repeat their forward in the backward."""
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        assert isinstance(model, Stage)
+        exchange, dtype_of = self.exchange, model.computing_dtypes().__getitem__
+        for index, layer in layers.items():
+            for name, block in self.cut.blocks_of(layer).items():
+                module = layer.get_submodule(name)
+                if block.cut is None:
+                    keep_whole(module, exchange, block.hidden)
+                    continue
+                groups, keeps = count_of(module, block.cut.groups[0]), index in self.checkpointed
+                make_local(module, block.cut, exchange, block.hidden, groups=groups, keeps=keeps, dtype_of=dtype_of)
+        if model.is_first:
+            model.layers[0].register_forward_pre_hook(
+                partial(_take_rows, exchange, model.layer_argument), with_kwargs=True, prepend=True
+            )
+        if model.is_last and self.cut.end_is_whole:
+            model.layers[-1].register_forward_hook(partial(hand_over, Gather, exchange))
+            model.finish = partial(_own_rows, exchange)
 
 
 def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from evenpipe.model.linear import is_one_product
+from evenpipe.model.linear import is_one_product, terms_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows, Scatter
 from evenpipe.tensor.gathered import Gathered, GatherInput, set_source
 from evenpipe.tensor.norms import sum_over_ranks
@@ -66,7 +66,8 @@ def make_local(
         return
     end, summed = block.get_submodule(cut.sums_at), Summed(exchange)
     end.register_forward_hook(summed.sum)
-    if exchange.overlap is None or exchange.overlap.adds_biases or f"{cut.sums_at}.bias" not in cut.biases:
+    adds_bias = exchange.overlap is None or exchange.overlap.adds_biases or f"{cut.sums_at}.bias" not in cut.biases
+    if adds_bias and not terms_of(end):  # those are added behind the product, and then all of it is summed
         end.__dict__["_sums"] = summed
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from evenpipe.model.linear import is_linear
+from evenpipe.model.linear import named_linear
 from evenpipe.words import count
 
 NOTHING = 1e-9
@@ -119,7 +119,7 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
     width = next(iter(reached.values())).shape[0] if reached else 0
     if not width:
         raise NoUnitsError("it has one linear layer")
-    linear = {name for name, module in block.named_modules() if is_linear(module)}
+    linear = dict(named_linear(block))
     cut = {name: table for name, table in reached.items() if name in linear and not table.all()}
     if not cut:
         raise NoUnitsError("every part of it needs every other one")
@@ -166,7 +166,8 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
             order.append(name)
             inputs[name], outputs[name] = args[0], output
 
-    linear = {name: module for name, module in block.named_modules() if is_linear(module)}
+    linear = dict(named_linear(block))
+    of_linear = tuple(f"{name}." for name in linear)
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in linear.items()]
     with until_the_end(hooks), torch.enable_grad():
         call.of(block)
@@ -175,9 +176,7 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     output = order[-1]
     last = inputs[output]
     others = {name: outputs[name] for name in order[:-1]}
-    others |= {
-        name: one for name, one in block.named_parameters() if name.rpartition(".")[0] not in linear and one.dim()
-    }
+    others |= {name: one for name, one in block.named_parameters() if one.dim() and not name.startswith(of_linear)}
     others = {name: one for name, one in others.items() if one.requires_grad}
     weights = torch.randn(last.shape[:-1], dtype=last.dtype, generator=generator)
     nothing = NOTHING if last.dtype == torch.float64 else NOTHING_FP32

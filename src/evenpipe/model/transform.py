@@ -1,0 +1,100 @@
+"""Changes of the layers of a model, in an ordered list, each with one signature.
+
+    before parameters are taken     of the model: modules and terms that are added (adapters), in its skeleton, in every
+                                    stage, and in the small copies of the checks: `transformed`
+                                    of the runtime: the cut over tensor ranks, attention on shares of sequences
+    behind                          experts, split backward, checkpointing or compilation, placement of activations,
+                                    random numbers
+
+Those of the runtime are put in order in `runtime/device.py`; each stands in the file of what it does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description
+from evenpipe.model.rules import seed_of, undisturbed
+from evenpipe.model.structure import layers_of
+
+
+class LayerTransform(Protocol):
+    """A change of the layers of a model."""
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        """Change layers in place, the same way for a layer wherever it is.
+
+        Args:
+            model: a model, or a stage with some of its layers.
+            layers: by number in the model. Parameters may be on the meta device.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Renumbered:
+    """Transforms of a model, for a small copy that has some of its layers."""
+
+    transforms: Sequence[LayerTransform]
+    numbers: Sequence[int]
+    """For each layer of the copy, that of the model."""
+
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        for place, layer in layers.items():  # one by one, since several may be copies of the same layer
+            for transform in self.transforms:
+                transform.apply(model, {self.numbers[place]: layer})
+
+
+def apply_to_all(model: nn.Module, layers_name: str, transforms: Iterable[LayerTransform]) -> None:
+    """Apply transforms in their order to all layers of a model."""
+    layers = dict(enumerate(layers_of(model, layers_name)))
+    for transform in transforms:
+        transform.apply(model, layers)
+
+
+def transformed(description: Description, transforms: Sequence[LayerTransform]) -> Description:
+    """Return the description of a model after transforms that add modules to its layers, or terms to its linear layers
+    (`linear.add_term`). A live model does not change; initial values of what is added come from `reset_parameters` of
+    the added modules.
+
+    Raises:
+        InputError: a transform has removed or replaced a parameter, or has changed plain modules.
+    """
+    if not transforms:
+        return description
+    if description.config is None:
+        raise InputError("transforms: a model of plain modules has its layers from you, change them there")
+    skeleton, before = copy.deepcopy(description.skeleton), description.shapes
+    apply_to_all(skeleton, description.structure.layers_name, transforms)
+    after = replace(description, skeleton=skeleton, transforms=tuple(transforms), plain=description)
+    for name, shape in before.items():
+        if after.shapes.get(name) != shape:
+            raise InputError(
+                f"transforms: {name} is {after.shapes.get(name, 'missing')} behind them, expected {shape} as before:"
+                " they may add parameters only"
+            )
+    return after
+
+
+def added_modules(model: nn.Module, added: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the outermost modules all of whose parameters are among the `added`."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        if own and not name.startswith(inside or "\0") and all(key in added for key in own):
+            yield name, module
+            inside += (f"{name}.",)
+
+
+def reset_added(name: str, module: nn.Module, seed: int) -> None:
+    """Draw initial values for an added module, which depend on `seed` and its name only."""
+    with undisturbed(), torch.no_grad():
+        torch.default_generator.manual_seed(seed_of(seed, name))
+        module.reset_parameters()  # type: ignore[operator]
