@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from evenpipe.communication.nccl import NcclOptions as NcclOptions
     from evenpipe.experts.overlap import ExpertOptions as ExpertOptions
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
+    from evenpipe.model.linear import LinearTerm as LinearTerm
+    from evenpipe.model.linear import add_term as add_term
+    from evenpipe.model.transform import LayerTransform as LayerTransform
     from evenpipe.optimizers.adafactor import Adafactor as Adafactor
     from evenpipe.optimizers.muon import Muon as Muon
     from evenpipe.processes.launcher import launch as launch
@@ -38,6 +41,8 @@ _PUBLIC = {
     "Callback": "evenpipe.train.callbacks",
     "ExpertOptions": "evenpipe.experts.overlap",
     "HostAdamW": "evenpipe.host.optimizer",
+    "LayerTransform": "evenpipe.model.transform",
+    "LinearTerm": "evenpipe.model.linear",
     "LossOptions": "evenpipe.vocabulary",
     "Muon": "evenpipe.optimizers.muon",
     "NcclOptions": "evenpipe.communication.nccl",
@@ -47,6 +52,7 @@ _PUBLIC = {
     "Recipe": "evenpipe.recipe.recipe",
     "StepResult": "evenpipe.runtime.result",
     "TrainingState": "evenpipe.train.callbacks",
+    "add_term": "evenpipe.model.linear",
     "initialise_worker": "evenpipe.processes.worker",
     "launch": "evenpipe.processes.launcher",
     "linear_cross_entropy": "evenpipe.vocabulary.head",

@@ -25,9 +25,10 @@ from small_runs import Case, described, noisy, opened
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
+from evenpipe.layers import compilation
 from evenpipe.model.fp64 import InFp64
 from evenpipe.parallel import symmetric_memory
-from evenpipe.runtime import device, tensor_cut
+from evenpipe.runtime import tensor_cut
 
 FAMILIES = ("llama", "qwen3", "phi3", "gemma2", "gpt2", "mixtral")
 LAYOUTS = (
@@ -259,7 +260,7 @@ def what_is_said() -> None:
     assert said() == "none, because torch's fused operations need GPUs"
     assert said(tensor_overlap="none") == "none, as asked for"
     assert said(tensor_overlap="ring") == "ring; its gain on GPUs has not been measured"
-    with mock.patch.object(device, "compile_layer", lambda *_: None):  # which would take a minute
+    with mock.patch.object(compilation, "compile_layer", lambda *_: None):  # which would take a minute
         assert said(tensor_overlap="ring", compile_layers=True) == "none, because layers are compiled"
     with pytest.raises(InputError, match="tensor_overlap: 'fused', but torch's fused operations need GPUs; expected"):
         said(tensor_overlap="fused")

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 LINEAR = (nn.Linear, Conv1D)
 
 
-class Term(nn.Module):
+class LinearTerm(nn.Module):
     """What is added to the product of a linear layer: a function of the layer's input [..., in], linear in it if
     tensor ranks share the layer. Subclasses define `forward`, returning [..., out], and `reset_parameters`."""
 
@@ -47,7 +47,7 @@ class _WithTerms(nn.Module):
         return result
 
 
-def add_term(layer: nn.Module, name: str, term: Term) -> None:
+def add_term(layer: nn.Module, name: str, term: LinearTerm) -> None:
     """Add a term to a linear layer, after those that it has. `name` must not be one of its attributes."""
     layer.add_module(name, term)
     if not isinstance(layer, _WithTerms):
@@ -59,9 +59,9 @@ def _with_terms(kind: Any) -> Any:
     return type(kind.__name__, (_WithTerms, kind), {"__module__": kind.__module__})
 
 
-def terms_of(layer: nn.Module) -> dict[str, Term]:
+def terms_of(layer: nn.Module) -> dict[str, LinearTerm]:
     """Return the terms of a linear layer, by name."""
-    return {name: module for name, module in layer._modules.items() if isinstance(module, Term)}
+    return {name: module for name, module in layer._modules.items() if isinstance(module, LinearTerm)}
 
 
 def is_linear(module: nn.Module) -> bool:

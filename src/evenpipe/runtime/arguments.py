@@ -111,6 +111,10 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
     "recipe": ("a Recipe, or None", _or_none(Recipe)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),
     "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: is_whole(value) and 0 <= value <= LARGEST_SEED),
+    "transforms": (
+        "a list of LayerTransforms",
+        lambda value: isinstance(value, (list, tuple)) and all(callable(getattr(one, "apply", None)) for one in value),
+    ),
     "self_check": ("True or False", lambda value: isinstance(value, bool)),
 }
 
@@ -212,7 +216,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
     splits = any(map(order.splits_backward, range(order.devices)))
     try:
         if description.model is not None:
-            check_forward(description)
+            check_forward(description.plain or description)
         self_check(description, split_once if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
             check_pieces(description, f"context_parallel{beside}", slices=False, apart=apart)

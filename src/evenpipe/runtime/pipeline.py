@@ -33,6 +33,7 @@ from evenpipe.model import (
     stored_dtypes,
 )
 from evenpipe.model.draws import may_draw
+from evenpipe.model.transform import LayerTransform, transformed
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
@@ -110,6 +111,7 @@ class Pipeline(SpreadModel):
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process, and
             a short forward of a live model with that of a model built from its config.
         trust_remote_code: run Python code that comes with a hub model.
+        transforms: changes of its layers, in this order, such as adapters (`evenpipe.LayerTransform`).
         timeout_seconds: maximum seconds of every single wait.
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
             of torch; default: "1f1b".
@@ -151,11 +153,12 @@ class Pipeline(SpreadModel):
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
+        transforms: Sequence[LayerTransform] = (),
         timeout_seconds: float = 600.0,
         **how: Unpack[PipelineOptions],
     ) -> None:
         refuse_unknown(how, (*(Pipeline.__init__.__kwdefaults__ or ()), *PipelineOptions.__annotations__))
-        check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe)
+        check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe, transforms=transforms)
         check_positive("timeout_seconds", timeout_seconds)
         wanted = None if torch_device is None else device_of_torch(torch_device)
         worker = borrow_worker(torch_device=wanted)  # the first call decides
@@ -173,7 +176,8 @@ class Pipeline(SpreadModel):
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
                 model = describe(model, trust_remote_code=trust_remote_code)
-            self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
+            model = as_stored(model, say=logger.warning if self._is_very_first else None)
+            self.description = transformed(model, transforms)
             if (live := self.description.model) is not None:
                 check_values(live)
                 remarks = (lost_hooks(live), *left_out(live)) if self._is_very_first else ()

@@ -467,6 +467,11 @@ class SpreadModel(ScheduledModel):
             InputError: the dtype is none that models have.
             RunError: the folder cannot be written, or the model consists of plain modules; raised on every process.
         """
+        if self.description.added:
+            raise InputError(
+                f"save_pretrained: transforms have added {min(self.description.added)} and others, which a"
+                f" {self.description.architecture} has no place for; save_checkpoint keeps them"
+            )
         if dtype is not None and dtype not in STORED_DTYPES.values():
             raise refused("dtype", dtype, f"one of {', '.join(map(str, STORED_DTYPES.values()))}")
         self._groups.agree("save_pretrained")
