@@ -94,7 +94,7 @@ def measure(settings: Settings, schedule: str, activations: str, microbatches: i
         sampler.over.set()
         sampler.join()
         grown = max(grown, sampler.most - before)
-    pool = None if pipeline._activations is None else pipeline._activations.pool
+    pool = None if pipeline._executor.walker._activations is None else pipeline._executor.walker._activations.pool
     found = {
         "grown": grown,
         "seconds": statistics.median(seconds),

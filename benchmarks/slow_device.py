@@ -69,8 +69,8 @@ class SlowDevice(Callback):
         if state.step == 1:
             self.layouts.append(pipeline.layout)
             if pipeline.device == self.device:
-                self._slow(pipeline._walker._pass_handlers)
-                pipeline._walker._rows.clear()
+                self._slow(pipeline._executor.walker._pass_handlers)
+                pipeline._executor.walker._rows.clear()
         if state.step == ARRANGED:
             self.layouts.append(pipeline.layout)
         if state.step >= ARRANGED:

@@ -131,7 +131,7 @@ def microseconds_beside_the_walk(microbatches: int, repeats: int) -> float:
     layers = [nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE) for _ in range(4)]
     pipeline = Pipeline.from_modules(embedding, layers, None, head, microbatches=microbatches, self_check=False)
     ids = torch.zeros(microbatches, 4, dtype=torch.int64)
-    walk, walked = pipeline._walker.walk, []
+    walk, walked = pipeline._executor.walker.walk, []
 
     def timed_walk(*arguments: Any) -> Any:
         started = time.thread_time()
@@ -139,7 +139,7 @@ def microseconds_beside_the_walk(microbatches: int, repeats: int) -> float:
         walked.append(time.thread_time() - started)
         return result
 
-    pipeline._walker.walk = timed_walk  # type: ignore[method-assign]
+    pipeline._executor.walker.walk = timed_walk  # type: ignore[method-assign]
     times = []
     for _ in range(repeats):
         started = time.thread_time()

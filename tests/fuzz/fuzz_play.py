@@ -111,7 +111,7 @@ def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[
     side = InProcesses(case, pipeline)
     loss = dict(side.step(data, recorded=False, update=None))["loss"]
     gradients = side.gradients()
-    stages = () if pipeline._sharded else pipeline._held.stages.values()  # shards are gathered in a step
+    stages = () if pipeline._state.sharded else pipeline._state.held.stages.values()  # shards are gathered in a step
     dtypes = {name: str(tensor.dtype) for stage in stages for name, tensor in stage.named_parameters()}
     dtypes = {name: dtype for held in gathered(dtypes) for name, dtype in held.items()}
     complaints: list[str] = []

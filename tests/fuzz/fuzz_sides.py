@@ -214,7 +214,7 @@ class InProcesses:
         self._case, self.pipeline = case, pipeline
         for tokens in {batch.tokens for step in case.steps for replicas in step.batches for batch in replicas}:
             if (ends := ends_of_slices(case, tokens)) is not None:
-                pipeline._pieces.ends[tokens] = ends
+                pipeline._cutter.ends[tokens] = ends
         held = list(pipeline.parameters())
         self._optimizer: Any = None  # a device may hold nothing
         if held and case.optimizer == "HostAdamW":

@@ -243,7 +243,7 @@ def count_one(case: Case) -> Counted:
             pipeline.step(ids)
             optimizer.step()
             pipeline.zero_grad()
-    layout, held = pipeline.layout, pipeline._activations
+    layout, held = pipeline.layout, pipeline._executor.walker._activations
     pipeline.close()
     found = counted.items()
     each = len(found) // (1 + STEPS)

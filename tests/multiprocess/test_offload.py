@@ -125,7 +125,7 @@ def gradients(case: Case, activations: str) -> tuple[list[float], dict[str, torc
         ids, labels = reference.batches(VOCABULARY, sequences * case.microbatches, tokens, 1, seed=tokens)[0]
         losses.append(pipeline.step(ids, labels).loss)
     found = pipeline.full_gradients()
-    held = pipeline._activations
+    held = pipeline._executor.walker._activations
     assert held is None or (held.pool.used == 0 and held.left == ())
     moved = len({item for item in pipeline.order.rows[pipeline.device] if item and item.kind is Kind.O})
     pipeline.close()

@@ -52,7 +52,7 @@ def differences_between_ranks(case: Case) -> list[str]:
         pipeline.step(case.part(pipeline.replica, ids), case.part(pipeline.replica, labels))
         optimizer.step()
     held = {}
-    for number, shared in enumerate(pipeline._held.shared):
+    for number, shared in enumerate(pipeline._state.held.shared):
         part = tuple(str(box.whole) for box in shared.placement.boxes())  # not all of it: heads of keys and values
         held[pipeline.replica, pipeline.device, number, part] = shared.tensor.detach().tolist()
     pipeline.close()

@@ -114,6 +114,16 @@ class Grid:
         """Return the position of this process along an axis."""
         return _joint(_PARTS[axis], self._own, self.sizes)
 
+    @property
+    def feeds(self) -> bool:
+        """Whether this is the first process of its replica, which passes the data of every step."""
+        return not any(map(self.coordinate, ("pp", "cp", "tp")))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of the first replica."""
+        return self.feeds and not self.coordinate("dp")
+
     def at(self, **coordinates: int) -> int:
         """Return the process with these coordinates, and those of this process along all other axes."""
         place = dict(self._own)

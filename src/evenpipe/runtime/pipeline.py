@@ -1,24 +1,41 @@
-"""`Pipeline`: a causal language model on all processes of a pipeline, trained step by step."""
+"""`Pipeline`: a causal language model on all processes of a pipeline, trained step by step.
+
+It composes
+
+    Description     what the model is                           model/description.py
+    StepPlan        its recipe and layout                       runtime/step_plan.py
+    Groups          communicators of its processes              parallel/groups.py
+    ModelState      this process's part of it                   runtime/model_state.py, built by runtime/device.py
+    Executor        the steps                                   runtime/executor.py
+
+and lets each do what its methods say.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from evenpipe.communication.clock import Conversion, read_clocks
+from evenpipe.checkpoints import Checkpoint
 from evenpipe.errors import InputError
+from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.host.offload import activations_engine
-from evenpipe.layers.checkpointing import check_choices
 from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
@@ -33,15 +50,16 @@ from evenpipe.model import (
     stored_dtypes,
 )
 from evenpipe.model.draws import may_draw
+from evenpipe.model.placement import Held
 from evenpipe.model.transform import LayerTransform, transformed
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.loss import loss_of_model
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
-from evenpipe.recipe.unused_options import unused_options
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     PipelineOptions,
     check_kinds,
@@ -53,34 +71,30 @@ from evenpipe.runtime.arguments import (
     dtype_of_compute,
     fault_of_architecture,
     recipe_of,
+    refuse_use_of_a_part,
     sizes_given,
 )
-from evenpipe.runtime.arranging import model_costs
-from evenpipe.runtime.batch import count_weight, cut, distribute
+from evenpipe.runtime.batch import count_weight
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
+from evenpipe.runtime.executor import make_executor
 from evenpipe.runtime.expert_group import count_choices, spread_experts
-from evenpipe.runtime.gradient_hooks import call_hooks, lost_hooks, set_aside
-from evenpipe.runtime.inputs import Divisor, Inputs
+from evenpipe.runtime.gradient_hooks import lost_hooks
+from evenpipe.runtime.inputs import Inputs
+from evenpipe.runtime.model_state import ModelState
 from evenpipe.runtime.pieces import make_cutter
-from evenpipe.runtime.replicas import Replicas
-from evenpipe.runtime.result import StepResult
-from evenpipe.runtime.results import Results
-from evenpipe.runtime.router_loss import RouterLosses
-from evenpipe.runtime.row import validate_program
-from evenpipe.runtime.slices import cut_sequences
-from evenpipe.runtime.spread_model import SpreadModel
+from evenpipe.runtime.result import StepResult, html_table
+from evenpipe.runtime.step_plan import plan_step
 from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
-from evenpipe.runtime.tied import tied_gradients
-from evenpipe.runtime.trained import Trained
-from evenpipe.runtime.transport import Transport
-from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Kind, Program
+from evenpipe.runtime.trace import gather_trace
+from evenpipe.schedule import Costs, Order, Program, Timeline
+from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
+from evenpipe.words import count
 
 logger = logging.getLogger(__name__)
 
 
-class Pipeline(SpreadModel):
+class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
     Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
@@ -167,34 +181,34 @@ class Pipeline(SpreadModel):
         self._closing.callback(give_back, worker)
         try:
             self._grid = grid = process_grid(mesh, **sizes_given(recipe, how))
-            self._take_place(grid)
             self._closing.callback(self._watch.call_by_place(places_of(grid)))
+            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
+            self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
+            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self.expert_rank, self.expert_ranks = grid.coordinate("ep"), grid.size("ep")
             self.torch_device = device_of_pipeline(worker, wanted)
-            self.recipe = recipe_of(recipe, how, grid)
-            self.microbatches = self.recipe.microbatches
-            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.recipe.parallelism.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-            if not isinstance(model, Description):
-                model = describe(model, trust_remote_code=trust_remote_code)
-            model = as_stored(model, say=logger.warning if self._is_very_first else None)
-            self.description = transformed(model, transforms)
-            if (live := self.description.model) is not None:
-                check_values(live)
-                remarks = (lost_hooks(live), *left_out(live)) if self._is_very_first else ()
-                for sentence in filter(None, remarks):
-                    logger.warning(sentence)
-            if self.devices > 1:
-                check_compute_dtype(self.description, self._compute_dtype)
+            self.description = self._describe(model, transforms, trust_remote_code=trust_remote_code)
             options = loss_of_model(loss or LossOptions(), self.description)
-            self._plan_step(worker, options)
-            if self._sharded:
+            self._plan = plan_step(
+                self.description,
+                recipe_of(recipe, how, grid),
+                worker,
+                torch_device=self.torch_device,
+                compute_dtype=self._compute_dtype,
+                loss=options,
+                logs=grid.is_first,
+            )
+            sharded = self.recipe.parallelism.data_parallel == "shard" and self.recipe.parallelism.replicas > 1
+            if sharded:
                 check_shardable(self.description)
             worker.wait_for_all("a description of the model", timeout_seconds)
             self._groups = Groups(
-                self._grid,
+                grid,
                 self.layout.communicators,
                 tied=self._tied_twice,
-                sharded=self._sharded,
+                sharded=sharded,
                 timeout_seconds=timeout_seconds,
                 torch_device=self.torch_device,
                 watch=self._watch,
@@ -204,14 +218,13 @@ class Pipeline(SpreadModel):
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            slices = self.layout.program.slices
-            cutter = make_cutter(self.description, self._model_costs, slices, self.recipe, self._groups)
-            self._pieces, self.context_exchange = cutter
+            cutter = make_cutter(
+                self.description, self._plan.costs, self.layout.program.slices, self.recipe, self._groups
+            )
+            self._cutter, self.context_exchange = cutter
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
-            self._build(options, parameter_dtype, seed)
-            files = read_files(self.description) if self._is_very_first else {}
-            self._origin = Origin(files, stored_dtypes(self.description, self.parameter_shards()))
+            self._build(worker, options, parameter_dtype, seed, sharded=sharded)
             self._let_go_of_the_model()
         except InputError:  # the same on every process
             self.close()
@@ -245,115 +258,76 @@ class Pipeline(SpreadModel):
 
     # --- building --------------------------------------------------------------------------------------------
 
-    def _plan_step(self, worker: Worker, loss: LossOptions) -> None:
-        """Decide what every device computes and keeps, before anything is built."""
-        layers, offload = self.description.layers, self.recipe.offload
-        self._checkpointing = self.recipe.checkpointing_of(layers)
-        check_choices(self._checkpointing)
-        self._model_costs = model_costs(self.description, self.recipe, worker, self._compute_dtype, loss)
-        self.recipe, self.chosen_slices = cut_sequences(
-            self.description, self._model_costs, self.recipe, self.torch_device.type, says=self._is_very_first
-        )
-        self.layout = Layout.of(
-            self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
-        )
-        validate_program(self.layout.program)
-        if self._is_very_first:
-            rows = self.layout.program.rows
-            moves = any(item is not None and item.kind is Kind.O for row in rows for item in row)
-            for sentence in unused_options(self.recipe, moves=moves):
+    def _describe(self, model: Any, transforms: Sequence[LayerTransform], *, trust_remote_code: bool) -> Description:
+        if not isinstance(model, Description):
+            model = describe(model, trust_remote_code=trust_remote_code)
+        is_first = self._grid.is_first
+        description = transformed(as_stored(model, say=logger.warning if is_first else None), transforms)
+        if (live := description.model) is not None:
+            check_values(live)
+            for sentence in filter(None, (lost_hooks(live), *left_out(live)) if is_first else ()):
                 logger.warning(sentence)
-        self._evaluations: dict[int, Program] = {}
-        self._kept_layers = offload.kept_layers(layers)
-        self._activations = None
-        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-            self._activations = activations_engine(offload, self.torch_device)
-            self._closing.callback(self._activations.copies.close)
+        if self.devices > 1:
+            check_compute_dtype(description, self._compute_dtype)
+        return description
+
+    def _build(
+        self, worker: Worker, options: LossOptions, parameter_dtype: torch.dtype, seed: int, *, sharded: bool
+    ) -> None:
+        plan, groups, replicas = self._plan, self._groups, self._groups.replicas
+        activations = None
+        if plan.moves_activations[self.device]:
+            activations = activations_engine(self.recipe.offload, self.torch_device)
+            self._closing.callback(activations.copies.close)
         if self.torch_device.type == "cpu" and worker.owned:
-            if self._activations is None:
+            if activations is None:
                 keep_freed_memory()
             else:
                 return_freed_memory()
-
-    def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
-        groups, replicas = self._groups, self._groups.replicas
-        self._draws = None
+        draws = None
         if may_draw(self.description):
-            self._draws = Draws(self.torch_device, self.context_rank * self.tensor_ranks + self.tensor_rank)
+            draws = Draws(self.torch_device, self.context_rank * self.tensor_ranks + self.tensor_rank)
+        kept = self.recipe.offload.kept_layers(self.description.layers)
         gives_all = replicas is not None and self.description.model is not None
-        self._held = Builder(
+        held = Builder(
             description=self.description,
             layout=self.layout,
             grid=self._grid,
             loss=options,
-            layers=LayerOptions(
-                self._checkpointing, self._draws, self.recipe.compile_layers, self._activations, self._kept_layers
-            ),
+            layers=LayerOptions(plan.checkpointing, draws, self.recipe.compile_layers, activations, kept),
             weights=Weights(parameter_dtype, seed, self._broadcast if gives_all else None),
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
-            shards=replicas if self._sharded else None,
-            expert_shards=groups.expert_replicas if self._sharded else None,
-            ranks=SharedLayers(self._tensor, self._experts, self._load, self._pieces is not None),
+            shards=replicas if sharded else None,
+            expert_shards=groups.expert_replicas if sharded else None,
+            ranks=SharedLayers(self._tensor, self._experts, self._load, self._cutter is not None),
         ).build()
-        router_loss = self.description.router_loss
-        self._router_losses = None
-        if router_loss is not None:
-            self._router_losses = RouterLosses(
-                router_loss,
-                replicas=self.replicas,
-                torch_device=self.torch_device,
-                tensor_ranks=self.tensor_ranks,
-                context=groups.context,
-            )
-        self._shared_gradients = None
-        if groups.shared is not None:
-            self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
-        follow = [parameters.follow_flags for parameters in self._held.unsharded]
-        over_replicas = None
-        if replicas is not None:
-            over_replicas = Replicas(self._held, self.layout.program, self._grid, groups)
-            follow.append(over_replicas.follow_flags)
-        self._trained = Trained(
-            dict(self.named_parameters()),
-            names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
-            vocabulary=self.description.vocabulary_names,
-            tensor_ranks=self.tensor_ranks,
-            context_ranks=self.context_ranks,
-            alone=alone(self.description, self._tensor),
-            follow=follow,
+        files = read_files(self.description) if self._grid.is_first else {}
+        self._state = ModelState(
+            description=self.description,
+            held=held,
+            groups=groups,
+            grid=self._grid,
+            torch_device=self.torch_device,
+            is_first=self._grid.is_first,
+            sharded=sharded,
+            origin=Origin(files, stored_dtypes(self.description, held.shards | held.buffers)),
+            drawn_by=None if draws is None else self._drawn_by,
         )
-        self._results = Results(
-            self._held.output,
-            self._router_losses,
+        self._executor = make_executor(
+            plan,
+            held,
             groups,
-            self.layout,
-            pipelines=self.recipe.parallelism.replicas,
+            self._grid,
+            torch_device=self.torch_device,
             compute_dtype=self._compute_dtype,
             entropy=options.entropy,
+            cutter=self._cutter,
             load=self._load,
-        )
-        self._walker = Walker(
-            self.device,
-            self._held.stages,
-            self._held.embedding,
-            self._held.output,
-            transport=Transport(
-                groups.communicators,
-                self._grid.line("pp"),
-                self.description.hidden_size,
-                self._compute_dtype,
-                self.torch_device,
-                self.tensor_ranks,
-            ),
-            vocabulary_passes=self.layout.sharded,
-            weight_gradients=self._held.weight_gradients,
-            checkpointing=self._held.checkpointing,
-            replicas=over_replicas,
-            router_losses=self._router_losses,
-            activations=self._activations,
-            running=groups.running,
-            draws=self._draws,
+            draws=draws,
+            activations=activations,
+            alone=alone(self.description, self._tensor),
+            failed=self._step_failed,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -366,11 +340,187 @@ class Pipeline(SpreadModel):
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
         fault = None
-        if self._is_very_first:
+        if self._grid.is_first:
             fault = fault_of_architecture(self.description, self.layout.program.order, self.recipe)
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
+
+    def _let_go_of_the_model(self) -> None:
+        """Release a live model, which has been copied; keep only its generation config."""
+        model, skeleton = self.description.model, self.description.skeleton
+        if isinstance(skeleton, PreTrainedModel) and model is not None:
+            skeleton.generation_config = copy.deepcopy(model.generation_config)
+            self.description = replace(self.description, model=None)
+            self._plan.description = self._state.description = self.description
+
+    @property
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
+        placement = self.layout.program.placement
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
+
+    # --- the layout ------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
+        parts = [
+            f"{self.description.architecture} of {count(self.description.layers, 'layer')} and {numbers:,} parameters",
+            f"device {self.device} of {self.devices}",
+            *([f"tensor rank {self.tensor_rank} of {self.tensor_ranks}"] if self.tensor_ranks > 1 else []),
+            *([f"context rank {self.context_rank} of {self.context_ranks}"] if self.context_ranks > 1 else []),
+            *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
+            *([f"expert rank {self.expert_rank} of {self.expert_ranks}"] if self.expert_ranks > 1 else []),
+            count(self.layout.program.placement.stages, "stage"),
+            count(self.microbatches, "microbatch"),
+            f"vocabulary {self.layout.mode}",
+        ]
+        return f"<Pipeline: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: layers and vocabulary rows of each device, from 0, the last one excluded."""
+        layout, rows = self.layout, []
+        for device in range(self.devices):
+            stages = layout.program.placement.stages_of(device)
+            layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
+            own = slice(device * self.tensor_ranks, (device + 1) * self.tensor_ranks)
+            shards = [shards[own] for shards in (layout.embedding_shards, layout.head_shards)]
+            rows.append([str(device), layers, *(f"{held[0].start}:{held[-1].stop}" for held in shards)])
+        return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with everything that was chosen by default or by costs."""
+        return self._plan.recipe
+
+    @property
+    def layout(self) -> Layout:
+        """Where layers and vocabulary rows are, and the program of a step.
+
+        Another layout of the same placement, mode and communicators, set on all processes, runs from the next step on.
+        """
+        return self._plan.layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        self._plan.layout = layout
+        self._executor.forget_evaluations()
+
+    @property
+    def chosen_slices(self) -> str | None:
+        """Why sequences are cut into so many slices; None if the number was given."""
+        return self._plan.chosen_slices
+
+    @property
+    def microbatches(self) -> int:
+        """Equal parts of every batch."""
+        return self.recipe.microbatches
+
+    @property
+    def order(self) -> Order:
+        """The passes of every device in a step, in order, including vocabulary passes."""
+        return self.layout.program.order
+
+    @property
+    def program(self) -> Program:
+        """The passes and transfers that every device executes in a step."""
+        return self.layout.program
+
+    @property
+    def order_matters(self) -> bool:
+        """Whether another order of the same passes changes gradients: in their last bits, where one device adds those
+        of both vocabulary layers up in one matrix.
+
+        In all other models each parameter gets its gradients from one microbatch after the other, in any order. Random
+        numbers of layers do not depend on it (`layers/random_state.py`).
+        """
+        return self.description.tied
+
+    @property
+    def feeds(self) -> bool:
+        """Whether this is the first process of its replica, which passes the data of every step."""
+        return self._grid.feeds
+
+    @property
+    def _separate(self) -> bool:
+        """Whether documents of a sequence do not see each other."""
+        return self.recipe.batch.separate
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Names of the modules of experts in the whole model, one for each layer that has some."""
+        return () if self._load is None else self._load.layers
+
+    @property
+    def keeps_documents_apart(self) -> str | None:
+        """What keeps separate documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if
+        they are joined."""
+        if not self._separate:
+            return None
+        return "the model's attention" if self._cutter is None else "evenpipe's attention"
+
+    def slice_lengths(self, tokens: int) -> tuple[int, ...]:
+        """Return the tokens of each slice of a sequence of `tokens` tokens; they are a multiple of what `step` needs.
+
+        Slices are cut so that the layers take equal time, by the costs of the recipe if these were measured on slices,
+        else by FLOPs.
+        """
+        ends = (tokens,) if self._cutter is None else self._cutter.ends_of(tokens)
+        return tuple(end - start for start, end in pairwise((0, *ends)))
+
+    def trace(self, result: StepResult, **about: Any) -> Trace | None:
+        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
+
+        With context ranks, each of them has a trace of its own.
+
+        about: further facts for the reader of the trace. Collective.
+        """
+        if result.record.clock is None:
+            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+        self._groups.agree("trace")
+        layout = self.layout
+        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
+        return gather_trace(
+            result.record,
+            layout.program,
+            self._groups.over("pp", "tp"),
+            self.torch_device,
+            costs=layout.costs,
+            about={"vocabulary": layout.mode, **ranks, **about},
+        )
+
+    def layout_by(self, costs: Costs) -> Layout:
+        """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage.
+
+        Raises InputError if the pipeline runs a given order, or if the other one needs other communicators.
+        """
+        return self._plan.layout_by(costs)
+
+    def arrange(self, costs: Costs) -> None:
+        """From the next step on, run the order that these pass times arrange. Collective.
+
+        Raises InputError as `layout_by`, and if processes give different pass times.
+        """
+        layout = self.layout_by(costs)
+        text = "\n".join(" ".join(map(str, row)) for row in layout.program.rows)
+        own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        orders = self._groups.begin("arrange", self._groups.everyone, [own], "the call of arrange", "")
+        if any(order != [own] for order in orders):
+            raise InputError("arrange: processes were given other pass times, expected the same on all of them")
+        self.layout = layout
+
+    def from_the_first(self, text: str | None, what: str) -> str | None:
+        """Return the text of the very first process on all of them; what: for the error of a process that waits for it
+        in vain. Collective."""
+        return self._groups.from_the_first(text, what)
+
+    def predict(self, vocabulary: str | None = None) -> Timeline:
+        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
+
+        The other mode keeps the layers of each stage, unless one of both is "redistribute".
+        """
+        return self._plan.predict(vocabulary)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -466,13 +616,13 @@ class Pipeline(SpreadModel):
         `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.
         """
         inputs = Inputs.of(input_ids, labels, position_ids, attention_mask, token_weights, separate=self._separate)
-        modes = {stage: module.training for stage, module in self._held.stages.items()}
-        for module in self._held.stages.values():
+        modes = {stage: module.training for stage, module in self._state.held.stages.items()}
+        for module in self._state.held.stages.values():
             module.eval()
         try:
             return self._run(inputs, training=False, record_passes=False)
         finally:
-            for stage, module in self._held.stages.items():
+            for stage, module in self._state.held.stages.items():
                 module.train(modes[stage])
 
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
@@ -480,75 +630,229 @@ class Pipeline(SpreadModel):
         if self._closed:
             raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
         check_no_autocast(self.torch_device)
-        if training and self.recipe.compile_layers and self._draws is not None:
+        if training and self.recipe.compile_layers and self._executor.draws is not None:
             check_memory_budget()
-        started = time.perf_counter()
-        groups = self._groups
-        self._trained.read()
-        inputs, totals = distribute(
-            inputs,
-            microbatches=self.microbatches if training else 1,
-            model=self.description,
-            tokens=Divisor.of(self.recipe.parallelism, self.layout.program.slices),
-            communicator=groups.pipeline,
-            replicas=groups.data,
-            begin=partial(groups.begin, "step" if training else "evaluate"),
-            trained=self._trained,
-            drawn=self._draws.draw() if training and self._draws is not None and self.feeds else 0,
-            torch_device=self.torch_device,
+        return self._executor.run(inputs, training=training, record_passes=record_passes)
+
+    def _step_failed(self, error: BaseException) -> None:
+        self._watch.report_exception(error)
+        if not self._owned and self._groups.everyone is not None:  # else this process ends soon
+            self.close()  # which ends waits of others that only the connection can end
+
+    def count_bytes(self) -> ByteCounter:
+        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
+
+        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
+        "buffers". Optimizer state counts only if it is created inside.
+        """
+
+        def follow(counter: ByteCounter | None) -> None:
+            self._executor.walker.counter = counter
+
+        return ByteCounter(self._state.held.tensors(), follow)
+
+    # --- parameters ------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
+        if self.devices > 1 or self.tensor_ranks > 1 or self._state.sharded:
+            refuse_use_of_a_part(self._state.name_of_a_part)
+        for name, shard in self._state.held.shards.items():
+            yield name, shard.tensor
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of this process, for an optimizer.
+
+        Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
+        Clip with `clip_gradients`, which uses the norm of all gradients. The call
+        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError. If this process has only rows of
+        a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters that was made before is not
+        detected.
+        """
+        return (parameter for _, parameter in self.named_parameters())
+
+    def parameter_shards(self) -> dict[str, Held[nn.Parameter]]:
+        """Return this process's part of each parameter by Hugging Face name.
+
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters.
+        """
+        return self._state.shards
+
+    def held_parameters(self) -> Iterator[HeldParameter]:
+        """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
+        communicator to the processes with the other rows. The order is the same on all of them."""
+        return self._state.held_parameters()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm over all devices is at most `max_norm`; return the norm before.
+
+        With an infinite `max_norm` it only measures. Collective; every process gets the same number.
+        """
+        check_positive("max_norm", max_norm)
+        return self._state.clip_gradients(max_norm)
+
+    def move_router_biases(self, load: Tensor, rate: float) -> None:
+        """Balance experts without a loss, after the optimizer's step: move the biases by which routers choose experts
+        (arXiv 2408.15664; DeepSeek-V3 and others have them) by `rate` towards experts with few tokens. Collective.
+
+        Args:
+            load: the sum of `StepResult.expert_load` over the steps of an update; the same on all processes.
+
+        Raises:
+            InputError: no router of the model has such a bias.
+        """
+        check_positive("rate", rate)
+        if not self.has_router_biases:
+            raise InputError(
+                f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
+            )
+        self._groups.agree("move_router_biases")
+        move_biases(self.parameter_shards(), load, self.expert_layers, rate)
+
+    @property
+    def has_router_biases(self) -> bool:
+        """Whether a router of the model has a bias by which it only chooses experts."""
+        return any(map(is_router_bias, self.description.shapes))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of all processes of all replicas; None for a single process."""
+        return None if self._groups.everyone is None else self._groups.everyone.group
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every process, replica by replica and in each by device, on every process. All
+        processes must give equally many numbers. Collective."""
+        return self._groups.numbers(numbers)
+
+    # --- whole tensors ---------------------------------------------------------------------------------------
+
+    def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole gradient on the CPU) on the first process; on the others there is nothing, but
+        every process must exhaust it: a process that has not raises InputError in its next collective method."""
+        return self._groups.stream("stream_gradients", self._state.whole_gradients())
+
+    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole parameter or saved buffer on the CPU), as `stream_gradients` does."""
+        return self._groups.stream("stream_state", self._state.whole_tensors())
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
+        return dict(self._groups.stream("full_gradients", self._state.whole_gradients()))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return all whole parameters and saved buffers by Hugging Face name on the first process; empty on the others.
+
+        Collective.
+        """
+        return dict(self._groups.stream("full_state_dict", self._state.whole_tensors()))
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        step: int,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = 2,
+        unhealthy: str | None = None,
+    ) -> Path:
+        """Save everything that a loop needs to continue as if it had not stopped; return the checkpoint's folder,
+        `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
+
+        `evenpipe.newest_checkpoint` never finds an incomplete checkpoint, even after a failure of a process or disk.
+        The first save locks the folder until the first process ends; saves of other runs are refused. The states of
+        torch's random generators are saved: of the CPU, and of the GPU that a process computes on; those of Python and
+        numpy are not. Collective.
+
+        Args:
+            folder: folder of all checkpoints of the run, visible to all processes.
+            step: number of optimizer steps taken. An existing checkpoint of this step is replaced.
+            optimizer: an optimizer of parameters of this pipeline; its state and the options of its groups, such as
+                learning rates, are saved. None for a process without a trainable parameter.
+            scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; the optimizer must then have
+                equally many groups on every process.
+            extra: JSON values that the loop needs in addition, such as its position in the data. Only the first
+                process's are saved.
+            keep: number of checkpoints to keep, this one and the newest before it; None: all. The newest healthy one is
+                kept in any case.
+            unhealthy: why the state may be ruined, such as "the loss has doubled"; None: it is healthy. The checkpoint
+                keeps it (`Checkpoint.unhealthy`).
+
+        Raises:
+            InputError: another run has locked the folder, or a value cannot be saved; the sentence names it.
+            RunError: a disk or a process failed; earlier checkpoints have not changed.
+        """
+        check_kinds(step=step, optimizer=optimizer, extra=extra, unhealthy=unhealthy)
+        return self._state.save(folder, step, optimizer, scheduler, extra, keep=keep, unhealthy=unhealthy)
+
+    def load_checkpoint(
+        self,
+        checkpoint: Checkpoint | str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> dict[str, Any]:
+        """Load parameters, optimizer and scheduler from a checkpoint; return its `extra`.
+
+        If anything fails, none of them has changed. The options of optimizer groups, such as learning rates, become the
+        saved ones; to use others, set them afterwards. Parameters that are trained now, but were not when the
+        checkpoint was saved, begin with new optimizer state; a warning names them. With an optimizer, torch's random
+        generators continue too: those of all processes if as many have saved theirs, else that of the first process,
+        which dropout follows. Collective.
+
+        Args:
+            checkpoint: from `evenpipe.newest_checkpoint`, or the folder of a checkpoint.
+            optimizer: an optimizer of the saved kind; None does not read its state.
+            scheduler: a scheduler of the saved kind.
+
+        Raises:
+            InputError: the checkpoint is damaged, or does not fit the model, the optimizer or the scheduler.
+            RunError: a disk or a process failed.
+        """
+        check_kinds(optimizer=optimizer)
+        order = self.order
+        splits = self.recipe.compile_layers and any(map(order.splits_backward, range(self.devices)))
+        uncompiled = (
+            "compiled layers with a split backward run their first microbatch uncompiled: with dropout it draws other"
+            " random numbers than in an uninterrupted run"
         )
-        self._trained.follow()
-        assert inputs.input_ids is not None
-        # Members of an expert group run the same passes.
-        sequences = len(inputs.input_ids) if self._groups.experts is None else totals.fewest_sequences
-        program = self.layout.program if training else self._evaluation(sequences)
-        parts = program.microbatches
-        batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
-        if self._pieces is not None:
-            batch = self._pieces.pieces(batch)
-        hooked = self._trained.hooked if training else {}
-        drawing: AbstractContextManager[None] = nullcontext()
-        if training and self._draws is not None:
-            drawing = self._draws.step(totals.drawn, self.replica * program.microbatches * program.slices)
-        with self._ending_with_all():
-            self._held.refresh()
-            if self._router_losses is not None:
-                self._router_losses.accumulate = totals.accumulate
-            self._walker.record_passes = record_passes
-            before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
-            shared = self._shared_gradients if training else None
-            tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
-            with set_aside(hooked) as of_hooked, drawing, tied:
-                if shared is not None:
-                    shared.begin()
-                record = self._walker.walk(program, batch)
-                if shared is not None:
-                    shared.finish()
-            if before is not None:
-                record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
-            result = self._results.of(batch, record, started, totals.loss_factor, training=training)
-        call_hooks(hooked, of_hooked)  # no other process waits for this one any more
-        return result
+        return self._state.load(checkpoint, optimizer, scheduler, drawn_otherwise=uncompiled if splits else None)
 
-    @contextmanager
-    def _ending_with_all(self) -> Iterator[None]:
-        """End the run on all processes if one fails in here: the others are in other passes, and would wait for what a
-        loop that catches the error never sends."""
-        try:
-            yield
-        except BaseException as error:
-            self._watch.report_exception(error)
-            if not self._owned and self._groups.everyone is not None:  # else this process ends soon
-                self.close()  # which ends waits of others that only the connection can end
-            raise
+    def _drawn_by(self) -> dict[str, Any]:
+        """What the random numbers of layers depend on, besides the number of each step, in the words of messages."""
+        return {
+            "microbatches of all replicas": self.replicas * self.microbatches,
+            "slices": self.layout.program.slices,
+            "context ranks": self.context_ranks,
+            "tensor ranks": self.tensor_ranks,
+            "compiled layers": self.recipe.compile_layers,
+            "device": self.torch_device.type,
+        }
 
-    def _evaluation(self, sequences: int) -> Program:
-        """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
-        whole = self.layout.evaluation
-        parts = min(sequences, whole.microbatches)
-        if parts not in self._evaluations:
-            self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
-        return self._evaluations[parts]
+    def save_pretrained(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
+
+        A model that was loaded is written as it came, except for its weights: config.json and generation_config.json
+        are the same files, and every tensor has the dtype in which it was stored. A live model is written as its own
+        `save_pretrained` would write it. The tokenizer is not written: it has a `save_pretrained` of its own.
+
+        The first process writes one whole tensor at a time. Collective.
+
+        Args:
+            dtype: dtype of the weights; default: that of the model which the pipeline was made from, so that masters of
+                16-bit weights are rounded; fresh weights have `parameter_dtype`. Parameters that transformers keeps in
+                fp32 beside 16-bit ones stay in fp32.
+
+        Raises:
+            InputError: the dtype is none that models have.
+            RunError: the folder cannot be written, or the model consists of plain modules; raised on every process.
+        """
+        self._state.save_pretrained(path, dtype)
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""

@@ -14,8 +14,8 @@ from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.processes.worker import initialise_worker
 from evenpipe.recipe.recipe import Recipe
-from evenpipe.runtime.arranging import DTYPES
 from evenpipe.runtime.pipeline import Pipeline
+from evenpipe.runtime.step_plan import DTYPES
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
 

@@ -8,8 +8,8 @@ import torch
 
 from evenpipe.costs.hardware import known_gpu
 from evenpipe.model import training_flops
-from evenpipe.runtime.arranging import DTYPES
 from evenpipe.runtime.pipeline import Pipeline
+from evenpipe.runtime.step_plan import DTYPES
 from evenpipe.train.build import compute_dtype
 from evenpipe.train.config import Config
 

@@ -1,0 +1,223 @@
+"""Runs steps: data to all processes, the passes of this device's program, sums of gradients, results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from evenpipe.communication.clock import Conversion, read_clocks
+from evenpipe.experts.load import Load
+from evenpipe.host.offload import Activations
+from evenpipe.layers.random_state import Draws
+from evenpipe.parallel.grid import Grid
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.tensor_ranks import SharedGradients
+from evenpipe.runtime.batch import cut, distribute
+from evenpipe.runtime.device import HeldModel
+from evenpipe.runtime.gradient_hooks import call_hooks, set_aside
+from evenpipe.runtime.inputs import Divisor, Inputs
+from evenpipe.runtime.pieces import Cutter
+from evenpipe.runtime.replicas import Replicas
+from evenpipe.runtime.result import StepResult
+from evenpipe.runtime.results import Results
+from evenpipe.runtime.router_loss import RouterLosses
+from evenpipe.runtime.step_plan import StepPlan
+from evenpipe.runtime.tied import tied_gradients
+from evenpipe.runtime.trained import Trained
+from evenpipe.runtime.transport import Transport
+from evenpipe.runtime.walker import Walker
+from evenpipe.schedule import Program
+
+
+@dataclass(slots=True, kw_only=True)
+class Executor:
+    """Runs the steps of a model that is spread over processes."""
+
+    plan: StepPlan
+    """Its layout may change between steps."""
+    held: HeldModel
+    groups: Groups
+    grid: Grid
+    torch_device: torch.device
+    trained: Trained
+    results: Results
+    walker: Walker
+    router_losses: RouterLosses | None
+    shared_gradients: SharedGradients | None
+    cutter: Cutter | None
+    draws: Draws | None
+    """None: layers draw no random numbers."""
+    failed: Callable[[BaseException], None]
+    """Called with the error of a step in which other processes may be."""
+    _evaluations: dict[int, Program] = field(default_factory=dict)
+    """By number of sequences."""
+
+    def run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
+        """Run a step, or an evaluation."""
+        started, plan, groups = time.perf_counter(), self.plan, self.groups
+        drawn = self.draws if training else None
+        self.trained.read()
+        inputs, totals = distribute(
+            inputs,
+            microbatches=plan.recipe.microbatches if training else 1,
+            model=plan.description,
+            tokens=Divisor.of(plan.recipe.parallelism, plan.layout.program.slices),
+            communicator=groups.pipeline,
+            replicas=groups.data,
+            begin=partial(groups.begin, "step" if training else "evaluate"),
+            trained=self.trained,
+            drawn=drawn.draw() if drawn is not None and self.grid.feeds else 0,
+            torch_device=self.torch_device,
+        )
+        self.trained.follow()
+        assert inputs.input_ids is not None
+        # Members of an expert group run the same passes.
+        sequences = len(inputs.input_ids) if groups.experts is None else totals.fewest_sequences
+        program = plan.layout.program if training else self._evaluation(sequences)
+        parts = program.microbatches
+        batch = cut(inputs, totals, microbatches=parts, dtype=self.results.dtype, torch_device=self.torch_device)
+        if self.cutter is not None:
+            batch = self.cutter.pieces(batch)
+        hooked = self.trained.hooked if training else {}
+        drawing: AbstractContextManager[None] = nullcontext()
+        if drawn is not None:
+            drawing = drawn.step(totals.drawn, self.grid.coordinate("dp") * program.microbatches * program.slices)
+        with self._ending_with_all():
+            self.held.refresh()
+            if self.router_losses is not None:
+                self.router_losses.accumulate = totals.accumulate
+            self.walker.record_passes = record_passes
+            before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
+            shared = self.shared_gradients if training else None
+            tied = tied_gradients(self.held.tied_copy, groups.tied) if training else nullcontext()
+            with set_aside(hooked) as of_hooked, drawing, tied:
+                if shared is not None:
+                    shared.begin()
+                record = self.walker.walk(program, batch)
+                if shared is not None:
+                    shared.finish()
+            if before is not None:
+                record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
+            result = self.results.of(batch, record, started, totals.loss_factor, training=training)
+        call_hooks(hooked, of_hooked)  # no other process waits for this one any more
+        return result
+
+    @contextmanager
+    def _ending_with_all(self) -> Iterator[None]:
+        """End the run on all processes if one fails in here: the others are in other passes, and would wait for what a
+        loop that catches the error never sends."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def _evaluation(self, sequences: int) -> Program:
+        """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
+        whole = self.plan.layout.evaluation
+        parts = min(sequences, whole.microbatches)
+        if parts not in self._evaluations:
+            self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
+        return self._evaluations[parts]
+
+    def forget_evaluations(self) -> None:
+        """Follow another layout of the plan."""
+        self._evaluations.clear()
+
+
+def make_executor(
+    plan: StepPlan,
+    held: HeldModel,
+    groups: Groups,
+    grid: Grid,
+    *,
+    torch_device: torch.device,
+    compute_dtype: torch.dtype,
+    entropy: bool,
+    cutter: Cutter | None,
+    load: Load | None,
+    draws: Draws | None,
+    activations: Activations | None,
+    alone: Collection[str],
+    failed: Callable[[BaseException], None],
+) -> Executor:
+    """Return the executor of this process's part of a model.
+
+    Args:
+        entropy: whether the output layer computes it.
+        load: counts what tokens choose among experts; None for a model without.
+        alone: names of parameters that only the first tensor rank holds.
+    """
+    description, layout = plan.description, plan.layout
+    router_losses = None
+    if description.router_loss is not None:
+        router_losses = RouterLosses(
+            description.router_loss,
+            replicas=grid.size("dp"),
+            torch_device=torch_device,
+            tensor_ranks=grid.size("tp"),
+            context=groups.context,
+        )
+    follow = [parameters.follow_flags for parameters in held.unsharded]
+    replicas = None
+    if groups.replicas is not None:
+        replicas = Replicas(held, layout.program, grid, groups)
+        follow.append(replicas.follow_flags)
+    return Executor(
+        plan=plan,
+        held=held,
+        groups=groups,
+        grid=grid,
+        torch_device=torch_device,
+        trained=Trained(
+            {name: shard.tensor for name, shard in held.shards.items()},
+            names=[name for name, _ in description.skeleton.named_parameters(remove_duplicate=False)],
+            vocabulary=description.vocabulary_names,
+            tensor_ranks=grid.size("tp"),
+            context_ranks=grid.size("cp"),
+            alone=alone,
+            follow=follow,
+        ),
+        results=Results(
+            held.output,
+            router_losses,
+            groups,
+            layout,
+            pipelines=plan.recipe.parallelism.replicas,
+            compute_dtype=compute_dtype,
+            entropy=entropy,
+            load=load,
+        ),
+        walker=Walker(
+            grid.coordinate("pp"),
+            held.stages,
+            held.embedding,
+            held.output,
+            transport=Transport(
+                groups.communicators,
+                grid.line("pp"),
+                description.hidden_size,
+                compute_dtype,
+                torch_device,
+                grid.size("tp"),
+            ),
+            vocabulary_passes=layout.sharded,
+            weight_gradients=held.weight_gradients,
+            checkpointing=held.checkpointing,
+            replicas=replicas,
+            router_losses=router_losses,
+            activations=activations,
+            running=groups.running,
+            draws=draws,
+        ),
+        router_losses=router_losses,
+        shared_gradients=None if groups.shared is None else SharedGradients(held.shared, groups.shared),
+        cutter=cutter,
+        draws=draws,
+        failed=failed,
+    )
