@@ -87,7 +87,7 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> d
         config = configuration(
             settings,
             settings.vocabulary,
-            tensor_parallel=settings.tensor_ranks,
+            tp=settings.tensor_ranks,
             schedule=name,
             vocabulary=mode,
             microbatches=microbatches,

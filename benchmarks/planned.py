@@ -182,7 +182,7 @@ def measure(
     parallelisms = [plan.recipe.parallelism for plan in plans.values()]
     pipelines = []
     for tensor, context, exchange in sorted({(one.tp, one.cp, one.context_exchange) for one in parallelisms}):
-        ranks = {"tensor_parallel": tensor, "context_parallel": context, "context_exchange": exchange}
+        ranks = {"tp": tensor, "cp": context, "context_exchange": exchange}
         cut = replace(base.pipeline, processes=processes, **ranks)
         pipelines += pipelines_to_measure(replace(base, pipeline=cut), processes, sizes)
     found: list[dict[str, list[dict[str, Any]]]] = [{name: [] for name in one} for one in pipelines]

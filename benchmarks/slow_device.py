@@ -139,7 +139,7 @@ def run_case(settings: Settings, schedule: str, mode: str) -> dict[str, Any]:
         costs=costs,
         vocabulary=order.vocabulary,
         split_backward=split,
-        memory_limit=tuple(max(1, held) for held in by_order[0][0].timeline().peak_in_flight),
+        max_in_flight=tuple(max(1, held) for held in by_order[0][0].timeline().peak_in_flight),
         objective="makespan",
     )
     known = best_bound(order.placement, size, costs, split=split, vocabulary=order.vocabulary).value

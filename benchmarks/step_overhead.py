@@ -83,7 +83,7 @@ def serve(folder: str, hooks: bool) -> None:
         started = time.perf_counter()
         for _ in range(int(text)):
             pipeline.step(batch)
-            pipeline.clip_gradients(1.0)
+            pipeline.clip_grad_norm_(1.0)
             optimizer.step()
             pipeline.zero_grad()
         if answers is not None:

@@ -55,7 +55,7 @@ def measure(settings: Settings) -> dict[str, dict[str, float]]:
                 config,
                 schedule=schedule,
                 microbatches=settings.microbatches,
-                tensor_parallel=settings.ranks,
+                tp=settings.ranks,
                 tensor_overlap=overlap,
                 self_check=False,
             )

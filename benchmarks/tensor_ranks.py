@@ -71,8 +71,8 @@ def measure(config: LlamaConfig, schedule: str, settings: Settings) -> dict[tupl
             schedule=schedule,
             vocabulary=mode,
             microbatches=settings.microbatches // layout.replicas,
-            tensor_parallel=layout.ranks,
-            replicas=layout.replicas,
+            tp=layout.ranks,
+            dp=layout.replicas,
             self_check=False,
         )
         for layout in layouts(settings.processes)

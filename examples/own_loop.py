@@ -37,7 +37,7 @@ def train(folder, steps):
     while step < steps:
         step += 1
         result = pipeline.step(batch(step))
-        pipeline.clip_gradients(1.0)
+        pipeline.clip_grad_norm_(1.0)
         optimizer.step()
         scheduler.step()
         pipeline.zero_grad()

@@ -111,7 +111,7 @@ def run(model: Model, options: dict[str, Any]) -> tuple[int, int, int]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         pipeline.step(ids_of(model, seed=number * pipeline.replicas + pipeline.replica))
-        pipeline.clip_gradients(1.0)
+        pipeline.clip_grad_norm_(1.0)
         optimizer.step()
         pipeline.zero_grad()
     pipeline.close()

@@ -79,8 +79,23 @@ def unknown(where: str, value: Any, known: Iterable[Any]) -> InputError:
     return refused(where, value, f"one of {', '.join(names)}{nearest(str(value), names)}")
 
 
+RENAMED = {
+    "replicas": "dp",
+    "context_parallel": "cp",
+    "tensor_parallel": "tp",
+    "expert_parallel": "ep",
+    "memory_limit": "max_in_flight",
+    "clip_gradients": "clip_grad_norm_",
+}
+"""Old name of an option or method -> its name today."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name, `; did you mean "..."?`, or "" if no known name is similar."""
+    """The end of a sentence about an unknown name: its name today, `; did you mean "..."?`, or "" if no known name is
+    similar."""
+    known = list(known)
+    if (today := RENAMED.get(name)) in known:
+        return f"; {name} is {today} now"
     names = {other.lower(): other for other in known}
     close = difflib.get_close_matches(shortened(name).lower(), list(names), n=1, cutoff=0.5)
     return f'; did you mean "{names[close[0]]}"?' if close else ""

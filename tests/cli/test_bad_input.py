@@ -125,7 +125,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         (f"order.csv {ESCAPE}", "check has no argument \\x1b[31m; evenpipe check --help"),
         ("order.csv --bytes-limit=-1", "--bytes-limit is -1; it must be a finite number above 0"),
         ("order.csv --bytes-limit 1", "--costs is missing; --bytes-limit needs its sizes"),
-        ("order.csv --memory-limit 1,2,3", "--memory-limit has 3 numbers; it must have one, or 2, one per device"),
+        ("order.csv --max-in-flight 1,2,3", "--max-in-flight has 3 numbers; it must have one, or 2, one per device"),
     ],
     "simulate": [
         ("--schedule zvb", 'schedule is "zvb"; it must be one of gpipe, 1f1b', 'did you mean "zbv"?'),
@@ -143,7 +143,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
     ],
     SIMULATE: [
         ("--microbatches 0", "--microbatches is 0; it must be at least 1"),
-        ("--memory-limit many", '--memory-limit is "many"; it must be a number, or one per device'),
+        ("--max-in-flight many", '--max-in-flight is "many"; it must be a number, or one per device'),
         ("--vocabulary vocab-3", 'vocabulary is "vocab-3"; it must be one of balanced', 'did you mean "vocab-2"?'),
         ("--vocabulary ,", '--vocabulary is ","; it must be one or several of first-last'),
         ("--sort step", "--sort is given, but there is only one schedule", "--compare"),
@@ -170,7 +170,7 @@ ARGUMENTS: dict[str, list[tuple[str, ...]]] = {
         ("--seed", "--seed has no value; evenpipe search --help lists all options"),
         ("--split-backward=1", "--split-backward takes no value; "),
         ("--vocabulary interlaced", "search knows the vocabulary modes"),
-        ("--devices 8 --microbatches 200 --split-backward --memory-limit 8", "small cases", "12800 passes"),
+        ("--devices 8 --microbatches 200 --split-backward --max-in-flight 8", "small cases", "12800 passes"),
     ],
     "estimate --model": [
         ("nowhere.json", "the model is 'nowhere.json', but there is no such file"),

@@ -210,7 +210,7 @@ def test_sound_files(capsys):
         assert (checked["vocabulary"] == "vocab-2") == (file in ("program.csv", "vocabulary.csv"))
     assert as_json(capsys, "check", "order.csv", "--costs", "costs.json")["peak_bytes"] == [6, 3]
     costs = str(EXAMPLES / "costs.toml")
-    assert as_json(capsys, "check", "order.csv", "--memory-limit", "2,1", "--costs", costs)["sound"]
+    assert as_json(capsys, "check", "order.csv", "--max-in-flight", "2,1", "--costs", costs)["sound"]
     assert as_json(capsys, "check", "order.csv", "--bytes-limit", "6,3", "--costs", "costs.json")["sound"]
 
 
@@ -219,8 +219,8 @@ FAULTY = {
     "faulty.csv": ["0B1 is already at position 3", "1B1 comes before 1F1 at position 3"],
     "faulty.csv --costs plain.toml": ["0B1 is already at position 3"],
     "no-transfer.csv": [f"{name} is missing" for name in ("0SEND_F1", "0RECV_B1", "1RECV_F1", "1SEND_B1")],
-    "order.csv --memory-limit 1": ["limit of 1"],
-    "program.csv --memory-limit 2,1": ["limit of 1"],
+    "order.csv --max-in-flight 1": ["limit of 1"],
+    "program.csv --max-in-flight 2,1": ["limit of 1"],
     "order.csv --bytes-limit 6,2 --costs costs.json": ["limit of 2"],
 }
 
@@ -254,7 +254,7 @@ def test_what_search_writes_is_sound_and_can_be_trained(mode, capsys):
 
 def test_search_says_when_nothing_fits(capsys):
     pytest.importorskip("ortools")
-    arguments = ["search", "--devices", "2", "--microbatches", "2", "--placement", "v", "--memory-limit", "1"]
+    arguments = ["search", "--devices", "2", "--microbatches", "2", "--placement", "v", "--max-in-flight", "1"]
     assert printed(capsys, *arguments, code=1) == "no order fits the memory limit\n"
     assert as_json(capsys, *arguments, code=1) == {"possible": False}
 

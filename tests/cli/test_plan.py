@@ -183,7 +183,7 @@ def test_tensor_parallelism_is_planned_where_the_model_can_be_cut(capsys):
     assert {row["tp"] for row in plans} == {1, 3, 6} and all(row["runnable"] for row in plans)
     printed(capsys, *plan, "--tp", "3", "--pp", "2", "-o", "planned.toml")
     pipeline = load_config("planned.toml").pipeline
-    assert (pipeline.processes, pipeline.tensor_parallel, pipeline.devices) == (6, 3, 2)
+    assert (pipeline.processes, pipeline.tp, pipeline.devices) == (6, 3, 2)
     error = refused(capsys, "plan", *plan, "--tp", "2", *QUICK)
     assert "self_attn cannot be cut so: 2 ranks cannot share 3 heads of keys and values" in error
 
@@ -398,7 +398,7 @@ def test_a_plan_is_there_when_the_time_is_up(capsys, monkeypatch):
     assert main([*SEARCH, *few, "--workers", "1", "--minutes", "3", "-o", "planned.toml"]) == 0
     out = capsys.readouterr().out
     assert "unfinished, the time is up after 3." in out and "wrote planned.toml" in out
-    assert load_config("planned.toml").pipeline.tensor_parallel == 8
+    assert load_config("planned.toml").pipeline.tp == 8
 
 
 @pytest.mark.usefixtures("large")

@@ -117,7 +117,7 @@ def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
     plain = costs(problem(), **context)
     twice = {name: 2 * time for name, time in passes_of(plain, bare=plain.F).items()}
     alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FIW"})
-    of_two = costs(problem(alone, measured(1, seconds=twice, context_parallel=2)), **context)
+    of_two = costs(problem(alone, measured(1, seconds=twice, cp=2)), **context)
     for name in "FBIW":
         assert getattr(of_two, name) == pytest.approx([2 * time for time in getattr(plain, name)])
     corrected = costs(problem(alone), **context)
@@ -126,7 +126,7 @@ def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
         for before, after in zip(getattr(plain, name), getattr(corrected, name), strict=True):
             assert 2 * before < after < 3 * before
     for way, other in (("keys", "heads"), ("heads", "keys")):
-        passes = {name: measured(1, context_parallel=2, context_exchange=name, devices=2) for name in (way, other)}
+        passes = {name: measured(1, cp=2, context_exchange=name, devices=2) for name in (way, other)}
         own = Recipe.of(pp=2, cp=2, context_exchange=way, microbatches=8)
         assert problem(*passes.values()).correction(own).ranks == (1, 2, way)
         assert problem(passes[other], measured(1)).correction(own).ranks == (1, 2, other)
@@ -135,7 +135,7 @@ def test_measured_passes_hold_for_their_number_of_context_ranks() -> None:
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_measured_passes_hold_for_their_number_of_tensor_ranks(mode: str) -> None:
     """With their exchange. For another number of ranks, only what they compute is corrected."""
-    shared = measured(1, seconds={name: 2 * time for name, time in said_seconds(tp=2).items()}, tensor_parallel=2)
+    shared = measured(1, seconds={name: 2 * time for name, time in said_seconds(tp=2).items()}, tp=2)
     alone = measured(1, seconds={name: 3 * measured(1).seconds[name] / FACTORS[name] for name in "FW"})
     plain, of_two = (costs(given, mode=mode, tp=2) for given in (problem(), problem(shared, alone)))
     for name in ("F", "B", "I", "W", *(("S", "C", "T") if mode == "vocab-2" else ())):
@@ -295,7 +295,7 @@ def test_files_hold_them(tmp_path: Path) -> None:
 def test_wrong_entries_are_one_sentence() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"sequence": 0}, r"hardware.passes\[0\].sequence is 0; it must be an integer of at least 1"),
-        ({"context_parallel": 0}, "context_parallel is 0; it must be an integer of at least 1"),
+        ({"cp": 0}, "cp is 0; it must be an integer of at least 1"),
         ({"context_exchange": "auto"}, 'context_exchange is "auto"; it must be one of keys, heads'),
         ({"contention": 0.9}, "contention is 0.9; it must be a number of at least 1"),
         ({"seconds": {"F": -1}}, "seconds.F is -1; it must be a number of at least 0"),

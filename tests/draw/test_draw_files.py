@@ -134,14 +134,14 @@ def test_a_page_may_be_empty_and_grows_by_a_few_bytes_per_pass() -> None:
 
 LIMITS = [
     # arguments of draw, what the picture says of a limit
-    (["--schedule", "v-budget", "--memory-limit", "6"], "memory limit: 6 in flight"),
-    (["--schedule", "v-budget", "--memory-limit", "6,7,8"], "memory limit: 6 in flight, 7 in flight, 8 in flight"),
-    (["--compare", "1f1b,v-budget", "--memory-limit", "6"], "memory limit: 6 in flight"),
+    (["--schedule", "v-budget", "--max-in-flight", "6"], "memory limit: 6 in flight"),
+    (["--schedule", "v-budget", "--max-in-flight", "6,7,8"], "memory limit: 6 in flight, 7 in flight, 8 in flight"),
+    (["--compare", "1f1b,v-budget", "--max-in-flight", "6"], "memory limit: 6 in flight"),
     (["--schedule", "1f1b", "--offload", "2"], "memory limit: 2 on the device"),  # of one byte each
     (["--schedule", "1f1b", "--offload", "2048", "--costs", "costs.toml"], "memory limit: 2 KiB"),
     # Of another unit than the curve: stage activations beside bytes, and in flight beside those on the device.
-    (["--schedule", "v-budget", "--memory-limit", "6", "--costs", "costs.toml"], None),
-    (["--schedule", "v-budget", "--memory-limit", "6", "--offload", "free"], None),
+    (["--schedule", "v-budget", "--max-in-flight", "6", "--costs", "costs.toml"], None),
+    (["--schedule", "v-budget", "--max-in-flight", "6", "--offload", "free"], None),
     (["--schedule", "1f1b"], None),
 ]
 

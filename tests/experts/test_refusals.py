@@ -56,7 +56,7 @@ def refusal(description: Description, ep: int) -> str:
     with pytest.raises(InputError) as caught:
         check_experts(description, ep)
     sentence = str(caught.value)
-    assert sentence.startswith(f"expert_parallel is {ep}; it must be ") and sentence.count(". ") == 0
+    assert sentence.startswith(f"ep is {ep}; it must be ") and sentence.count(". ") == 0
     assert description.architecture in sentence or description.config is None
     return sentence
 

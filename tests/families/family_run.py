@@ -213,7 +213,7 @@ def _over_tensor_ranks(reference: Reference, around: Around) -> dict[str, Any]:
     """Compare a step of two tensor ranks on one device."""
     try:
         with around():
-            error = _compare(reference, "1f1b", self_check=True, tensor_parallel=PROCESSES)
+            error = _compare(reference, "1f1b", self_check=True, tp=PROCESSES)
     except RefusedError as refusal:
         return {"tensor": "refused", "tensor_sentence": str(refusal)}
     except DifferentError as different:
@@ -226,7 +226,7 @@ def _in_pieces(reference: Reference, around: Around) -> dict[str, Any]:
     """Compare a step of two context ranks on one device, and one of two devices on sequences in two slices, after the
     check that a pipeline makes."""
     description, refusals, errors = describe(reference.model), [], []
-    for option in ("context_parallel", "slices"):
+    for option in ("cp", "slices"):
         refusal = [""]
         if dist.get_rank() == 0:
             try:

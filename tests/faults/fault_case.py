@@ -85,21 +85,21 @@ class Case:
     the victim from going on."""
     also_stopped: int | None
     """Another process that is stopped (SIGSTOP) just before, and must not outlive the run or hold up its end."""
-    tensor_parallel: int = 1
-    context_parallel: int = 1
+    tp: int = 1
+    cp: int = 1
     context_exchange: str = "keys"
     slices: int = 1
-    expert_parallel: int = 1
+    ep: int = 1
 
     @property
     def place(self) -> str:
         """What messages say of the victim beside its number, once there is a pipeline."""
-        ranks = self.tensor_parallel * self.context_parallel
-        if self.expert_parallel > 1:
+        ranks = self.tp * self.cp
+        if self.ep > 1:
             return f"replica {self.victim % 2}, device {self.victim // 2}"
         if ranks == 1:
             return ""
-        kind = "tensor rank" if self.tensor_parallel > 1 else "context rank"
+        kind = "tensor rank" if self.tp > 1 else "context rank"
         return f"device {self.victim // ranks}, {kind} {self.victim % ranks}"
 
     def dump(self) -> str:
@@ -126,9 +126,9 @@ def draw(seed: int, started_by: str | None = None) -> Case:
             break
     pieces: dict[str, Any] = {}
     if seed >= FIRST_WITH_EXPERTS:
-        pieces = {"expert_parallel": ranks}
+        pieces = {"ep": ranks}
     elif seed >= FIRST_WITH_CONTEXT_RANKS:
-        pieces = {"context_parallel": ranks, "context_exchange": dice.choice(("keys", "heads"))}
+        pieces = {"cp": ranks, "context_exchange": dice.choice(("keys", "heads"))}
         pieces["slices"] = dice.choice((1, 2)) if _runs(schedule, devices, microbatches, 2) else 1
     processes = devices * ranks
     victim, share = dice.randrange(processes), dice.random()
@@ -147,7 +147,7 @@ def draw(seed: int, started_by: str | None = None) -> Case:
         where,
         share if also is None else 0.0,
         also,
-        **pieces or {"tensor_parallel": ranks},
+        **pieces or {"tp": ranks},
     )
 
 

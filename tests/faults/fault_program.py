@@ -38,8 +38,8 @@ HANG_SECONDS = 6.0
 """Limit of a wait in a case where a process hangs; elsewhere so long that reaching it is a fault."""
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
 
-OF_A_PIPELINE = ("schedule", "vocabulary", "microbatches", "tensor_parallel", "context_parallel", "context_exchange")
-OF_A_PIPELINE += ("slices", "expert_parallel")
+OF_A_PIPELINE = ("schedule", "vocabulary", "microbatches", "tp", "cp", "context_exchange")
+OF_A_PIPELINE += ("slices", "ep")
 """Fields of a case that are options of its pipeline."""
 
 ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
@@ -58,16 +58,16 @@ def train(case: Case, folder: Path) -> int:
     _show_waits(folder / f"waiting-{rank}")
     trap = Trap(case, folder, rank)
     initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=timeout_seconds(case), torch_device="cpu")
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2} if case.expert_parallel > 1 else {}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2} if case.ep > 1 else {}
     sizes = {"vocab_size": 67, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": LAYERS}
     config = (MixtralConfig if experts else LlamaConfig)(**experts, **sizes, **heads)
-    options = {name: getattr(case, name) for name in OF_A_PIPELINE} | {"replicas": case.expert_parallel}
+    options = {name: getattr(case, name) for name in OF_A_PIPELINE} | {"dp": case.ep}
     for number in range(2):
         checkpoints = folder / f"checkpoints-{number}"
         with trap.armed("build"):
             trained = Pipeline(config, **options, self_check=False, timeout_seconds=timeout_seconds(case))
-        tokens = 6 if case.context_parallel == 1 else 8  # a multiple of two chunks for each rank and slice
+        tokens = 6 if case.cp == 1 else 8  # a multiple of two chunks for each rank and slice
         ids = torch.randint(0, 67, (2 * case.microbatches, tokens), generator=torch.Generator().manual_seed(rank))
         optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
         prepare_folder(checkpoints, trained.process_group)

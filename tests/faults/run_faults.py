@@ -71,9 +71,9 @@ def table(verdicts: list[Verdict]) -> str:
         case = verdict.case
         kinds = [case.how, f"(started by {case.started_by})"]
         kinds += ["(beside one that is stopped)"] * (case.also_stopped is not None)
-        kinds += ["(with tensor ranks)"] * (case.tensor_parallel > 1)
-        kinds += ["(with context ranks)"] * (case.context_parallel > 1)
-        kinds += ["(with shared experts)"] * (case.expert_parallel > 1)
+        kinds += ["(with tensor ranks)"] * (case.tp > 1)
+        kinds += ["(with context ranks)"] * (case.cp > 1)
+        kinds += ["(with shared experts)"] * (case.ep > 1)
         for kind in kinds:
             by_how[kind].append(verdict)
     lines = [f"{'how a process failed':<30}{'runs':>6}{'as they should':>16}{'longest until all had ended':>30}"]

@@ -65,13 +65,13 @@ def test_a_case_is_drawn_from_its_seed_alone() -> None:
     assert whole[:20] == [draw(seed) for seed in range(20)]
     assert all(Case.load(case.dump()) == case for case in whole)
     assert any(case.also_stopped is not None for case in whole)
-    assert {(case.tensor_parallel, case.context_parallel, case.expert_parallel) for case in whole} == {(1, 1, 1)}
+    assert {(case.tp, case.cp, case.ep) for case in whole} == {(1, 1, 1)}
     drawn = {first: [draw(seed) for seed in range(first, first + 100)] for first in SIZES}
     for first, cases in {0: whole, **drawn}.items():
         assert {case.where for case in cases} == set(PLACES)
         assert {case.how for case in cases} == set(FAULTS)
         if first:
-            sizes = [(one.processes, one.context_parallel, one.tensor_parallel, one.expert_parallel) for one in cases]
+            sizes = [(one.processes, one.cp, one.tp, one.ep) for one in cases]
             assert set(sizes) == SIZES[first]
             assert {case.victim for case in cases} == set(range(4))
     in_pieces = {(case.context_exchange, case.slices) for case in drawn[FIRST_WITH_CONTEXT_RANKS]}

@@ -125,11 +125,11 @@ class Case(Shown):
     number: int
     processes: int
     replicas: int = 1
-    tensor_parallel: int = 1
-    context_parallel: int = 1
+    tp: int = 1
+    cp: int = 1
     context_exchange: str = "keys"
     slices: int = 1
-    expert_parallel: int = 1
+    ep: int = 1
     slice_ends: str = "of equal time"
     token_order: str = "balanced"
     """On context ranks; "random": any order."""
@@ -166,7 +166,7 @@ class Case(Shown):
 
     @property
     def devices(self) -> int:
-        return self.processes // (self.replicas * self.context_parallel * self.tensor_parallel)
+        return self.processes // (self.replicas * self.cp * self.tp)
 
     @property
     def pipelines(self) -> list[list[int]]:
@@ -175,7 +175,7 @@ class Case(Shown):
         if self.mesh == "any":
             self.random("mesh").shuffle(ranks)
         if self.mesh == "none":  # pipelines are numbered outermost
-            each = self.context_parallel * self.tensor_parallel
+            each = self.cp * self.tp
             rows = self.replicas * each
             return [
                 [row + rank for row in range(replica * each, self.processes, rows) for rank in range(each)]
@@ -223,7 +223,7 @@ def _with_tensor_ranks(case: Case) -> Case:
         return replace(batch, tokens=batch.tokens + -batch.tokens % ranks * (dice.random() > RULES_BROKEN))
 
     steps = _steps_of(case, shared)
-    return replace(case, processes=ranks * case.processes, tensor_parallel=ranks, steps=steps)
+    return replace(case, processes=ranks * case.processes, tp=ranks, steps=steps)
 
 
 TWO_HEADS = {"phi3"}
@@ -242,8 +242,8 @@ def _in_pieces(case: Case) -> Case:
         if not from_replicas:
             ranks = dice.choice((2, 2, 2, 3, 4))
         changes |= {"replicas": case.replicas // 2} if from_replicas else {"processes": ranks * case.processes}
-        changes["context_parallel"] = ranks
-        cannot_share = 2 % ranks or case.tensor_parallel > 1  # the heads of a tensor rank
+        changes["cp"] = ranks
+        cannot_share = 2 % ranks or case.tp > 1  # the heads of a tensor rank
         only_keys = cannot_share and dice.random() > RULES_BROKEN
         changes["context_exchange"] = "keys" if only_keys else dice.choice(("keys", "heads"))
     slices = dice.choice((1, 2, 2, 3)) if ranks > 1 else dice.choice((2, 2, 3))
@@ -254,7 +254,7 @@ def _in_pieces(case: Case) -> Case:
         return case
     if given.given_as == "function" and slices > 1:  # it is given units, which become slices before R
         changes["schedule"] = replace(given, recomputed=())
-    number = divisor_of(ranks, case.tensor_parallel)
+    number = divisor_of(ranks, case.tp)
 
     def divided(batch: Batch) -> Batch:
         if batch.tokens > 128 or dice.random() < RULES_BROKEN:
@@ -271,7 +271,7 @@ def _with_shared_experts(case: Case) -> Case:
     if case.replicas == 1 or (unfit and dice.random() > RULES_BROKEN) or dice.random() < 0.2:
         return case
     members = [count for count in range(2, case.replicas + 1) if case.replicas % count == 0]
-    return replace(case, expert_parallel=dice.choice(members))
+    return replace(case, ep=dice.choice(members))
 
 
 def _with_unusual_layers(case: Case) -> Case:
@@ -297,9 +297,9 @@ def _with_hooks(case: Case) -> Case:
 
 def _with_options_of_axes(case: Case) -> Case:
     dice, changes = case.random("options of axes"), {}
-    if case.tensor_parallel > 1:
+    if case.tp > 1:
         changes["tensor_overlap"] = dice.choice(("auto", "none", "ring"))
-    if case.context_parallel > 1 and dice.random() < 0.3:
+    if case.cp > 1 and dice.random() < 0.3:
         changes["token_order"] = "random"
     if case.slices > 1 and dice.random() < 0.4:
         changes["slice_ends"] = "random"
@@ -443,7 +443,7 @@ def _draw_schedule(dice: random.Random, devices: int) -> Given:
     choices: dict[str, Callable[[], Any]] = {
         "stages_per_device": lambda: dice.randint(1, 3),
         "group_size": lambda: dice.randint(1, 6),
-        "memory_limit": lambda: dice.choice((dice.randint(3, 9), tuple(dice.randint(3, 9) for _ in range(devices)))),
+        "max_in_flight": lambda: dice.choice((dice.randint(3, 9), tuple(dice.randint(3, 9) for _ in range(devices)))),
         "weight_share": lambda: dice.random(),
         "squeeze": lambda: dice.random() < 0.5,
         "overlap": lambda: dice.random() < 0.5,

@@ -178,7 +178,7 @@ def config_of(case: Case) -> Any:
         "vocab_size": model.vocabulary,
         "hidden_size": HIDDEN,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": (heads := 4 if case.tensor_parallel == 4 else 2),
+        "num_attention_heads": (heads := 4 if case.tp == 4 else 2),
         "pad_token_id": model.padding,
         "bos_token_id": None,
         "eos_token_id": None,

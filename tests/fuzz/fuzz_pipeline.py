@@ -68,11 +68,11 @@ def _open(case: Case, folder: Path, mesh: DeviceMesh | None) -> Pipeline:
         "vocabulary": case.vocabulary,
         "microbatches": case.microbatches,
         "mesh": mesh,
-        "replicas": case.replicas if mesh is None else None,
-        "tensor_parallel": case.tensor_parallel if mesh is None else None,
-        "context_parallel": case.context_parallel if mesh is None else None,
+        "dp": case.replicas if mesh is None else None,
+        "tp": case.tp if mesh is None else None,
+        "cp": case.cp if mesh is None else None,
         "context_exchange": case.context_exchange,
-        "expert_parallel": case.expert_parallel,
+        "ep": case.ep,
         "slices": case.slices,
         "data_parallel": case.data_parallel,
         **case.gathering,
@@ -152,7 +152,7 @@ def with_empty_slots(order: Order, case: Case) -> Order:
 def mesh_of(case: Case) -> DeviceMesh | None:
     if case.mesh == "none" or case.processes == 1:
         return None
-    sizes = (case.replicas, case.devices, case.context_parallel, case.tensor_parallel)
+    sizes = (case.replicas, case.devices, case.cp, case.tp)
     table = torch.tensor(case.pipelines).view(sizes)
     if case.mesh == "pp dp":
         return DeviceMesh("cpu", table.transpose(0, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
@@ -179,7 +179,7 @@ def tokens_in_any_order(case: Case) -> Iterator[None]:
 
 def ends_of_slices(case: Case, tokens: int) -> list[int] | None:
     """Where the slices of sequences of so many tokens end in place of evenpipe's choice; None: where it chooses."""
-    unit = divisor_of(case.context_parallel, case.tensor_parallel)
+    unit = divisor_of(case.cp, case.tp)
     if case.slice_ends != "random" or tokens % unit or tokens // unit < case.slices:
         return None
     inner = case.random("slices", tokens).sample(range(1, tokens // unit), case.slices - 1)

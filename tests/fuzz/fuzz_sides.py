@@ -249,7 +249,7 @@ class InProcesses:
         return [*self._seen(result), ("log probabilities", {k: v for one in gathered(own) for k, v in one.items()})]
 
     def clip(self, max_norm: float) -> float:
-        return self.pipeline.clip_gradients(max_norm)
+        return self.pipeline.clip_grad_norm_(max_norm)
 
     def update(self) -> None:
         if self._optimizer is not None:

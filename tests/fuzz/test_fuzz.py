@@ -81,13 +81,13 @@ def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
     assert {case.vocabulary for case in cases} == set(MODES)
     assert {case.schedule.name for case in cases} > {"random", *SCHEDULES}
     assert {(case.processes, case.replicas) for case in cases} >= {(1, 1), (2, 2), (3, 1), (4, 2), (4, 4)}
-    ranks = [case for case in cases if case.tensor_parallel == 2 and case.context_parallel == 1]
+    ranks = [case for case in cases if case.tp == 2 and case.cp == 1]
     assert {(case.replicas, case.devices) for case in ranks} == {(1, 1), (1, 2), (2, 1)}
-    assert {(case.tensor_parallel, case.context_parallel) for case in cases} >= {(2, 2), (4, 1), (1, 4)}
-    context = {(case.context_exchange, case.slices) for case in cases if case.context_parallel == 2}
+    assert {(case.tp, case.cp) for case in cases} >= {(2, 2), (4, 1), (1, 4)}
+    context = {(case.context_exchange, case.slices) for case in cases if case.cp == 2}
     assert context == {(exchange, slices) for exchange in ("keys", "heads") for slices in (1, 2, 3)}
     whole = [draw(SEED, number) for number in range(400)]  # their bits are kept
-    assert {(case.tensor_parallel, case.context_parallel, case.slices) for case in whole} == {(1, 1, 1)}
+    assert {(case.tp, case.cp, case.slices) for case in whole} == {(1, 1, 1)}
 
 
 def test_sentences_of_one_shape_are_counted_together() -> None:

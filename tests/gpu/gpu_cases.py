@@ -49,25 +49,25 @@ SHARED = [
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     # options of `Pipeline`: 4 processes on one GPU
-    "tensor ranks": {"tensor_parallel": 2, "schedule": "zb-h1"},
-    "tensor ranks, rings": {"tensor_parallel": 2, "tensor_overlap": "ring", "checkpointing": "selective"},
-    "context ranks, keys": {"context_parallel": 2, "schedule": "zbv"},
-    "context ranks, heads": {"context_parallel": 2, "context_exchange": "heads", "schedule": "zb-h1"},
+    "tensor ranks": {"tp": 2, "schedule": "zb-h1"},
+    "tensor ranks, rings": {"tp": 2, "tensor_overlap": "ring", "checkpointing": "selective"},
+    "context ranks, keys": {"cp": 2, "schedule": "zbv"},
+    "context ranks, heads": {"cp": 2, "context_exchange": "heads", "schedule": "zb-h1"},
     "slices": {"slices": 3, "schedule": "zb-h1"},
-    "slices, context ranks": {"slices": 2, "context_parallel": 2, "checkpointing": "full"},
+    "slices, context ranks": {"slices": 2, "cp": 2, "checkpointing": "full"},
     "documents": {"documents": "separate"},
-    "sharded replicas": {"replicas": 2, "data_parallel": "shard", "schedule": "v-half"},
-    "sharded replicas, freed after each pass": {"replicas": 2, "data_parallel": "shard", "reshard": True},
-    "experts": {"model": "mixtral", "replicas": 2, "expert_parallel": 2, "schedule": "zb-h1"},
+    "sharded replicas": {"dp": 2, "data_parallel": "shard", "schedule": "v-half"},
+    "sharded replicas, freed after each pass": {"dp": 2, "data_parallel": "shard", "reshard": True},
+    "experts": {"model": "mixtral", "dp": 2, "ep": 2, "schedule": "zb-h1"},
     "experts, columns and arrivals": {
         "model": "mixtral",
-        "replicas": 2,
-        "expert_parallel": 2,
+        "dp": 2,
+        "ep": 2,
         "experts": ExpertOptions(columns=2, arrivals=2),
         "checkpointing": "full",
     },
     "experts on one device": {"model": "mixtral", "schedule": "zb-h1"},
-    "tensor ranks of experts": {"model": "mixtral", "tensor_parallel": 2},
+    "tensor ranks of experts": {"model": "mixtral", "tp": 2},
     "offload": {"schedule": "po-f", "offload": OffloadOptions(activations="all")},
     "checkpointing": {"schedule": "interleaved", "checkpointing": "full"},
     "compiled layers": {"compile_layers": True, "schedule": "zb-h1"},
@@ -161,7 +161,7 @@ class Comparison:
         """Runs in every process: two steps, the second of which counts; gradients as numpy."""
         worker = initialise_worker()
         options = {"microbatches": 6, **self.layout}
-        if (replicas := options.get("replicas", 1)) > 1:
+        if (replicas := options.get("dp", 1)) > 1:
             options["microbatches"] //= replicas
         pipeline = Pipeline(model_of(options.pop("model", "llama")), compute_dtype=self.compute_dtype, **options)
         count = SEQUENCES // replicas

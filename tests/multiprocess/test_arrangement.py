@@ -99,14 +99,14 @@ def orders_and_bits(family: str, options: dict[str, Any]) -> tuple[int, int]:
     return len(orders), len(bits)
 
 
-RANKS = ("tensor_parallel", "context_parallel", "replicas")
+RANKS = ("tp", "cp", "dp")
 ORDERS = [
     *(("llama", {"schedule": name, "vocabulary": "vocab-2"}) for name in ("1f1b", "interleaved", "zb-h1", "v-half")),
     *(("llama", {"schedule": "zbv", "vocabulary": mode}) for mode in ("first-last", "vocab-1", "interlaced")),
-    ("llama", {"schedule": "zbv", "tensor_parallel": 2}),
-    ("llama", {"schedule": "zb-h1", "slices": 2, "context_parallel": 2}),
+    ("llama", {"schedule": "zbv", "tp": 2}),
+    ("llama", {"schedule": "zb-h1", "slices": 2, "cp": 2}),
     ("mixtral", {"schedule": "zbv"}),
-    ("mixtral", {"schedule": "zbv", "replicas": 2, "expert_parallel": 2}),
+    ("mixtral", {"schedule": "zbv", "dp": 2, "ep": 2}),
 ]
 
 
@@ -165,7 +165,7 @@ def test_orders_stay_where_another_one_would_change_bits_or_nothing(changes: dic
 
 
 def test_replicas_agree_on_the_times(tmp_path: Path) -> None:
-    config = configured(tmp_path, processes=4, replicas=2)
+    config = configured(tmp_path, processes=4, dp=2)
     orders = run_processes(orders_of_a_run, 4, config, 8)
     assert orders == [orders[0]] * 4
     assert orders[0][6] != orders[0][0]

@@ -45,8 +45,8 @@ LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({}, MODES),
     ({"schedule": "zbv"}, ("first-last", "vocab-2")),
     ({"schedule": "interleaved"}, ("first-last", "vocab-2")),
-    ({"replicas": 2}, ("first-last", "vocab-2")),
-    ({"replicas": 2, "data_parallel": "shard"}, ("first-last", "vocab-2")),
+    ({"dp": 2}, ("first-last", "vocab-2")),
+    ({"dp": 2, "data_parallel": "shard"}, ("first-last", "vocab-2")),
 ]
 """Options of a pipeline of two devices, and vocabulary modes."""
 
@@ -94,7 +94,7 @@ def any_size(options: dict[str, Any], modes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("options", "modes"), LAYOUTS)
 @pytest.mark.sampled(1)
 def test_a_batch_of_any_size_is_evaluated(options: dict[str, Any], modes: tuple[str, ...]) -> None:
-    run_processes(any_size, 2 * options.get("replicas", 1), options, modes)
+    run_processes(any_size, 2 * options.get("dp", 1), options, modes)
 
 
 def routers() -> None:
@@ -243,7 +243,7 @@ def counts(documents: str) -> list[float]:
     pipeline = Pipeline(
         described(VOCABULARY, False, FP64),
         microbatches=2,
-        replicas=2,
+        dp=2,
         documents=documents,
         parameter_dtype=FP64,
         self_check=False,
@@ -295,7 +295,7 @@ def refusals() -> None:
     model = family_described("mixtral").model
     model.config.output_router_logits = True
     pipelines = [
-        Pipeline(one, microbatches=1, replicas=2, parameter_dtype=FP64, self_check=False)
+        Pipeline(one, microbatches=1, dp=2, parameter_dtype=FP64, self_check=False)
         for one in (described(VOCABULARY, False, FP64), describe(model))
     ]
     elsewhere = "input_ids: refused by the first process of {} pipeline; see its error"

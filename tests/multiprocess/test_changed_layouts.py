@@ -77,17 +77,17 @@ def test_a_checkpoint_continues_in_any_layout(name: str, family: str, tied: bool
 # --- initial weights, fresh or of a folder ----------------------------------------------------------------------------
 
 SHARED_EXPERTS: list[dict[str, Any]] = [
-    {"replicas": 2, "expert_parallel": 2},
-    {"replicas": 4, "expert_parallel": 4},
-    {"replicas": 4, "expert_parallel": 2, "data_parallel": "shard"},
-    {"replicas": 2, "expert_parallel": 2, "tensor_parallel": 2},
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 4},
+    {"dp": 4, "ep": 2, "data_parallel": "shard"},
+    {"dp": 2, "ep": 2, "tp": 2},
 ]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "llama": [
         *({"vocabulary": mode} for mode in MODES),
-        {"replicas": 2, "schedule": "zbv"},
-        {"replicas": 2, "tensor_parallel": 2},
-        {"replicas": 4, "data_parallel": "shard"},
+        {"dp": 2, "schedule": "zbv"},
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "data_parallel": "shard"},
     ],
     "mixtral": SHARED_EXPERTS,
     "gpt_oss": SHARED_EXPERTS,

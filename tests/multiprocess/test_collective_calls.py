@@ -44,7 +44,7 @@ def methods_of(pipeline: Pipeline, folder: Path) -> dict[str, Callable[[], Any]]
     return {
         "step": lambda: pipeline.step(IDS),
         "evaluate": lambda: pipeline.evaluate(IDS),
-        "clip_gradients": lambda: pipeline.clip_gradients(1e-3),
+        "clip_grad_norm_": lambda: pipeline.clip_grad_norm_(1e-3),
         "gather_numbers": lambda: pipeline.gather_numbers([1.0, 2.0]),
         "from_the_first": lambda: pipeline.from_the_first("text", "a text"),
         "trace": lambda: pipeline.trace(result),
@@ -79,7 +79,7 @@ def mix_all_pairs(layout: dict[str, Any], folder: Path) -> list[str]:
     """Every pair of methods, another process being the odd one each time; returns what went wrong."""
     pipeline, rank, processes = make(**layout), dist.get_rank(), dist.get_world_size()
     methods = methods_of(pipeline, folder)
-    norm, loss = pipeline.clip_gradients(float("inf")), pipeline.evaluate(IDS).loss
+    norm, loss = pipeline.clip_grad_norm_(float("inf")), pipeline.evaluate(IDS).loss
     faults, names = [], list(methods)
     for place, odd in enumerate(names):
         for others in names[:place]:
@@ -88,7 +88,7 @@ def mix_all_pairs(layout: dict[str, Any], folder: Path) -> list[str]:
             said = re.sub(r" \(device [^)]*\)", "", raised_by(methods[calls[rank]]))
             if said != sentence(calls):
                 faults.append(f"{calls}: {said}")
-    if pipeline.clip_gradients(float("inf")) != norm or pipeline.evaluate(IDS).loss != loss:
+    if pipeline.clip_grad_norm_(float("inf")) != norm or pipeline.evaluate(IDS).loss != loss:
         faults.append("gradients or parameters have changed")
     if list(folder.iterdir()):
         faults.append(f"{list(folder.iterdir())} were written")
@@ -125,7 +125,7 @@ def optimizers(kind: Callable[[Pipeline], Any]) -> Calls:
     pipeline = make(dp=2, data_parallel="shard")
     optimizer = kind(pipeline)
     pipeline.step(IDS)
-    return pipeline, [optimizer.step, lambda: pipeline.clip_gradients(1.0)]
+    return pipeline, [optimizer.step, lambda: pipeline.clip_grad_norm_(1.0)]
 
 
 def other_numbers() -> Calls:
@@ -149,8 +149,8 @@ def three_methods() -> Calls:
 DISAGREEMENTS: list[tuple[Callable[..., Calls], tuple[Any, ...], list[str] | str]] = [
     # who makes the calls, its arguments, and the methods that are called, or the sentence
     (router_biases, (), ["move_router_biases", "step"]),
-    (optimizers, (Muon,), ["Muon.step", "clip_gradients"]),
-    (optimizers, (Adafactor,), ["Adafactor.step", "clip_gradients"]),
+    (optimizers, (Muon,), ["Muon.step", "clip_grad_norm_"]),
+    (optimizers, (Adafactor,), ["Adafactor.step", "clip_grad_norm_"]),
     (other_numbers, (), "gather_numbers: [1, 40] numbers on the processes, expected equally many on all of them"),
     (other_costs, (), "arrange: processes were given other pass times, expected the same on all of them"),
     (three_methods, (), ["full_gradients", "step", "evaluate", "full_gradients"]),

@@ -32,7 +32,7 @@ FP64, VOCABULARY, TOKENS = torch.float64, 97, 6
 
 
 def make(kind: str, mode: str = "vocab-2", *, tied: bool = False, **options: Any) -> Pipeline:
-    usual = {"microbatches": 3, "parameter_dtype": FP64, "self_check": False, "replicas": 2}
+    usual = {"microbatches": 3, "parameter_dtype": FP64, "self_check": False, "dp": 2}
     return Pipeline(described(VOCABULARY, tied, FP64), vocabulary=mode, data_parallel=kind, **usual | options)
 
 
@@ -161,23 +161,23 @@ def bad_input() -> None:
     def on_mesh(shape: tuple[int, ...], *names: str) -> dict[str, Any]:
         table = torch.arange(math.prod(shape)).view(shape)
         mesh = DeviceMesh("cpu", table, mesh_dim_names=names, _init_backend=False)  # without groups, which take time
-        return {"mesh": mesh, "replicas": None}
+        return {"mesh": mesh, "dp": None}
 
     for text, options in {
         'one named "pp"': on_mesh((2, 2), "dp", "tp"),
         "axes {'sp': 2} beside": on_mesh((2, 2), "sp", "pp"),
-        "tensor_parallel is 3; it must be a divisor of 2": {"tensor_parallel": 3, "replicas": 2},
-        "tensor_parallel is 0; it must be a whole number": {"tensor_parallel": 0},
-        "tensor_parallel is 4; it must be 2": on_mesh((2, 2), "tp", "pp") | {"tensor_parallel": 4},
-        "context_parallel is 4; it must be 2": on_mesh((2, 2), "cp", "pp") | {"context_parallel": 4},
-        "expert_parallel is 4; it must be 1, since LlamaForCausalLM": on_mesh((4, 1), "ep", "pp"),
+        "tp is 3; it must be a divisor of 2": {"tp": 3, "dp": 2},
+        "tp is 0; it must be a whole number": {"tp": 0},
+        "tp is 4; it must be 2": on_mesh((2, 2), "tp", "pp") | {"tp": 4},
+        "cp is 4; it must be 2": on_mesh((2, 2), "cp", "pp") | {"cp": 4},
+        "ep is 4; it must be 1, since LlamaForCausalLM": on_mesh((4, 1), "ep", "pp"),
         "1 x 2 processes (dp x pp, ranks": {
             "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"],
-            "replicas": None,
+            "dp": None,
         },
-        "replicas is 3; it must be a divisor of 4": {"replicas": 3},
-        "replicas is 0; it must be a whole number": {"replicas": 0},
-        "replicas is 4; it must be 2": on_mesh((2, 2), "dp", "pp") | {"replicas": 4},
+        "dp is 3; it must be a divisor of 4": {"dp": 3},
+        "dp is 0; it must be a whole number": {"dp": 0},
+        "dp is 4; it must be 2": on_mesh((2, 2), "dp", "pp") | {"dp": 4},
         'data_parallel is "sharded"; it must be one of replicate': {"data_parallel": "sharded"},
     }.items():
         with pytest.raises(InputError) as caught:
@@ -186,7 +186,7 @@ def bad_input() -> None:
     layers = [WithNumber() for _ in range(2)]
     with pytest.raises(InputError, match=r"layers\.0\.number of .* is a single number"):
         Pipeline.from_modules(
-            nn.Embedding(9, 8), layers, None, nn.Linear(8, 9), microbatches=1, replicas=2, data_parallel="shard"
+            nn.Embedding(9, 8), layers, None, nn.Linear(8, 9), microbatches=1, dp=2, data_parallel="shard"
         )
     with pytest.raises(InputError, match="1 x 3 processes"):
         Pipeline(described(VOCABULARY, False, FP64), mesh=DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("pp",)))

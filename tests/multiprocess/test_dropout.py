@@ -59,7 +59,7 @@ class Case:
         return {
             "schedule": order,
             "vocabulary": self.mode,
-            "replicas": self.replicas,
+            "dp": self.replicas,
             "microbatches": MICROBATCHES // self.replicas,
             "parameter_dtype": FP64,
             "self_check": False,
@@ -263,7 +263,7 @@ def test_a_memory_budget_of_torch_is_refused_with_compiled_layers() -> None:
 
 def test_noise_of_routers_is_refused_with_tensor_ranks() -> None:
     noisy = MixtralConfig(router_jitter_noise=0.1)
-    with pytest.raises(InputError, match=r"^tensor_parallel: router_jitter_noise is 0.1 in the model's config"):
+    with pytest.raises(InputError, match=r"^tp: router_jitter_noise is 0.1 in the model's config"):
         cut_of_model(describe(noisy), 2)
 
 

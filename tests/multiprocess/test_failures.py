@@ -80,15 +80,15 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int, mate: int, beg
     """Two steps; in the second one the victim fails where it should begin a collective for the n-th time, when `mate`
     has begun it, which the file `begun` says."""
     worker = initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=600)
-    options: dict[str, Any] = {"tensor_parallel": 2}
+    options: dict[str, Any] = {"tp": 2}
     if awaited.axis == "context":
         slices = 2 if "." in awaited.what else 1
-        options = {"context_parallel": 2, "context_exchange": awaited.exchange, "slices": slices}
+        options = {"cp": 2, "context_exchange": awaited.exchange, "slices": slices}
     model = described(97, False, torch.float64)
     pipeline = Pipeline(model, microbatches=4, parameter_dtype=torch.float64, self_check=False, **options)
     ids = torch.randint(0, 97, (4, 8))
     pipeline.step(ids)
-    pipeline.clip_gradients(1.0)
+    pipeline.clip_grad_norm_(1.0)
     start, left = Communicator._start, awaited.nth
 
     def begin(self, text, *arguments, **named):
@@ -108,7 +108,7 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int, mate: int, beg
         Communicator._start = begin
     try:
         pipeline.step(ids)
-        pipeline.clip_gradients(1.0)
+        pipeline.clip_grad_norm_(1.0)
     except BaseException as error:
         worker.watch.report_exception(error)
         raise

@@ -29,11 +29,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "vocabulary": "first-last"},
     "zbv": {"schedule": "zbv", "vocabulary": "vocab-2", "checkpointing": "full"},
     "interlaced, compiled": {"schedule": "1f1b", "vocabulary": "interlaced", "compile_layers": True},
-    "tensor ranks": {"tensor_parallel": 2},
-    "context ranks": {"context_parallel": 2},
+    "tensor ranks": {"tp": 2},
+    "context ranks": {"cp": 2},
     "slices": {"slices": 2},
-    "replicas": {"replicas": 2},
-    "shards": {"replicas": 2, "data_parallel": "shard"},
+    "replicas": {"dp": 2},
+    "shards": {"dp": 2, "data_parallel": "shard"},
 }
 
 

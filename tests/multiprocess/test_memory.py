@@ -78,7 +78,7 @@ def train(options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(pipeline.parameters())
     for _ in range(2):
         pipeline.step(torch.arange(64).view(4, 16) % 61)
-        pipeline.clip_gradients(1.0)
+        pipeline.clip_grad_norm_(1.0)
         optimizer.step()
         pipeline.zero_grad()
     pipeline.close()

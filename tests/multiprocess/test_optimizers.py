@@ -105,7 +105,7 @@ def make(layout: Layout) -> Pipeline:
         schedule=layout.schedule,
         vocabulary=layout.mode,
         microbatches=2,
-        replicas=layout.replicas,
+        dp=layout.replicas,
         data_parallel=layout.data_parallel,
         parameter_dtype=FP64,
         self_check=False,
@@ -213,7 +213,7 @@ def take_step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch
     ids, labels = (part.chunk(pipeline.replicas)[pipeline.replica] for part in batch)
     pipeline.zero_grad()
     loss = pipeline.step(ids, labels).loss
-    norm = pipeline.clip_gradients(MAX_NORM)
+    norm = pipeline.clip_grad_norm_(MAX_NORM)
     if optimizer is not None:
         optimizer.step()
     return loss, norm
@@ -360,11 +360,11 @@ def test_processes_without_parameters_take_part(
 
 def parts_of_matrices() -> None:
     """Parts that are no rows of whole matrices."""
-    pipeline = Pipeline(tiny_config("llama", num_hidden_layers=2), tensor_parallel=2, self_check=False)
+    pipeline = Pipeline(tiny_config("llama", num_hidden_layers=2), tp=2, self_check=False)
     for kind in (evenpipe.Muon, evenpipe.Adafactor):
         says = (
             rf"^{kind.__name__}: it needs whole matrices, or rows of them.*o_proj\.weight.*"
-            "expected tensor_parallel = 1 with it"
+            "expected tp = 1 with it"
         )
         with pytest.raises(InputError, match=says):
             kind(pipeline)
@@ -387,7 +387,7 @@ OF_TORCH: dict[str, Callable[[Pipeline], object]] = {
     "Adafactor": lambda pipeline: torch.optim.Adafactor(pipeline.parameters()),
     "Muon": lambda pipeline: torch.optim.Muon(one for one in pipeline.parameters() if one.dim() == 2),
 }
-BY_ALL = "expected pipeline.clip_gradients(max_norm), which scales all by the norm of all"
+BY_ALL = "expected pipeline.clip_grad_norm_(max_norm), which scales all by the norm of all"
 
 
 def clipping(options: dict[str, object]) -> list[bool]:
@@ -397,7 +397,7 @@ def clipping(options: dict[str, object]) -> list[bool]:
     for call in CLIPPING.values():
         pipeline.step(torch.arange(12).view(2, 6))
         # a norm that is known, and element by element: right in any layout
-        utils.clip_grads_with_norm_(pipeline.parameters(), 1.0, torch.tensor(pipeline.clip_gradients(float("inf"))))
+        utils.clip_grads_with_norm_(pipeline.parameters(), 1.0, torch.tensor(pipeline.clip_grad_norm_(float("inf"))))
         utils.clip_grad_value_(pipeline.parameters(), 1.0)
         before = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
         try:
@@ -412,7 +412,7 @@ def clipping(options: dict[str, object]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("processes", "options", "allowed"),
-    [(2, {}, False), (2, {"replicas": 2, "data_parallel": "shard"}, False), (2, {"replicas": 2}, True), (1, {}, True)],
+    [(2, {}, False), (2, {"dp": 2, "data_parallel": "shard"}, False), (2, {"dp": 2}, True), (1, {}, True)],
 )
 @pytest.mark.sampled(2)
 def test_torch_may_clip_only_where_a_process_holds_the_whole_model(processes, options, allowed) -> None:

@@ -66,7 +66,7 @@ def run(
         used = [group["lr"] for group in optimizer.param_groups]
         assert used == scheduler.get_last_lr()
         rows.append((pipeline.step(batch(step)).loss, used, optimizer.param_groups[1]["weight_decay"]))
-        pipeline.clip_gradients(1.0)
+        pipeline.clip_grad_norm_(1.0)
         optimizer.step()
         scheduler.step()
         pipeline.zero_grad()

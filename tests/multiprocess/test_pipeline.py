@@ -67,7 +67,7 @@ def bad_steps() -> None:
         stepping.step(IDS)
     for wrong in ("1", 0, None, True):
         with pytest.raises(InputError, match=f"max_norm is {show(wrong)}; it must be a number above 0"):
-            pipeline.clip_gradients(wrong)
+            pipeline.clip_grad_norm_(wrong)
     pipeline.close()
     for method in (pipeline.step, pipeline.evaluate):
         with pytest.raises(InputError, match="the pipeline is closed"):
@@ -206,7 +206,7 @@ EXCHANGES = [
 def choices_are_said() -> None:
     for heads, options, expected in EXCHANGES:
         said = [f"context ranks exchange {expected}"] * (dist.get_rank() == 0)
-        assert exchange(heads, context_parallel=2, **options) == (expected, said)
+        assert exchange(heads, cp=2, **options) == (expected, said)
     assert exchange(4) == (None, [])
 
 

@@ -105,10 +105,10 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
 def test_plans_take_the_passes_that_were_measured(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Also of a pipeline with two tensor ranks a device; what follows from them is seen in tests/costs."""
     sizes = ["--microbatch-sizes", "2", "--steps", "2"]
-    config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tensor_parallel={ranks}"]
+    config = ["train.toml", f"pipeline.processes={2 * ranks}", f"pipeline.tp={ranks}"]
     assert main(["profile", *config, "--hardware", *sizes, "-o", "host.toml"]) == 0
     hardware = find_hardware("host.toml")
-    shapes = [(one.microbatch_size, one.devices, one.sequence, one.tensor_parallel) for one in hardware.passes]
+    shapes = [(one.microbatch_size, one.devices, one.sequence, one.tp) for one in hardware.passes]
     assert shapes == [(2, 2, 256, ranks), (2, 2, 32, ranks)]
     capsys.readouterr()
     axes = ["--gpus", str(2 * ranks), "--pp", "2", "--tp", str(ranks)]
@@ -147,9 +147,9 @@ def write_host() -> None:
 
 AXES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     # options of a plan for two devices of two processes each, those of the plan whose losses it has, and its fields
-    "tensor ranks": (["--tp", "2"], ["--tp", "1", "--gpus", "2"], {"tensor_parallel": 2}),
-    "pieces of sequences": (["--cp", "2"], ["--cp", "1", "--gpus", "2"], {"context_parallel": 2}),
-    "shared experts": (["--ep", "2"], ["--ep", "1"], {"replicas": 2, "expert_parallel": 2}),
+    "tensor ranks": (["--tp", "2"], ["--tp", "1", "--gpus", "2"], {"tp": 2}),
+    "pieces of sequences": (["--cp", "2"], ["--cp", "1", "--gpus", "2"], {"cp": 2}),
+    "shared experts": (["--ep", "2"], ["--ep", "1"], {"dp": 2, "ep": 2}),
 }
 
 
@@ -314,9 +314,9 @@ def test_profile_writes_what_other_commands_read(
 
 
 SHARED_PARAMETERS = [
-    ["pipeline.context_parallel=2"],
-    ["pipeline.replicas=2"],
-    ["pipeline.replicas=2", "pipeline.data_parallel=shard", "pipeline.reshard=true"],
+    ["pipeline.cp=2"],
+    ["pipeline.dp=2"],
+    ["pipeline.dp=2", "pipeline.data_parallel=shard", "pipeline.reshard=true"],
 ]
 
 
@@ -330,7 +330,7 @@ def test_devices_that_share_parameters_have_every_kind_of_pass(shared: list[str]
 @pytest.mark.slow
 def test_a_device_of_two_tensor_ranks_has_the_costs_of_one_device() -> None:
     """The first process returns them, and the file arranges the orders of all ranks. Every rank sends its share."""
-    ranks = ["pipeline.processes=4", "pipeline.tensor_parallel=2"]
+    ranks = ["pipeline.processes=4", "pipeline.tp=2"]
     profiled("1f1b", "vocab-2", *ranks)
     config = load_config("config.toml", [*ranks, "pipeline.schedule=zb-h1", 'pipeline.costs="costs.toml"'])
     programs, profiles = zip(*run_processes(programs_and_profile, 4, config), strict=True)

@@ -33,7 +33,7 @@ SIZES = {
     ],
     "replicas between, over the end of an epoch": [
         (2, ("pipeline.microbatches=5", "pipeline.microbatch_size=2"), 5),
-        (2, ("pipeline.replicas=2", "pipeline.microbatches=3"), 8),
+        (2, ("pipeline.dp=2", "pipeline.microbatches=3"), 8),
         (1, ("pipeline.microbatches=2", "pipeline.microbatch_size=7"), None),
     ],
     "documents kept apart in packed rows": [

@@ -87,11 +87,11 @@ def _llama(**options: Any) -> Pipeline:
     return Pipeline(CONFIGS["llama"](**settings), microbatches=2, self_check=False, **options)
 
 
-PAIR = {"context_parallel": 2}
+PAIR = {"cp": 2}
 PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
-    (lambda: _modules(tensor_parallel=2), "tensor_parallel: plain modules do not say how they could be cut"),
+    (lambda: _modules(tp=2), "tp: plain modules do not say how they could be cut"),
     (lambda: _modules(slices=2), "slices: plain modules do not say where they attend to other tokens, expected 1"),
-    (lambda: _modules(**PAIR), "context_parallel: plain modules do not say where they attend to other tokens"),
+    (lambda: _modules(**PAIR), "cp: plain modules do not say where they attend to other tokens"),
     (lambda: _llama(slices=2, schedule="dualpipe-v"), "sequences cannot be cut in an order with .*OVERLAP_F_B, whose"),
     (lambda: _llama(slices=2, schedule=Schedule1F1B), "slices is 2; it must be 1, as in the order: only a schedule"),
     (lambda: _llama(slices=2, schedule=generate("1f1b", 2, 2)), "slices is 2; it must be 1, as in the order"),
@@ -101,18 +101,16 @@ PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
         "compile_layers is True; it must be False with",
     ),
     (lambda: _llama(slices=2, attention_dropout=0.1), "slices: attention_dropout is 0.1 in the model's config; it m"),
-    (lambda: _llama(**PAIR, attention_dropout=0.1), "context_parallel: attention_dropout is 0.1 in the model's config"),
+    (lambda: _llama(**PAIR, attention_dropout=0.1), "cp: attention_dropout is 0.1 in the model's config"),
     (
         lambda: _llama(**PAIR, context_exchange="heads", num_attention_heads=1, num_key_value_heads=1),
         "context_exchange: 'heads', but 2 context ranks cannot share 1 head; expected 'keys', or a divisor as",
     ),
     (
-        lambda: _llama(
-            context_parallel=1, mesh=DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("pp", "cp"))
-        ),
-        'context_parallel is 1; it must be 2, the length of the mesh\'s axis "cp", or None',
+        lambda: _llama(cp=1, mesh=DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("pp", "cp"))),
+        'cp is 1; it must be 2, the length of the mesh\'s axis "cp", or None',
     ),
-    (lambda: _llama(context_parallel=3), "context_parallel is 3; it must be a divisor of 2, the number of processes"),
+    (lambda: _llama(cp=3), "cp is 3; it must be a divisor of 2, the number of processes"),
 ]
 
 

@@ -164,8 +164,8 @@ def bytes_of_step(**options: Any) -> dict[str, int]:
 
 
 def bytes_of_program(ranks: int) -> dict[str, int]:
-    names = pipeline_of(tensor_parallel=ranks, communicators="per-kind").program.communicators
-    return {name: count for name, count in bytes_of_step(tensor_parallel=ranks).items() if name in names}
+    names = pipeline_of(tp=ranks, communicators="per-kind").program.communicators
+    return {name: count for name, count in bytes_of_step(tp=ranks).items() if name in names}
 
 
 def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
@@ -184,7 +184,7 @@ def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
 
 def bytes_with(overlap: str, schedule: str, checkpointing: str) -> dict[str, int]:
     options = {"tensor_overlap": overlap, "schedule": schedule, "checkpointing": checkpointing}
-    return bytes_of_step(tensor_parallel=2, **options)
+    return bytes_of_step(tp=2, **options)
 
 
 @pytest.mark.parametrize(("schedule", "checkpointing"), WAYS)
@@ -199,7 +199,7 @@ def collectives_of_steps(ways: list[tuple[str, str]]) -> list[dict[str, int]]:
     logs = []
     for schedule, checkpointing in ways:
         collectives: Counter[str] = Counter()
-        pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, tensor_parallel=2)
+        pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, tp=2)
         exchange = pipeline._tensor[1]
         for name in ("start_gather", "start_scatter", "sum", "table"):
 
@@ -247,7 +247,7 @@ def collectives_of(number: int, schedule: str, checkpointing: str) -> dict[str, 
 
 
 def tensor_pipeline(family: str = "llama", **options: Any) -> Pipeline:
-    return Pipeline(noisy(family, torch.float32), microbatches=1, tensor_parallel=2, self_check=False, **options)
+    return Pipeline(noisy(family, torch.float32), microbatches=1, tp=2, self_check=False, **options)
 
 
 def said(**options: Any) -> list[str]:

@@ -161,7 +161,7 @@ def trace_of_tensor_ranks() -> tuple[dict[str, Any] | None, list[float]]:
     """The trace of a step on two devices of two ranks, on the first process; and when each pass really started here."""
     initialise_worker()
     really = shift_clock()
-    pipeline = opened("1f1b", "vocab-2", 3, tensor_parallel=2)
+    pipeline = opened("1f1b", "vocab-2", 3, tp=2)
     result = pipeline.step(torch.randint(1, 97, (3, 8)), record_passes=True)
     trace = pipeline.trace(result, schedule="1f1b", step=5)
     starts = [really(entry.start) for entry in result.record.passes]
@@ -173,7 +173,7 @@ def test_every_tensor_rank_is_in_the_trace_with_its_own_passes(tmp_path: Path) -
     found = run_processes(trace_of_tensor_ranks, 4)
     assert [values is not None for values, _ in found] == [True, False, False, False]
     trace = trace_from_dict(json.loads(json.dumps(found[0][0])))
-    assert trace.about["tensor_parallel"] == 2
+    assert trace.about["tp"] == 2
     begin = found[0][1][0] - trace.devices[0].passes[0].start
     for rank, one in enumerate(trace.by_rank):
         for device, row in enumerate(one.devices):

@@ -165,7 +165,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def test_a_run_with_another_optimizer_is_resumed_to_the_last_bit(tmp_path: Path, optimizer: str) -> None:
     """With dropout, too: its masks follow from seed, step and process."""
     changes = {f"optimizer.{name}": value for name, value in OPTIMIZERS[optimizer].items()}
-    changes |= {"pipeline.replicas": 2, "pipeline.data_parallel": "shard", "model.config.attention_dropout": 0.3}
+    changes |= {"pipeline.dp": 2, "pipeline.data_parallel": "shard", "model.config.attention_dropout": 0.3}
     whole, parts = (prepared(tmp_path / name, changes) for name in ("whole", "parts"))
     for path in (whole, parts):
         path.with_name("mine.py").write_text(MINE)
@@ -185,13 +185,13 @@ def test_a_run_with_another_optimizer_is_resumed_to_the_last_bit(tmp_path: Path,
 
 # --- in other layouts -------------------------------------------------------------------------------------------------
 
-REPLICAS = ("pipeline.replicas=2", "pipeline.microbatches=2", "pipeline.data_parallel=shard")
+REPLICAS = ("pipeline.dp=2", "pipeline.microbatches=2", "pipeline.data_parallel=shard")
 PARTS = [
     # overrides of each part of the run, and the number of steps after which it is stopped
     (("pipeline.processes=2", "pipeline.schedule=zbv", "pipeline.vocabulary=first-last"), 4),
     (("pipeline.processes=3", "pipeline.schedule=1f1b"), 6),
-    (("pipeline.processes=4", "pipeline.tensor_parallel=2", *REPLICAS), 8),
-    (("pipeline.processes=4", "pipeline.tensor_parallel=2", "output.trace_steps=[9]"), None),
+    (("pipeline.processes=4", "pipeline.tp=2", *REPLICAS), 8),
+    (("pipeline.processes=4", "pipeline.tp=2", "output.trace_steps=[9]"), None),
 ]
 
 
@@ -279,7 +279,7 @@ def test_figures_are_the_same_on_the_console_in_the_metrics_and_in_the_report(un
 EPOCHS = 1.4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "devices": {},
-    "replicas": {"pipeline.replicas": 2, "pipeline.microbatches": 2},  # of one device each, with the whole vocabulary
+    "replicas": {"pipeline.dp": 2, "pipeline.microbatches": 2},  # of one device each, with the whole vocabulary
 }
 
 

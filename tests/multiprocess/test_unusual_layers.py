@@ -167,7 +167,7 @@ def pipeline_of(case: Case, microbatches: int) -> Pipeline:
     options.pop("tied", None)
     if options.pop("recompute", False):
         slices = options.pop("slices", 1)
-        devices = case.processes // options.get("tensor_parallel", 1) // options.get("context_parallel", 1)
+        devices = case.processes // options.get("tp", 1) // options.get("cp", 1)
         order = generate(options.get("schedule", "1f1b"), devices, microbatches * slices)
         options["schedule"] = add_recompute(add_slices(order, slices))
     return Pipeline(describe(llama(case.tied)), **options)
@@ -211,7 +211,7 @@ HOST = OffloadOptions(activations="all")
 RECOMPUTE = {"recompute": True}
 CASES = [
     # before others have made torch compile so often on one of two processes that it stops there, but not on the other
-    Case(at(1, "run"), 2, {"compile_layers": True, "tensor_parallel": 2, "schedule": "zb-h1"}),
+    Case(at(1, "run"), 2, {"compile_layers": True, "tp": 2, "schedule": "zb-h1"}),
     # of one process, which draws as the reference does
     Case(("random",) * 4, 1, {"checkpointing": "selective"}),
     Case(("random",) * 4, 1, RECOMPUTE | {"self_check": True}),
@@ -229,15 +229,15 @@ CASES = [
     Case(at(2, "above"), options={"slices": 2, "schedule": "zbv"}),
     Case(("run", "below?", "skip?", "below"), options={"slices": 3}),
     Case(ALL, options=RECOMPUTE | {"slices": 2, "schedule": "zbv"}),
-    *(Case(at(place, kind), 4, {"tensor_parallel": 2}) for place, kind in ((2, "above?"), (1, "below"), (0, "add"))),
-    Case(at(3, "skip?"), 4, {"tensor_parallel": 2, "tensor_overlap": "ring"}),
-    Case(ALL, 4, {"tensor_parallel": 2, "tensor_overlap": "ring", "schedule": "zb-h1"}),
-    Case(at(1, "no_grad"), 4, {"tensor_parallel": 2, "self_check": True, "schedule": "zb-h1"}),
-    Case(SECOND, 4, RECOMPUTE | {"tensor_parallel": 2, "self_check": True}),
-    Case(at(1, "below?"), 4, {"context_parallel": 2}),
-    Case(at(3, "above"), 4, {"context_parallel": 2, "slices": 2, "schedule": "zb-h1"}),
-    Case(SECOND, 4, RECOMPUTE | {"context_parallel": 2}),
-    Case(at(0, "fresh?"), 4, {"replicas": 2, "data_parallel": "shard", "schedule": "zbv"}),
+    *(Case(at(place, kind), 4, {"tp": 2}) for place, kind in ((2, "above?"), (1, "below"), (0, "add"))),
+    Case(at(3, "skip?"), 4, {"tp": 2, "tensor_overlap": "ring"}),
+    Case(ALL, 4, {"tp": 2, "tensor_overlap": "ring", "schedule": "zb-h1"}),
+    Case(at(1, "no_grad"), 4, {"tp": 2, "self_check": True, "schedule": "zb-h1"}),
+    Case(SECOND, 4, RECOMPUTE | {"tp": 2, "self_check": True}),
+    Case(at(1, "below?"), 4, {"cp": 2}),
+    Case(at(3, "above"), 4, {"cp": 2, "slices": 2, "schedule": "zb-h1"}),
+    Case(SECOND, 4, RECOMPUTE | {"cp": 2}),
+    Case(at(0, "fresh?"), 4, {"dp": 2, "data_parallel": "shard", "schedule": "zbv"}),
 ]
 
 
@@ -258,7 +258,7 @@ def faults_of_detached_blocks(cases: list[Case]) -> list[str]:
 
 def test_blocks_that_detach_what_tensor_ranks_have_gathered() -> None:
     layouts = [{}, {"tensor_overlap": "ring", "recompute": True}, {"checkpointing": "selective"}]
-    cases = [Case(at(1, "run"), options={"tensor_parallel": 2, **layout}) for layout in layouts]
+    cases = [Case(at(1, "run"), options={"tp": 2, **layout}) for layout in layouts]
     check_cases(faults_of_detached_blocks, cases)
 
 
@@ -293,7 +293,7 @@ def experts_are_trained(kinds: tuple[str, ...], options: dict[str, Any]) -> None
 ROUTED = [
     (("run", "above", "run", "skip"), {"schedule": "zbv"}),  # routers train what hidden states do not reach
     (("run", "skip", "run", "below"), {}),
-    (("run", "above", "below", "skip"), {"replicas": 2, "expert_parallel": 2}),
+    (("run", "above", "below", "skip"), {"dp": 2, "ep": 2}),
 ]
 
 

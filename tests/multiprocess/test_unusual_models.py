@@ -121,11 +121,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "full checkpointing": {"schedule": "zb-h1", "checkpointing": "full"},
     "selective checkpointing": {"schedule": "1f1b", "checkpointing": "selective"},
     "compiled": {"schedule": "zbv", "compile_layers": True},
-    "tensor ranks": {"tensor_parallel": 2},
-    "shards": {"replicas": 2, "data_parallel": "shard", "reshard": True},
-    "expert groups": {"replicas": 2, "expert_parallel": 2},
-    "compiled expert groups": {"replicas": 2, "expert_parallel": 2, "compile_layers": True},
-    "shards of expert groups": {"replicas": 2, "expert_parallel": 2, "data_parallel": "shard"},
+    "tensor ranks": {"tp": 2},
+    "shards": {"dp": 2, "data_parallel": "shard", "reshard": True},
+    "expert groups": {"dp": 2, "ep": 2},
+    "compiled expert groups": {"dp": 2, "ep": 2, "compile_layers": True},
+    "shards of expert groups": {"dp": 2, "ep": 2, "data_parallel": "shard"},
 }
 BF16_CASES = [
     *(("ernie4_5_moe", layout) for layout in LAYOUTS),  # routers and their biases

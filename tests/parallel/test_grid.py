@@ -97,7 +97,7 @@ def test_a_mesh_with_an_axis_of_experts_has_blocks_beside_it(world: None) -> Non
 
 
 def test_what_is_no_grid_is_refused(world: None) -> None:
-    with pytest.raises(InputError, match="expert_parallel is 4; it must be a divisor of 6, the number of replicas"):
+    with pytest.raises(InputError, match="ep is 4; it must be a divisor of 6, the number of replicas"):
         Grid.from_sizes(0, dp=6, ep=4)
     for names, shape, text in (
         (("dp", "tp"), (4, 12), 'must have one named "pp"'),

@@ -124,9 +124,9 @@ def test_pieces_of_sequences_are_runnable_where_the_model_can_be_cut() -> None:
     assert {one.parallelism.cp for one in layouts(llama, RUNNABLE)} == {1, 2, 4, 8}
     bloom = bloom_problem()
     assert refusal(bloom, whole) == ""
-    for one, option in ((pieces, "context_parallel"), (slices, "slices")):
+    for one, option in ((pieces, "cp"), (slices, "slices")):
         assert refusal(bloom, one).startswith(f"BloomForCausalLM cannot be trained with {option}: ")
-    with pytest.raises(InputError, match="BloomForCausalLM cannot be trained with context_parallel"):
+    with pytest.raises(InputError, match="BloomForCausalLM cannot be trained with cp"):
         layouts(bloom, Space(cp=(2,), only_runnable=True))
 
 

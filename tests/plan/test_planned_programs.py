@@ -148,8 +148,8 @@ def test_slices_are_timed_with_the_cut_points_of_the_runtime(long: Problem) -> N
 
 def test_written_plans_say_how_sequences_are_cut(long: Problem) -> None:
     one = configuration(long, "1f1b", "vocab-2", 8, slices=4)
-    assert _pipeline(long, one)["slices"] == 4 and "context_parallel" not in _pipeline(long, one)
+    assert _pipeline(long, one)["slices"] == 4 and "cp" not in _pipeline(long, one)
     shared = one.recipe.parallelism.__class__(cp=2, pp=4, context_exchange="heads")
     found = _pipeline(long, replace(one, recipe=replace(one.recipe, parallelism=shared)))
-    assert (found["processes"], found["context_parallel"], found["context_exchange"]) == (8, 2, "heads")
+    assert (found["processes"], found["cp"], found["context_exchange"]) == (8, 2, "heads")
     assert one.name.endswith("1 x 8 slices 4")

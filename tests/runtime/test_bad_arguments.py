@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 
 import evenpipe
 from evenpipe.errors import InputError, RunError
-from evenpipe.schedule import Order
+from evenpipe.schedule import Order, plan_order
+from evenpipe.train.config_file import config_from_dict
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=300)
 IDS = torch.arange(32).reshape(4, 8)
@@ -43,8 +44,8 @@ MADE = [
     ({"seed": "a"}, ['seed is "a"', "a whole number from 0"]),
     ({"costs": "costs.toml"}, ['costs is "costs.toml"', "it must be a Costs or none"]),
     ({"torch_device": "tpu"}, ["torch_device is 'tpu'", '"cpu" or "cuda"']),
-    ({"tp": 2}, ["tp is 2; it must be 1, as tensor_parallel says"]),
-    ({"tensor_parallel": 2}, ["tensor_parallel is 2", "a divisor of 1, the number of processes"]),
+    ({"pp": 2}, ["pp is 2; it must be 1, the number of processes that dp, cp and tp leave, or None"]),
+    ({"tp": 2}, ["tp is 2", "a divisor of 1, the number of processes"]),
     ({"slices": 0}, ['slices is 0; it must be an integer of at least 1 or "auto"']),
     ({"recipe": 3}, ["recipe is 3", "must be a Recipe, or None"]),
     ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe says pp = 2; it must say pp = 1, the sizes of the processes"]),
@@ -67,7 +68,7 @@ STEPS = [
         ["token_weights contains -1", "at least 0"],
     ),
     (lambda pipeline, _: pipeline.evaluate([1]), ["input_ids is list", "torch.Tensor"]),
-    (lambda pipeline, _: pipeline.clip_gradients(0), ["max_norm is 0", "above 0"]),
+    (lambda pipeline, _: pipeline.clip_grad_norm_(0), ["max_norm is 0", "above 0"]),
     (lambda pipeline, optimizer: pipeline.save_checkpoint("new", -1, optimizer), ["step is -1", "0 or more"]),
     (lambda pipeline, _: pipeline.save_checkpoint("new", 1, 3), ["optimizer is 3", "as in torch.optim"]),
     (lambda pipeline, optimizer: pipeline.save_checkpoint("new", 1, optimizer, extra=print), ["extra is ", "JSON"]),
@@ -99,7 +100,7 @@ def test_a_pipeline_that_cannot_be_made():
             evenpipe.Pipeline(**{"model": CONFIG, "self_check": False, **arguments})
         missing += [(word, str(caught.value)) for word in words if word not in str(caught.value)]
     assert missing == []
-    for name, nearest in (("scedule", "schedule"), ("seeds", "seed"), ("replica", "replicas")):
+    for name, nearest in (("scedule", "schedule"), ("seeds", "seed"), ("self_chek", "self_check")):
         with pytest.raises(TypeError, match=f"unknown argument '{name}'; known: .*; did you mean .{nearest}"):
             evenpipe.Pipeline(CONFIG, **{name: 1})
 
@@ -119,3 +120,20 @@ def test_calls_that_cannot_be_answered_leave_weights_and_files_as_they_were(fold
     assert (folder / "file").read_text() == "kept"
     assert {path.name for path in folder.iterdir()} <= {"file", "new"}
     assert evenpipe.newest_checkpoint("new") is None
+
+
+def test_old_names_are_refused_with_the_new_ones() -> None:
+    for old, new in (
+        ("replicas", "dp"),
+        ("tensor_parallel", "tp"),
+        ("context_parallel", "cp"),
+        ("expert_parallel", "ep"),
+    ):
+        with pytest.raises(TypeError, match=f"unknown argument '{old}'; .*; {old} is {new} now"):
+            evenpipe.Pipeline("model", **{old: 2})
+        with pytest.raises(InputError, match=f"{old} is {new} now"):
+            config_from_dict({"model": {"architecture": "llama"}, "pipeline": {old: 2}})
+    with pytest.raises(InputError, match=r"has no option 'memory_limit'; .*; memory_limit is max_in_flight now"):
+        plan_order("v-budget", 2, 4, "first-last", memory_limit=2)
+    with pytest.raises(AttributeError, match="no attribute 'clip_gradients'; clip_gradients is clip_grad_norm_ now"):
+        _ = object.__new__(evenpipe.Pipeline).clip_gradients

@@ -40,7 +40,7 @@ from evenpipe.schedule.registry import options_of
 OPTIONS = {
     "stages_per_device": lambda rng, devices: rng.randint(1, 3),
     "group_size": lambda rng, devices: rng.randint(1, 2 * devices),
-    "memory_limit": lambda rng, devices: rng.choice([rng.uniform(1, 3 * devices), devices, 2.0 * devices]),
+    "max_in_flight": lambda rng, devices: rng.choice([rng.uniform(1, 3 * devices), devices, 2.0 * devices]),
 }
 """Values for the options that several families have; others stay at their defaults."""
 
@@ -126,7 +126,7 @@ def test_an_order_that_does_not_fit_into_memory_is_refused() -> None:
 
 def test_an_option_that_is_none_is_left_at_its_default() -> None:
     assert generate("interleaved", 3, 4, stages_per_device=None, group_size=None) == generate("interleaved", 3, 4)
-    assert generate("zb-auto", 3, 4, memory_limit=None, weight_share=None) == generate("zb-auto", 3, 4)
+    assert generate("zb-auto", 3, 4, max_in_flight=None, weight_share=None) == generate("zb-auto", 3, 4)
     assert generate("1f1b", 3, 4, stages_per_device=None) == generate("1f1b", 3, 4)
 
 

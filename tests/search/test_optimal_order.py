@@ -53,7 +53,7 @@ def best_of_all(problem: OrderProblem) -> float:
                 ):
                     continue
                 now = held + (item.kind is Kind.F)
-                if problem.memory_limit and now > problem.memory_limit[device]:
+                if problem.max_in_flight and now > problem.max_in_flight[device]:
                     continue
                 grow((*row, item), now - (item.kind in {Kind.B, Kind.W}))
 
@@ -72,14 +72,14 @@ EXHAUSTIVE = [
     # Times that do not fit a unit are rounded down.
     OrderProblem(placement=Placement.linear(2), microbatches=2, costs=Costs(F=1 / 3, B=(2**0.5, 0.7071067))),
     OrderProblem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN),
-    OrderProblem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN, memory_limit=(2, 1)),
+    OrderProblem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN, max_in_flight=(2, 1)),
     OrderProblem(placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True),
     OrderProblem(
         placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True, objective="makespan"
     ),
     OrderProblem(placement=Placement.v_shape(2), microbatches=1, costs=EQUAL_COSTS, split_backward=True),
     OrderProblem(
-        placement=Placement(2, (0, 0, 1)), microbatches=2, costs=Costs(F=(1, 2, 2), B=(2, 1, 4)), memory_limit=(2, 1)
+        placement=Placement(2, (0, 0, 1)), microbatches=2, costs=Costs(F=(1, 2, 2), B=(2, 1, 4)), max_in_flight=(2, 1)
     ),
 ]
 
@@ -113,7 +113,7 @@ def test_what_is_known_to_be_best_is_found(placement, microbatches, split, limit
         microbatches=microbatches,
         costs=EQUAL_COSTS,
         split_backward=split,
-        memory_limit=(limit,) * placement.devices,
+        max_in_flight=(limit,) * placement.devices,
     )
     result = search(problem, seconds=60)
     assert result is not None and result.proved
@@ -143,12 +143,12 @@ def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(mode: str,
 
 def test_a_memory_limit_holds_on_every_device_or_nothing_fits() -> None:
     problem = OrderProblem(
-        placement=Placement.v_shape(3), microbatches=4, costs=EQUAL_COSTS, split_backward=True, memory_limit=(3, 4, 5)
+        placement=Placement.v_shape(3), microbatches=4, costs=EQUAL_COSTS, split_backward=True, max_in_flight=(3, 4, 5)
     )
     result = search(problem, seconds=5)
     assert result is not None
     assert all(peak <= limit for peak, limit in zip(result.timeline.peak_in_flight, (3, 4, 5), strict=True))
-    impossible = OrderProblem(placement=Placement.v_shape(2), microbatches=2, costs=EQUAL_COSTS, memory_limit=(1, 2))
+    impossible = OrderProblem(placement=Placement.v_shape(2), microbatches=2, costs=EQUAL_COSTS, max_in_flight=(1, 2))
     assert search(impossible, seconds=5) is None
 
 
@@ -190,7 +190,7 @@ WRONG = [
     ({"costs": Costs(F=1, B=(1, 1, 1)), "vocabulary": "first-last"}, "B has 3 numbers for 2 stages"),
     ({"vocabulary": "interlaced"}, "not interlaced"),
     ({"placement": "0,1,1,0", "stages_per_device": 1}, "has 4 stages, not 1 on each of 2 devices"),
-    ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 numbers"),
+    ({"max_in_flight": [1, 2, 3]}, "max_in_flight has 3 numbers"),
 ]
 
 

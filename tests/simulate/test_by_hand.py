@@ -314,8 +314,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: simulated("0UNSHARD 0F0 0B0 0RESHARD", {**TWO, **REPLICAS, "sharding": {"UNSHARD": (1.0, 2.0)}}),
         "sharding.UNSHARD has 2 numbers for 1 stage",
     ),
-    (lambda: ask(memory_limit=0), "memory_limit is 0; it must be a finite number of at least 1, in stage activations"),
-    (lambda: ask(memory_limit=[1, 2]), "memory_limit has 2 numbers for 3 devices"),
+    (
+        lambda: ask(max_in_flight=0),
+        "max_in_flight is 0; it must be a finite number of at least 1, in stage activations",
+    ),
+    (lambda: ask(max_in_flight=[1, 2]), "max_in_flight has 2 numbers for 3 devices"),
     (lambda: ask(of="time"), 'of is "time"; it must be one of span, makespan'),
     (lambda: ask(vocabulary=VocabularyMode.VOCAB_2, costs=Costs(F=1, B=1)), "is missing, but a lower bound needs it"),
 ]

@@ -54,30 +54,30 @@ def test_schedules_that_no_other_can_beat(schedule: str, of: str, value: float, 
         (
             Placement.linear(4),
             5,
-            {"memory_limit": 1},
+            {"max_in_flight": 1},
             60,
             "rounds",
             "60 = 48 in 4 lifespans of 12 + 12 after them on device 0, which holds at most 1 activation of stage 0",
         ),
         # Two at a time, 5 of them: rounds of 12, 12, and 12 for the last; two more on any device make no difference.
-        (Placement.linear(4), 5, {"memory_limit": 2}, 36, "rounds", "36 = 24 in 2 lifespans of 12 + 12 after"),
+        (Placement.linear(4), 5, {"max_in_flight": 2}, 36, "rounds", "36 = 24 in 2 lifespans of 12 + 12 after"),
         # In each round of 3 the other two follow within 3 each: 12 + 12 + 6.
-        (Placement.linear(4), 6, {"memory_limit": 3}, 30, "rounds", ""),
+        (Placement.linear(4), 6, {"max_in_flight": 3}, 30, "rounds", ""),
         # As many as the pipeline is long: only the ramp counts.
         (
             Placement.linear(4),
             6,
-            {"memory_limit": 4},
+            {"max_in_flight": 4},
             27,
             "one device",
             "lower bound 27 = 3 ramp-up + 18 busy + 6 ramp-down on device 3",
         ),
-        (Placement.linear(4), 6, {"memory_limit": [4, 1, 1, 1]}, 54 + 4 - 1, "rounds", "device 1"),
+        (Placement.linear(4), 6, {"max_in_flight": [4, 1, 1, 1]}, 54 + 4 - 1, "rounds", "device 1"),
         # Device 0 holds stage 0 for 4 p + 1 and the last for 3: 36 in all, with 6 activations at most.
         (
             Placement.v_shape(8),
             100,
-            {"split": True, "memory_limit": 5},
+            {"split": True, "max_in_flight": 5},
             720,
             "area",
             "100 microbatches x 36 / 5 on device 0, which holds at most 5 activations",
@@ -104,7 +104,7 @@ def test_a_slow_device_waits_at_the_start_and_at_the_end() -> None:
     costs = Costs(F=(2, 1, 1, 1), B=(4, 2, 2, 2))
     order = generate("1f1b", 4, 16)
     # Its first backward ends after 15, with 4 forwards before it: 4 * 2 + 4. After the last forward it is busy.
-    bound = best_bound(Placement.linear(4), 16, costs, memory_limit=4)
+    bound = best_bound(Placement.linear(4), 16, costs, max_in_flight=4)
     assert (bound.value, bound.name) == (16 * 6 + 3, "ramps")
     assert (
         "lower bound 99 = 96 busy + 3 waiting for its first backward on device 0, which holds at most 4 activations"

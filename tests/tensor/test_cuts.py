@@ -90,7 +90,7 @@ def test_ranks_that_cannot_share_heads_or_columns() -> None:
     """There are 4 heads of queries."""
     narrow = LlamaConfig(**CONFIGS["llama"]().to_dict() | {"intermediate_size": 18})
     for config, ranks, sentence in (
-        (CONFIGS["llama"](), 3, "tensor_parallel: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"),
+        (CONFIGS["llama"](), 3, "tp: 3, but model.layers.0.self_attn cannot be cut so: 3 ranks"),
         (CONFIGS["llama"](), 8, "8 ranks cannot share 2 heads of keys and values"),
         (narrow, 4, "4 ranks cannot share 18 columns"),
     ):

@@ -40,7 +40,7 @@ REFUSED = [
     (["an integer"], ["data.sequence_length=256.0", "data.sequence_length=true", "pipeline.nccl_channels=2.5"]),
     (["an integer"], ['pipeline.layers_per_stage=["2"]']),
     (["a number"], ['optimizer.learning_rate="3e-4"']),
-    (["a number above 0, a list of them or none"], ["pipeline.memory_limit=true"]),
+    (["a number above 0, a list of them or none"], ["pipeline.max_in_flight=true"]),
     (["a list of 2 numbers"], ["optimizer.betas=[0.9]"]),
     (["finite"], ["data.validation_fraction=nan"]),
     (["at least 0"], ["loss.z_loss=-0.1", "sample.top_k=-1", "pipeline.layers_per_stage=[3, -1]"]),
@@ -49,12 +49,12 @@ REFUSED = [
     (["from 257"], ["tokenizer.vocabulary_size=256"]),
     (["above 0"], ["pipeline.timeout_seconds=0", "optimizer.clip_norm=0"]),
     (["above 0 and at most 1"], ["optimizer.decay_share=0.0"]),
-    (["one number or 1, one per device"], ["pipeline.memory_limit=[4, 4]"]),
+    (["one number or 1, one per device"], ["pipeline.max_in_flight=[4, 4]"]),
     (["below 1"], ["loss.label_smoothing=1", "optimizer.betas=[0.9, 1.0]"]),
     (["from 0 to 1"], ["optimizer.minimum_learning_rate_ratio=1.5"]),
     (["from 1 to 64 or none"], ["pipeline.nccl_channels=0", "pipeline.nccl_channels=65"]),
-    (["a divisor of the 1 process"], ["pipeline.replicas=2"]),
-    (['left out with schedule "1f1b"'], ["pipeline.group_size=4", "pipeline.memory_limit=4"]),
+    (["a divisor of the 1 process"], ["pipeline.dp=2"]),
+    (['left out with schedule "1f1b"'], ["pipeline.group_size=4", "pipeline.max_in_flight=4"]),
     (['left out with schedule "cosine"'], ["optimizer.decay_steps=5"]),
     (["existing file"], ["pipeline.schedule=missing.csv"]),
     # names: all that are accepted are listed, and the nearest is proposed
@@ -168,8 +168,8 @@ def test_options_of_a_schedule_are_those_that_are_given() -> None:
     for options, expected in (
         ({}, {}),
         ({"schedule": "gis", "stages_per_device": 4, "group_size": 3}, {"stages_per_device": 4, "group_size": 3}),
-        ({"schedule": "v-budget", "memory_limit": 6}, {"memory_limit": 6.0}),
-        ({"schedule": "v-budget", "memory_limit": [6, 5]}, {"memory_limit": (6.0, 5.0)}),
+        ({"schedule": "v-budget", "max_in_flight": 6}, {"max_in_flight": 6.0}),
+        ({"schedule": "v-budget", "max_in_flight": [6, 5]}, {"max_in_flight": (6.0, 5.0)}),
     ):
         assert config(pipeline={**options, "processes": 2}).pipeline.schedule_options == expected
 
@@ -178,7 +178,7 @@ def test_the_batch_follows_from_the_fields() -> None:
     for pipeline, devices, microbatches, sequences in (
         ({"processes": 3, "microbatch_size": 2}, 3, 12, 24),
         ({"processes": 3, "microbatches": 5}, 3, 5, 5),
-        ({"processes": 6, "replicas": 2, "microbatch_size": 3}, 3, 12, 72),
+        ({"processes": 6, "dp": 2, "microbatch_size": 3}, 3, 12, 72),
     ):
         section = config(pipeline=pipeline).pipeline
         expected = (devices, microbatches, sequences)
@@ -455,7 +455,7 @@ UNFIT = [
     ({"model": {"architecture": "vit"}}, ["model.architecture", '"vit"']),
     ({"model": {"source": "./nowhere"}}, ["model.source", "./nowhere"]),
     ({"pipeline": {"processes": 5}}, ["pipeline.processes is 5", "at most 4"]),
-    ({"pipeline": {"processes": 10, "replicas": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
+    ({"pipeline": {"processes": 10, "dp": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
     (
@@ -472,7 +472,7 @@ SCHEDULES_REFUSED = [
         {"schedule": "interleaved", "stages_per_device": 3},
         ['pipeline.schedule is "interleaved"', "6 stages on 2 devices"],
     ),
-    ({"schedule": "v-budget", "memory_limit": 1}, ["pipeline.memory_limit is 1", "4 stage activ"]),
+    ({"schedule": "v-budget", "max_in_flight": 1}, ["pipeline.max_in_flight is 1", "4 stage activ"]),
     (
         {"schedule": "zbv", "layers_per_stage": [2, 2]},
         ["pipeline.layers_per_stage is [2, 2]", "4 numbers, one for each stage", "on 2 devices"],
@@ -482,7 +482,7 @@ SCHEDULES_REFUSED = [
         ["pipeline.processes is 1", "must be 2", "the order in", "order.csv has 2 devices"],
     ),
     ({"schedule": "order.csv", "microbatches": 5}, ["pipeline.microbatches is 5", "must be 3"]),
-    ({"replicas": 2, "schedule": "order.csv"}, ["pipeline.processes is 2", "must be 4", "each of 2 replicas"]),
+    ({"dp": 2, "schedule": "order.csv"}, ["pipeline.processes is 2", "must be 4", "each of 2 replicas"]),
     ({"schedule": "broken.csv"}, ["row 1, column 2", "0X0"]),
     ({"schedule": "forwards.csv"}, ["only evaluates"]),
     ({"schedule": "stages.csv"}, ["has 6 stages", "at most 4, the layers"]),

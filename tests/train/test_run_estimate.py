@@ -18,32 +18,32 @@ BASE = {
     "model": {"architecture": "llama", "config": LLAMA | {"num_key_value_heads": 2}},
     "data": {"corpus": "python-standard-library:json", "sequence_length": 64},
     "tokenizer": {"vocabulary_size": 512},
-    "pipeline": {"processes": 4, "replicas": 2, "microbatches": 6},
+    "pipeline": {"processes": 4, "dp": 2, "microbatches": 6},
 }
 ALONE = """
 model.architecture=mixtral model.config.num_hidden_layers=6 model.compute_dtype=float32 data.sequence_length=128
-tokenizer.vocabulary_size=1024 pipeline.processes=8 pipeline.replicas=1 pipeline.data_parallel=shard
+tokenizer.vocabulary_size=1024 pipeline.processes=8 pipeline.dp=1 pipeline.data_parallel=shard
 pipeline.schedule=zbv pipeline.vocabulary=first-last pipeline.microbatches=1 pipeline.slices=2
 pipeline.microbatch_size=2 pipeline.layers_per_stage=[1,3] pipeline.checkpointing=full pipeline.communicators=one
 offload.activations=all loss.label_smoothing=0.1 loss.keep=nothing loss.entropy=true loss.kernels=torch
 optimizer.name=adafactor optimizer.host_share=0.5 pipeline.compile_layers=true
 """
 TOGETHER = """
-pipeline.expert_parallel=2 model.architecture=mixtral
-pipeline.context_parallel=2 pipeline.processes=8
-pipeline.context_exchange=heads pipeline.processes=8 pipeline.context_parallel=2
-pipeline.tensor_parallel=2 pipeline.processes=8
+pipeline.ep=2 model.architecture=mixtral
+pipeline.cp=2 pipeline.processes=8
+pipeline.context_exchange=heads pipeline.processes=8 pipeline.cp=2
+pipeline.tp=2 pipeline.processes=8
 pipeline.reshard=true pipeline.data_parallel=shard
 pipeline.prefetch=0 pipeline.data_parallel=shard pipeline.schedule=interleaved pipeline.reshard=true
 pipeline.stages_per_device=1 pipeline.schedule=interleaved
 pipeline.group_size=3 pipeline.schedule=interleaved
-pipeline.memory_limit=1 pipeline.schedule=zb-auto
+pipeline.max_in_flight=1 pipeline.schedule=zb-auto
 offload.layers=keep offload.activations=all
 offload.host_memory=64KiB offload.activations=all
 offload.when_full=keep offload.activations=all offload.host_memory=64KiB
-experts.arrivals=1 model.architecture=mixtral pipeline.expert_parallel=2
+experts.arrivals=1 model.architecture=mixtral pipeline.ep=2
 optimizer.options.momentum=0.9 optimizer.name=sgd
-pipeline.tensor_overlap=ring pipeline.processes=8 pipeline.tensor_parallel=2
+pipeline.tensor_overlap=ring pipeline.processes=8 pipeline.tp=2
 """
 """A field with another value, and what must be set besides."""
 CHANGES = [*ALONE.split(), *TOGETHER.strip().split("\n")]

@@ -12,7 +12,7 @@ def run(
     *,
     edges: str | None = None,
     costs: str | None = None,
-    memory_limit: str | None = None,
+    max_in_flight: str | None = None,
     bytes_limit: str | None = None,
     json_: bool = False,
 ) -> int:
@@ -20,7 +20,7 @@ def run(
 
     FILE.csv                one line per device, such as 0F0,0B0: an order, or a program with transfers
     --costs FILE            file with times and bytes: every pass must have a time in it, its bytes give the peak
-    --bytes-limit N[,N...]  like --memory-limit in bytes, with the sizes of --costs
+    --bytes-limit N[,N...]  like --max-in-flight in bytes, with the sizes of --costs
 
     A schedule is sound if it runs every pass exactly once on its device, after the passes it needs, completes for every
     way of queueing transfers, and releases every activation.
@@ -32,7 +32,10 @@ def run(
     from evenpipe.schedule.check_file import check_file
     from evenpipe.schedule.files import read_schedule
 
-    most = {"--memory-limit": limits("memory_limit", memory_limit), "--bytes-limit": limits("bytes_limit", bytes_limit)}
+    most = {
+        "--max-in-flight": limits("max_in_flight", max_in_flight),
+        "--bytes-limit": limits("bytes_limit", bytes_limit),
+    }
     for name, values in most.items():
         if isinstance(values, list) and len(values) != (devices := read_schedule(file, read_edges(edges)).devices):
             raise InputError(f"{name} has {len(values)} numbers; it must have one, or {devices}, one per device")

@@ -99,7 +99,7 @@ def _simulated(options: CaseOptions) -> tuple[Mapping[str, Timeline], str]:
 def _limit(options: CaseOptions, case: Case, timeline: Timeline) -> tuple[float, ...] | None:
     """The limit of each device in the unit of its memory curve, None without one in that unit.
 
-    --memory-limit counts stage activations in flight, and --offload bytes on the device, of which a forward stores an
+    --max-in-flight counts stage activations in flight, and --offload bytes on the device, of which a forward stores an
     equal number in every stage if it is to be a limit of stage activations there.
     """
     from evenpipe.schedule import SCHEDULES
@@ -112,8 +112,8 @@ def _limit(options: CaseOptions, case: Case, timeline: Timeline) -> tuple[float,
         return (most,) * devices
     if isinstance(most, float) and timeline.on_device is not None and len(stage_bytes) == 1:
         return (most / stage_bytes.pop(),) * devices
-    limit = limits("memory_limit", options.memory_limit)
-    has_option = case.name in SCHEDULES and "memory_limit" in options_of(case.name)
+    limit = limits("max_in_flight", options.max_in_flight)
+    has_option = case.name in SCHEDULES and "max_in_flight" in options_of(case.name)
     in_flight = timeline.memory is None and timeline.on_device is None
     return limits_per_device(limit, devices) if limit is not None and has_option and in_flight else None
 

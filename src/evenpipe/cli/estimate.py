@@ -62,7 +62,7 @@ class RecipeOptions:
     schedule: str = "1f1b"
     stages_per_device: Count | None = None
     group_size: Count | None = None
-    memory_limit: str | None = None
+    max_in_flight: str | None = None
     vocabulary: str | None = None
     offload: str = "scheduled"
     checkpointing: str = "none"
@@ -76,7 +76,7 @@ class RecipeOptions:
         from evenpipe.schedule import generate
 
         schedule: Any = self.schedule
-        options = options_of_generators(self.stages_per_device, self.group_size, self.memory_limit)
+        options = options_of_generators(self.stages_per_device, self.group_size, self.max_in_flight)
         if self.schedule.endswith(".csv"):  # its passes; transfers are placed anew
             microbatches = self.microbatches or MICROBATCHES_PER_DEVICE * self.pp
             schedule, options = generate(self.schedule, self.pp, microbatches, **options), {}

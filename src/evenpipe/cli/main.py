@@ -27,7 +27,7 @@ from evenpipe.cli.declarations import accepted, for_typer
 from evenpipe.cli.options import COMMON
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import is_text, plain, plain_lines, shortened, shown
-from evenpipe.words import show
+from evenpipe.words import RENAMED, show
 
 COMMANDS = {
     "explain": "show the imbalance of a model and what would help; a good first command",
@@ -219,7 +219,8 @@ def _no_such_option(name: str, context: Any, arguments: Sequence[str]) -> str:
             forms = " or ".join(plain(f"{field}={value}") for field in fields)
             return f"{sentence}; fields of the configuration are written without dashes: {forms};"
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    today = f"--{RENAMED.get(name.lstrip('-').replace('-', '_'), '').replace('_', '-')}"
+    near = [today] if today in options else difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     return f"{sentence}, did you mean {near[0]}?" if near else f"{sentence};"
 
 

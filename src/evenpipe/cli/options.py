@@ -54,7 +54,7 @@ COMMON = f"""
 --slices N                 cut every sequence into so many slices of equal time
 --stages-per-device V      stages per device, for schedules that leave a choice
 --group-size G             microbatches that a device takes in turn (some schedules)
---memory-limit K[,K...]    most stage activations that a device may hold: one number, or one per device
+--max-in-flight K[,K...]    most stage activations that a device may hold: one number, or one per device
 --edges S>T,...            edges between the stages of a file, as in '0>1,0>2,1>3,2>3'; default: a chain
 --vocabulary MODE,...      {MODES}, one or several; default: {BALANCED}; for a file: as it stands
 --offload CHOICE           activations for the host: scheduled (as the order says), free (all that lower the peak
@@ -188,7 +188,7 @@ def read_offload(text: str) -> str | float:
 def options_of_generators(stages_per_device: int | None, group_size: int | None, limit: str | None) -> dict[str, Any]:
     """The options of generators that are set."""
     options: dict[str, Any] = {"stages_per_device": stages_per_device, "group_size": group_size}
-    options["memory_limit"] = limits("memory_limit", limit)
+    options["max_in_flight"] = limits("max_in_flight", limit)
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -224,7 +224,7 @@ class CaseOptions:
     microbatches: Count | None = None
     stages_per_device: Count | None = None
     group_size: Count | None = None
-    memory_limit: str | None = None
+    max_in_flight: str | None = None
     slices: Count | None = None
     edges: str | None = None
     vocabulary: str | None = None
@@ -240,7 +240,7 @@ class CaseOptions:
         from evenpipe.recipe.parallelism import Parallelism
         from evenpipe.schedule import SCHEDULES
 
-        options = options_of_generators(self.stages_per_device, self.group_size, self.memory_limit)
+        options = options_of_generators(self.stages_per_device, self.group_size, self.max_in_flight)
         names = [] if self.schedule is None else [self.schedule]
         for name in filter(None, map(str.strip, (self.compare or "").split(","))):
             names += SCHEDULES if name == "all" else [name]

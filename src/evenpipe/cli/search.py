@@ -19,7 +19,7 @@ def run(
     split_backward: bool = False,
     vocabulary: str = BALANCED,
     costs: str | None = None,
-    memory_limit: str | None = None,
+    max_in_flight: str | None = None,
     objective: Literal["span", "makespan"] = "span",
     seconds: float = 30.0,
     workers: Count = 1,
@@ -61,7 +61,7 @@ def run(
         split_backward=split_backward,
         vocabulary=vocabulary,
         costs=read_costs(costs),
-        memory_limit=limits("memory_limit", memory_limit),
+        max_in_flight=limits("max_in_flight", max_in_flight),
         objective=objective,
     )
     result = search(problem, seconds=seconds, workers=workers, seed=seed)

@@ -80,9 +80,9 @@ class MeasuredPasses:
     """Factor on all passes while all devices compute, as `Costs.contention`."""
     seconds: Mapping[Annotated[str, Names(MEASURED)], Time]
     """By the names in `MEASURED`, without those that could not be measured."""
-    tensor_parallel: Whole1 = 1
+    tp: Whole1 = 1
     """Tensor ranks of each device."""
-    context_parallel: Whole1 = 1
+    cp: Whole1 = 1
     """Context ranks of each device."""
     context_exchange: Literal["keys", "heads"] = "keys"
     """Of context ranks: "keys" or "heads"."""
@@ -90,7 +90,7 @@ class MeasuredPasses:
     @property
     def ranks(self) -> Ranks:
         """Tensor and context ranks of a device."""
-        return Ranks(self.tensor_parallel, self.context_parallel, self.context_exchange)
+        return Ranks(self.tp, self.cp, self.context_exchange)
 
     @property
     def tokens(self) -> int:

@@ -225,8 +225,8 @@ class TimedModel:
         def costs(vocabulary: str) -> Costs:
             recipe = Recipe.of(
                 pp=devices,
-                tp=measured.tensor_parallel,
-                cp=measured.context_parallel,
+                tp=measured.tp,
+                cp=measured.cp,
                 context_exchange=measured.context_exchange,
                 microbatch_size=measured.microbatch_size,
                 vocabulary=vocabulary,

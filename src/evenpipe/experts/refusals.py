@@ -19,17 +19,15 @@ def check_experts(description: Description, ep: int) -> None:
     if ep == 1:
         return
     if description.config is None:
-        raise refused("expert_parallel", ep, "1: plain modules do not say which of them are experts.")
+        raise refused("ep", ep, "1: plain modules do not say which of them are experts.")
     model = description.skeleton if description.model is None else description.model
     found = [(name, one) for name, one in model.named_modules(remove_duplicate=False) if uses_interface(one)]
     reason = next(_reasons(found), None)
     if reason is not None:
-        raise refused("expert_parallel", ep, f"1, since {description.architecture} {reason}.")
+        raise refused("ep", ep, f"1, since {description.architecture} {reason}.")
     fewest, name = min((len(module.get_parameter("down_proj")), name) for name, module in found)
     if ep > fewest:
-        raise refused(
-            "expert_parallel", ep, f"at most {fewest}, the number of experts in {name} of {description.architecture}."
-        )
+        raise refused("ep", ep, f"at most {fewest}, the number of experts in {name} of {description.architecture}.")
 
 
 def _reasons(found: list[tuple[str, nn.Module]]) -> Iterator[str]:

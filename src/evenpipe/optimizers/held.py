@@ -47,7 +47,7 @@ class HeldParameter:
     def refuse(self, optimizer: str) -> InputError:
         """Return the error of an optimizer that cannot train this part."""
         axes = {axis for cut in self.placement.cuts for axis in cut.axes}
-        expected = "tensor_parallel = 1" if "tp" in axes else "data_parallel = 'replicate'"
+        expected = "tp = 1" if "tp" in axes else "data_parallel = 'replicate'"
         return InputError(
             f"{optimizer}: it needs whole matrices, or rows of them, and this process has another part of {self.name}"
             f" {list(self.shape)}; expected {expected} with it, or an optimizer that works element by element"

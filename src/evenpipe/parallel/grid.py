@@ -156,53 +156,51 @@ class Grid:
 
 def process_grid(
     mesh: DeviceMesh | None,
-    replicas: int | None = None,
-    context_parallel: int | None = None,
-    tensor_parallel: int | None = None,
-    expert_parallel: int | None = None,
+    *,
+    dp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> Grid:
     """Return the grid of all processes of torch.distributed; without it, that of one process.
 
     Args:
         mesh: with an axis "pp", and other ones, in any order. None: all processes, with neighbours in one device.
-        replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
-        context_parallel: processes that share every sequence, likewise.
-        tensor_parallel: processes that share every layer, likewise.
-        expert_parallel: neighbouring replicas that share the experts of every layer, a divisor of the replicas; None:
-            as many as in the mesh, if it has an axis "ep", else one.
+        dp: pipelines side by side; None: as many as in the mesh, one without a mesh.
+        pp: devices of a pipeline; None: all processes that are left.
+        cp: processes that share every sequence; None: as of `dp`.
+        tp: processes that share every layer, likewise.
+        ep: neighbouring replicas that share the experts of every layer, a divisor of the replicas; None: as many as in
+            the mesh, if it has an axis "ep", else one.
 
     Raises:
         InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or axes of other
             lengths; or these numbers do not divide the processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    given = {
-        "replicas": ("dp", replicas),
-        "context_parallel": ("cp", context_parallel),
-        "tensor_parallel": ("tp", tensor_parallel),
-        "expert_parallel": ("ep", expert_parallel),
-    }
-    for name, (_, size) in given.items():
+    sizes = {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "pp": pp}
+    for axis, size in sizes.items():
         if size is not None and (not is_whole(size) or size < 1):
-            raise refused(name, size, "a whole number of at least 1")
-    if mesh is None:
-        left, sizes = world_size, {axis: size or 1 for axis, size in given.values()}
-        for name, (axis, size) in given.items():
-            if axis == "ep":
-                _check_members(sizes["ep"], sizes["dp"])
-            elif left % sizes[axis]:
-                raise refused(name, size, f"a divisor of {left}, the number of processes")
-            else:
-                left //= sizes[axis]
-        return Grid.from_sizes(rank, pp=left, **sizes)
-    has_members = "ep" in (mesh.mesh_dim_names or ())
-    grid = Grid.from_mesh(rank, mesh, world_size, ep=1 if has_members else expert_parallel or 1)
-    for name, (axis, size) in given.items():
-        if size not in (None, grid.size(axis)):
-            raise InputError(
-                f'{name} is {size}; it must be {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
-            )
-    return grid
+            raise refused(axis, size, "a whole number of at least 1")
+    if mesh is not None:
+        has_members = "ep" in (mesh.mesh_dim_names or ())
+        grid = Grid.from_mesh(rank, mesh, world_size, ep=1 if has_members else ep or 1)
+        for axis, size in sizes.items():
+            if size not in (None, grid.size(axis)):
+                raise InputError(
+                    f'{axis} is {size}; it must be {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
+                )
+        return grid
+    left = world_size
+    for axis in ("dp", "cp", "tp"):
+        if left % (size := sizes[axis] or 1):
+            raise refused(axis, size, f"a divisor of {left}, the number of processes")
+        left //= size
+    if pp not in (None, left):
+        raise refused("pp", pp, f"{left}, the number of processes that dp, cp and tp leave, or None")
+    _check_members(ep or 1, dp or 1)
+    return Grid.from_sizes(rank, **{axis: size or 1 for axis, size in sizes.items()} | {"pp": left})
 
 
 def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -213,7 +211,7 @@ def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _check_members(members: int, replicas: int) -> None:
     if replicas % members:
-        raise refused("expert_parallel", members, f"a divisor of {replicas}, the number of replicas")
+        raise refused("ep", members, f"a divisor of {replicas}, the number of replicas")
 
 
 def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:

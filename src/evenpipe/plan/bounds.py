@@ -112,7 +112,7 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
         [either_backward(costs, shape.placement) for costs in each] if shape.split else each,
         split=shape.split,
         vocabulary=mode,
-        memory_limit=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
+        max_in_flight=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
         again=[seconds / slices for seconds in again],
         proved=True,
     )

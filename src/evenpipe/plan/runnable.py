@@ -56,7 +56,7 @@ def refusal_of_experts(problem: Problem, members: int) -> str:
 
 def refusal_of_pieces(problem: Problem, ranks: int) -> str:
     """Return why sequences cannot be shared by so many context ranks."""
-    return "" if ranks == 1 else _refusal(problem, "context_parallel", slices=False)
+    return "" if ranks == 1 else _refusal(problem, "cp", slices=False)
 
 
 def refusal_of_slices(problem: Problem) -> str:

@@ -82,7 +82,7 @@ class Recipe:
     schedule_options: Annotated[
         tuple[tuple[str, Any], ...], Instance("dictionary of options by name", (Mapping, tuple))
     ] = ()
-    """Options of a named schedule, if it has them: `stages_per_device`, `group_size`, `memory_limit`; for a class of
+    """Options of a named schedule, if it has them: `stages_per_device`, `group_size`, `max_in_flight`; for a class of
     torch, `stages_per_device`. As given, a mapping."""
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is

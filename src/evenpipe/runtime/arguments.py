@@ -87,7 +87,7 @@ def refuse_use_of_a_part(spread: Callable[[], str | None]) -> None:
         if module == clip_grad.__name__ and function in _NORMS:
             raise InputError(
                 f"torch.nn.utils.{function} sees only the gradients of this process, and would scale each process by"
-                " another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of all"
+                " another norm; expected pipeline.clip_grad_norm_(max_norm), which scales all by the norm of all"
                 " gradients and returns it"
             )
         if function == "__init__" and (kind := _NEED_WHOLE_MATRICES.get(module)) and (name := spread()):
@@ -157,27 +157,22 @@ def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_de
 
 
 class PipelineOptions(RecipeOptions, total=False):
-    """Options of a pipeline's recipe, as keyword arguments of `Pipeline`."""
+    """Options of a pipeline's recipe, as keyword arguments of `Pipeline`; the sizes of axes are those of the processes,
+    where they are not given."""
 
-    replicas: int | None
-    """The size of `dp`."""
-    context_parallel: int | None
-    """The size of `cp`."""
-    tensor_parallel: int | None
-    """The size of `tp`."""
-    expert_parallel: int | None
-    """The size of `ep`."""
+    dp: int | None
+    pp: int | None
 
 
-AXES_OF_OPTIONS = {"replicas": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "expert_parallel": "ep"}
-"""Their sizes are those of the grid."""
+OPTIONAL = (*AXES, "ep")
+"""Axes whose sizes may be left to the processes."""
 
 
 def sizes_given(recipe: Recipe | None, how: PipelineOptions) -> dict[str, int | None]:
     """Return the sizes of the axes that a caller gives, as arguments of `process_grid`; None: not given."""
-    if recipe is not None:
-        return {name: getattr(recipe.parallelism, axis) for name, axis in AXES_OF_OPTIONS.items()}
-    return {name: cast(int | None, how.get(name)) for name in AXES_OF_OPTIONS}
+    if recipe is not None:  # whose devices are compared with the rest of the processes by `recipe_of`
+        return {axis: getattr(recipe.parallelism, axis) for axis in OPTIONAL if axis != "pp"}
+    return {axis: cast(int | None, how.get(axis)) for axis in OPTIONAL}
 
 
 def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
@@ -185,18 +180,12 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
-    axes = (*AXES, "ep")
-    sizes = {axis: grid.size(axis) for axis in axes}
-    for name, axis in AXES_OF_OPTIONS.items():
-        given_size = how.get(axis, sizes[axis])
-        if given_size != sizes[axis]:
-            raise refused(axis, given_size, f"{sizes[axis]}, as {name} says")
-    options = {name: value for name, value in how.items() if name not in (*AXES_OF_OPTIONS, *axes)}
+    sizes = {axis: grid.size(axis) for axis in OPTIONAL}
     if given is None:
-        given = Recipe.of(**sizes, **cast(RecipeOptions, options))
+        given = Recipe.of(**cast(RecipeOptions, {**how, **sizes}))
     elif how:
         raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
-    other = {axis: size for axis in axes if (size := getattr(given.parallelism, axis)) != sizes[axis]}
+    other = {axis: size for axis in OPTIONAL if (size := getattr(given.parallelism, axis)) != sizes[axis]}
     if other:
         expected = {axis: sizes[axis] for axis in other}
         raise InputError(f"recipe says {_sizes(other)}; it must say {_sizes(expected)}, the sizes of the processes")
@@ -219,7 +208,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
             check_forward(description.plain or description)
         self_check(description, split_once if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
-            check_pieces(description, f"context_parallel{beside}", slices=False, apart=apart)
+            check_pieces(description, f"cp{beside}", slices=False, apart=apart)
         if order.slices > 1:
             check_pieces(description, f"slices{beside}", slices=True, apart=apart)
     except InputError as error:

@@ -75,14 +75,14 @@ class ModelState:
         """Return the name of a parameter of which other processes hold rows; None if there is none."""
         return next((one.name for one in self.held_parameters() if one.communicator), None)
 
-    def clip_gradients(self, max_norm: float) -> float:
-        """As `Pipeline.clip_gradients`."""
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """As `Pipeline.clip_grad_norm_`."""
         held = [
             (shard.tensor.grad, shard.placement) for shard in self.held.shards.values() if shard.tensor.grad is not None
         ]
         counted = [gradient for gradient, placement in held if placement.is_first_copy(*self.spread_over)]
         norm = total_norm(
-            counted, self.torch_device, lambda square: self.groups.sum("clip_gradients", square, *self.spread_over)
+            counted, self.torch_device, lambda square: self.groups.sum("clip_grad_norm_", square, *self.spread_over)
         )
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)

@@ -135,7 +135,7 @@ def make_cutter(
 
 
 def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
-    option = "slices" if slices > 1 else "context_parallel"
+    option = "slices" if slices > 1 else "cp"
     if description.config is None:
         raise InputError(f"{option}: {PLAIN} 1 with them")
     for name, share in attention_dropout(description):
@@ -151,7 +151,7 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
             of_rank = f", {attention.heads // sizes.tp} on each tensor rank" if sizes.tp > 1 else ""
             raise InputError(
                 f"context_exchange: 'heads', but {sizes.cp} context ranks cannot share"
-                f" {count(attention.heads, 'head')}{of_rank}; expected 'keys', or a divisor as context_parallel"
+                f" {count(attention.heads, 'head')}{of_rank}; expected 'keys', or a divisor as cp"
             )
 
 

@@ -89,7 +89,7 @@ from evenpipe.runtime.trace import gather_trace
 from evenpipe.schedule import Costs, Order, Program, Timeline
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
-from evenpipe.words import count
+from evenpipe.words import count, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +129,14 @@ class Pipeline:
         timeout_seconds: maximum seconds of every single wait.
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
             of torch; default: "1f1b".
-        schedule_options: options of a named schedule: `stages_per_device`, `group_size`, `memory_limit`.
+        schedule_options: options of a named schedule: `stages_per_device`, `group_size`, `max_in_flight`.
         vocabulary: "balanced" (= "vocab-2"; the default), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
-        replicas: number of pipelines side by side, each with the whole model and its own data: the size of `dp`;
-            default: that of the mesh, else one.
+        dp, pp, cp, tp, ep: sizes of the axes; default: those of the mesh, else one for each but `pp`, which has the
+            processes that are left. `dp`: pipelines side by side, each with the whole model and its own data; `pp`:
+            devices of a pipeline; `cp`: processes that share every sequence; `tp`: processes of a device, which share
+            every layer and the rows of both vocabulary layers; `ep`: neighbouring replicas that share the experts of
+            every layer.
         data_parallel, reshard, prefetch: "replicate" (the default) or "shard" (FSDP2), as in `Parallelism`.
         layers_per_stage: layers of each stage, first to last; default: an even split.
         checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
@@ -143,10 +146,6 @@ class Pipeline:
         communicators: "per-pair" (the default), "per-kind" or "one".
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
-        tensor_parallel: processes of a device, which share every layer and the rows of both vocabulary layers: the
-            size of `tp`; default: that of the mesh, else one.
-        context_parallel: processes that share every sequence: the size of `cp`, likewise.
-        expert_parallel: neighbouring replicas that share the experts of every layer: the size of `ep`, likewise.
         context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
 
     Raises:
@@ -363,6 +362,9 @@ class Pipeline:
 
     # --- the layout ------------------------------------------------------------------------------------------
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"Pipeline has no attribute '{name}'{nearest(name, dir(self))}")
+
     def __repr__(self) -> str:
         numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
         parts = [
@@ -480,7 +482,7 @@ class Pipeline:
             raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
         self._groups.agree("trace")
         layout = self.layout
-        ranks = {"tensor_parallel": self.tensor_ranks} if self.tensor_ranks > 1 else {}
+        ranks = {"tp": self.tensor_ranks} if self.tensor_ranks > 1 else {}
         return gather_trace(
             result.record,
             layout.program,
@@ -664,7 +666,7 @@ class Pipeline:
         """Iterate over the parameters of this process, for an optimizer.
 
         Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
-        Clip with `clip_gradients`, which uses the norm of all gradients. The call
+        Clip with `clip_grad_norm_`, which uses the norm of all gradients. The call
         `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError. If this process has only rows of
         a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters that was made before is not
         detected.
@@ -688,13 +690,13 @@ class Pipeline:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def clip_gradients(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all devices is at most `max_norm`; return the norm before.
 
         With an infinite `max_norm` it only measures. Collective; every process gets the same number.
         """
         check_positive("max_norm", max_norm)
-        return self._state.clip_gradients(max_norm)
+        return self._state.clip_grad_norm_(max_norm)
 
     def move_router_biases(self, load: Tensor, rate: float) -> None:
         """Balance experts without a loss, after the optimizer's step: move the biases by which routers choose experts

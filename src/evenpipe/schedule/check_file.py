@@ -86,19 +86,19 @@ class FileReport:
 def check_file(
     path: str | Path,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     bytes_limit: float | Sequence[float] | None = None,
     *,
     edges: Sequence[Edge] = (),
 ) -> FileReport:
     """Every fault of the order or program in a CSV file.
 
-    edges: of the stages; a chain by default. memory_limit: most stage activations per device. bytes_limit: most bytes,
+    edges: of the stages; a chain by default. max_in_flight: most stage activations per device. bytes_limit: most bytes,
     with the sizes of `costs`. Raises InputError if the file contains no schedule, if `costs` have lists of the wrong
     length or lack a kind that a sound schedule has, and for a limit in bytes without costs that have bytes.
     """
     schedule = read_schedule(path, edges)
-    limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
+    limits = Limits(activations=max_in_flight, bytes=bytes_limit, costs=costs)
     order, peak_bytes = schedule.order, None
     report = check_program(schedule, limits) if isinstance(schedule, Program) else check_order(schedule, limits)
     if costs is not None:

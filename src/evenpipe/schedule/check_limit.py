@@ -85,10 +85,10 @@ def limits_per_device(
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
         has = f"{count(len(limits), 'number')} for {count(devices, 'device')}"
-        raise InputError(f"memory_limit has {has}; give one number{f', or {devices}' if devices > 1 else ''}")
+        raise InputError(f"max_in_flight has {has}; give one number{f', or {devices}' if devices > 1 else ''}")
     wanted = f"a finite number of at least {least:g}" if least else "a finite number above 0"
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf or value < least:
-            raise refused("memory_limit", value, f"{wanted}, in {unit}")
+            raise refused("max_in_flight", value, f"{wanted}, in {unit}")
     return limits

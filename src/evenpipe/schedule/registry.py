@@ -8,7 +8,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
-from evenpipe.words import count, refused, unknown
+from evenpipe.words import count, nearest, refused, unknown
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -35,8 +35,8 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
     for option in ("stages_per_device", "group_size"):
         if option in options:
             check_count(option, options[option])
-    if "memory_limit" in options:
-        limits_per_device(options["memory_limit"], devices)
+    if "max_in_flight" in options:
+        limits_per_device(options["max_in_flight"], devices)
     forwards = devices * microbatches * options.get("stages_per_device", 1)
     if forwards > LARGEST:
         raise InputError(f"an order of {forwards} forwards does not fit into memory; take at most {LARGEST}")
@@ -46,7 +46,9 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
     for option in options:
         if option not in known:
             accepted = ", ".join(known) if known else "none"
-            raise InputError(f"schedule '{name}' has no option '{option}'; its options: {accepted}")
+            raise InputError(
+                f"schedule '{name}' has no option '{option}'; its options: {accepted}{nearest(option, known)}"
+            )
     if from_file:
         order = _from_file(name, devices, microbatches)
     else:

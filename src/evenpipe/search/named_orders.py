@@ -43,7 +43,7 @@ def named_orders(problem: OrderProblem) -> list[NamedOrder]:
             if problem.vocabulary.sharded:
                 order = add_vocabulary(order, problem.vocabulary, problem.costs)
             timeline = time_order(order, problem.costs)
-            limits = problem.memory_limit or timeline.peak_in_flight
+            limits = problem.max_in_flight or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
                 found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
     best = {one.name: one for one in sorted(found, key=_rank, reverse=True)}  # per name, the last one stays
@@ -62,8 +62,8 @@ def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
     if "weight_share" in known:
         options["weight_share"] = 1.0  # a limit on activations in flight, like that of the problem
     limits: list[list[int] | None] = [None]
-    if "memory_limit" in known:
-        whole = list(problem.memory_limit or ())
+    if "max_in_flight" in known:
+        whole = list(problem.max_in_flight or ())
         limits = [whole] if whole else [None, [2 * placement.stages] * placement.devices]
     for limit in limits:
         try:
@@ -73,7 +73,7 @@ def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
                 problem.microbatches,
                 costs=problem.costs,
                 **options,
-                **({} if limit is None else {"memory_limit": limit}),
+                **({} if limit is None else {"max_in_flight": limit}),
             )
         except InputError:
             continue  # no order of this size, or within this memory

@@ -44,7 +44,7 @@ Where = tuple[int, Kind, int | None, int]
 class OrderProblem:
     """Find the shortest order with these passes.
 
-    memory_limit: most stage activations, per device; None for no limit.
+    max_in_flight: most stage activations, per device; None for no limit.
     objective: "span", the longest of any device, or "makespan", the whole step.
     split_backward: I and W instead of B.
     """
@@ -54,7 +54,7 @@ class OrderProblem:
     costs: Costs
     vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST
     split_backward: bool = False
-    memory_limit: tuple[int, ...] | None = None
+    max_in_flight: tuple[int, ...] | None = None
     objective: str = "span"
 
     def passes(self) -> list[list[Pass]]:
@@ -212,7 +212,7 @@ class _Model:
 
     def limit_memory(self) -> None:
         """Limit stage activations: [start of F, end of the pass that releases], at most this many at a time."""
-        limits = self.problem.memory_limit
+        limits = self.problem.max_in_flight
         if limits is None:
             return
         released_by = Kind.W if self.problem.split_backward else Kind.B

@@ -149,7 +149,7 @@ def lower_bound(problem: OrderProblem) -> float:
         of=problem.objective,
         split=problem.split_backward,
         vocabulary=problem.vocabulary,
-        memory_limit=problem.memory_limit,
+        max_in_flight=problem.max_in_flight,
         proved=True,
     ).value
 
@@ -163,7 +163,7 @@ def order_problem_of(
     split_backward: bool = False,
     vocabulary: str = "balanced",
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     objective: str = "span",
 ) -> OrderProblem:
     """The problem for the values of a user. `costs` mean the same work as in `plan_cases`: those of a stage, by default
@@ -183,8 +183,8 @@ def order_problem_of(
     if placement is None:
         placement = "linear" if stages_per_device in (None, 1) else "looped"
     limits = None
-    if memory_limit is not None:
-        limits = tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))
+    if max_in_flight is not None:
+        limits = tuple(math.floor(limit) for limit in limits_per_device(max_in_flight, devices))
     stages = placement_of(placement, devices, stages_per_device)
     if costs is None:
         costs = costs_for_stages(EQUAL_COSTS, devices, stages.stages)
@@ -195,7 +195,7 @@ def order_problem_of(
         costs=costs if mode.sharded else with_whole_vocabulary(costs, stages),
         vocabulary=mode,
         split_backward=split_backward,
-        memory_limit=limits,
+        max_in_flight=limits,
         objective=objective,
     )
 

@@ -72,14 +72,14 @@ def best_bound(
     split: bool = False,
     vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
     forward_only: bool = False,
-    memory_limit: float | Sequence[float] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     again: Sequence[float] = (),
     proved: bool = False,
 ) -> Bound:
     """The largest known lower bound on the span or makespan (`of`) of all such orders.
 
     costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
-    whether backwards are I and W, or B. vocabulary, forward_only: as in `Order`. memory_limit: the most stage
+    whether backwards are I and W, or B. vocabulary, forward_only: as in `Order`. max_in_flight: the most stage
     activations of a device from F to B or W, one number or one per device. again: the time of each device per
     microbatch that is in no pass, but between F and backward of any of its stages: recomputation. proved: exclude the
     V bound. Raises InputError if a kind has no time, and for a limit below 1.
@@ -88,7 +88,7 @@ def best_bound(
         raise unknown("of", of, ("span", "makespan"))
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
-    limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
+    limits = () if max_in_flight is None else limits_per_device(max_in_flight, placement.devices, least=1)
     bounds = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
         whole = _ways(graph, None)
@@ -120,7 +120,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
             split=split,
             vocabulary=program.vocabulary,
             forward_only=program.forward_only,
-            memory_limit=limits,
+            max_in_flight=limits,
         )
         for of in ("span", "makespan")
     }

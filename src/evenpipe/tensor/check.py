@@ -54,7 +54,7 @@ def cut_of_model(
     """
     if (noise := noise_of_routers(description)) is not None:
         raise InputError(
-            f"tensor_parallel: {noise[0]} is {noise[1]:g} in the model's config; it must be 0: every tensor rank routes"
+            f"tp: {noise[0]} is {noise[1]:g} in the model's config; it must be 0: every tensor rank routes"
             " all tokens, and would add noise of its own to them"
         )
     small, dtype, kept = small_copy or copy_to_cut(description)
@@ -95,7 +95,7 @@ def _compare(small: Description, dtype: torch.dtype, cut: ModelCut, ranks: int) 
 def copy_to_cut(description: Description) -> SmallModel:
     """Return a small copy for `cut_of_model`: in fp64 throughout, if it runs so. Raises InputError if there is none."""
     if description.config is None:
-        raise InputError("tensor_parallel: plain modules do not say how they could be cut, expected 1 with them.")
+        raise InputError("tp: plain modules do not say how they could be cut, expected 1 with them.")
     with undisturbed(), torch.enable_grad(), one_thread():
         try:
             with InFp64():

@@ -91,7 +91,7 @@ class ModelCut:
             try:
                 held = placements_of(layer.get_submodule(name), block.cut, rank, ranks)
             except NoUnitsError as reason:
-                raise InputError(f"tensor_parallel: {ranks}, but {prefix}.{name} cannot be cut so: {reason}.") from None
+                raise InputError(f"tp: {ranks}, but {prefix}.{name} cannot be cut so: {reason}.") from None
             found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
         return found
 

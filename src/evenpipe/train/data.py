@@ -365,7 +365,7 @@ def _check_amount(config: Config, data: PreparedData) -> None:
     if len(training) < batch_size:
         raise InputError(
             f"the data has {count(data.tokens, 'token', ',')}, that is {count(len(training), 'training sequence')} of"
-            f" data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas *"
+            f" data.sequence_length = {length}, but one step needs {batch_size} (pipeline.dp *"
             " pipeline.microbatches * pipeline.microbatch_size)"
         )
     if data.validation is not None and data.validation.tokens < length:

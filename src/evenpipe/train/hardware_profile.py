@@ -140,10 +140,10 @@ def pipelines_to_measure(config: Config, processes: int, sizes: Sequence[int]) -
     the model has enough layers, with sharded ones and two stages per device. Of context ranks that may exchange keys
     or heads, with both."""
     sequence, pipeline = config.data.sequence_length, config.pipeline
-    ranks = {"ranks": pipeline.context_parallel, "tensor_ranks": pipeline.tensor_parallel}
-    short = shorter_length(sequence, divisor_of(pipeline.context_parallel, pipeline.tensor_parallel))
+    ranks = {"ranks": pipeline.cp, "tensor_ranks": pipeline.tp}
+    short = shorter_length(sequence, divisor_of(pipeline.cp, pipeline.tp))
     shapes = [(sequence, size) for size in sizes] + ([(short, min(sizes))] if short < sequence else [])
-    either = pipeline.context_parallel > 1 and pipeline.context_exchange == "auto"
+    either = pipeline.cp > 1 and pipeline.context_exchange == "auto"
     both = either and heads_can_be_shared(describe(configured_model(config)), **ranks)
     ways: tuple[ContextExchange, ...] = ("keys", "heads") if both else (pipeline.context_exchange,)
     return [
@@ -153,12 +153,12 @@ def pipelines_to_measure(config: Config, processes: int, sizes: Sequence[int]) -
 
 
 def _pipelines(config: Config, processes: int, microbatch_size: int, exchange: ContextExchange) -> dict[str, Config]:
-    ranks = Ranks(config.pipeline.tensor_parallel, config.pipeline.context_parallel)
+    ranks = Ranks(config.pipeline.tp, config.pipeline.cp)
     devices = processes // ranks.processes
     plain = PipelineConfig(
         processes=processes,
-        tensor_parallel=ranks.tensor,
-        context_parallel=ranks.context,
+        tp=ranks.tensor,
+        cp=ranks.context,
         context_exchange=exchange,
         schedule="1f1b",
         vocabulary="vocab-2",
@@ -203,7 +203,7 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
         beside = stage_passes(shards.costs, profile_of(found["looped"], contention, free=free).costs)
     sharded = passes_of(shards.costs, shards.bare, beside) | beside
     split = even_split(model.layers, devices)
-    heads = config.pipeline.context_parallel > 1 and config.pipeline.context_exchange == "heads"
+    heads = config.pipeline.cp > 1 and config.pipeline.context_exchange == "heads"
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         dtype=dtypes[config.model.compute_dtype],
@@ -212,8 +212,8 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
         devices=devices,
         contention=contention,
         seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
-        tensor_parallel=config.pipeline.tensor_parallel,
-        context_parallel=config.pipeline.context_parallel,
+        tp=config.pipeline.tp,
+        cp=config.pipeline.cp,
         context_exchange="heads" if heads else "keys",
     )
 

@@ -39,9 +39,9 @@ def check_pipeline(config: Config) -> None:
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
         most = f"{layers * pipeline.processes // pipeline.devices}, the layers of the model"
-        most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
-        most += f" times {pipeline.context_parallel} context ranks" if pipeline.context_parallel > 1 else ""
-        most += f" times {pipeline.tensor_parallel} tensor ranks" if pipeline.tensor_parallel > 1 else ""
+        most += f" times {pipeline.dp} replicas" if pipeline.dp > 1 else ""
+        most += f" times {pipeline.cp} context ranks" if pipeline.cp > 1 else ""
+        most += f" times {pipeline.tp} tensor ranks" if pipeline.tp > 1 else ""
         raise refused("pipeline.processes", pipeline.processes, f"at most {most}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
@@ -71,13 +71,13 @@ def _check_chunks(config: Config) -> None:
     from evenpipe.recipe.parallelism import divisor_of
 
     pipeline = config.pipeline
-    divisor = divisor_of(pipeline.context_parallel, pipeline.tensor_parallel)
+    divisor = divisor_of(pipeline.cp, pipeline.tp)
     if config.data.sequence_length % divisor:
-        whose = "2 x pipeline.context_parallel, and of pipeline.tensor_parallel in each chunk"
+        whose = "2 x pipeline.cp, and of pipeline.tp in each chunk"
         raise refused(
             "data.sequence_length",
             config.data.sequence_length,
-            f"a multiple of {divisor}, {'pipeline.tensor_parallel' if pipeline.context_parallel == 1 else whose}",
+            f"a multiple of {divisor}, {'pipeline.tp' if pipeline.cp == 1 else whose}",
         )
     if pipeline.slices != "auto" and config.data.sequence_length < divisor * pipeline.slices:
         raise refused(
@@ -101,7 +101,7 @@ def _check_schedule(config: Config, layers: int) -> None:
         whose = "pipeline." if field in pipeline.schedule_options else "pipeline.schedule: "
         raise InputError(f"{whose}{error}") from None
     if order.devices != devices:
-        replicas = f" for each of {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        replicas = f" for each of {pipeline.dp} replicas" if pipeline.dp > 1 else ""
         raise InputError(
             f"pipeline.processes is {pipeline.processes}; it must be"
             f" {order.devices * pipeline.processes // pipeline.devices}: the order in {pipeline.schedule} has"

@@ -40,17 +40,17 @@ class PipelineConfig(Declared):
     """Fields without a docstring are those of the recipe."""
 
     processes: Whole1 = 1
-    """Processes of the run: the devices of a pipeline times `replicas`, `context_parallel` and `tensor_parallel`. Under
+    """Processes of the run: the devices of a pipeline times `dp`, `cp` and `tp`. Under
     torchrun, the number of processes that it starts."""
-    replicas: Whole1 = 1
+    dp: Whole1 = 1
     """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
-    expert_parallel: Whole1 = 1
-    """Neighbouring replicas that share the experts of every layer, a divisor of `replicas`: each has some of them, and
+    ep: Whole1 = 1
+    """Neighbouring replicas that share the experts of every layer, a divisor of `dp`: each has some of them, and
     tokens travel to the experts that they have chosen."""
-    context_parallel: Whole1 = 1
+    cp: Whole1 = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
     context_exchange: ContextExchange = "auto"
-    tensor_parallel: Whole1 = 1
+    tp: Whole1 = 1
     """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
     exchange hidden states in every layer, so they should be GPUs of one machine."""
     tensor_overlap: TensorOverlap = "auto"
@@ -67,7 +67,7 @@ class PipelineConfig(Declared):
     group_size: Whole1 | None = None
     """For interleaved and gis: number of microbatches that a device takes before it changes to its next stage. Default:
     the number of devices; interleaved may take more, for groups of nearly equal size."""
-    memory_limit: Positive | tuple[Positive, ...] | None = None
+    max_in_flight: Positive | tuple[Positive, ...] | None = None
     """For zb-auto and v-budget: maximum number of stage activations on a device, each of one stage and one microbatch;
     one number, or one per device. Default: the memory of 1f1b."""
     costs: str | None = None
@@ -105,11 +105,8 @@ class PipelineConfig(Declared):
         return Recipe.of(
             **{
                 **alike,
-                "dp": self.replicas,
+                "dp": self.dp,
                 "pp": self.devices,
-                "ep": self.expert_parallel,
-                "cp": self.context_parallel,
-                "tp": self.tensor_parallel,
                 "sequence_length": sequence_length,
                 "documents": documents,
                 "offload": offload,
@@ -121,22 +118,20 @@ class PipelineConfig(Declared):
         )
 
     def check(self) -> None:
-        self.require(
-            "replicas", self.processes % self.replicas == 0, f"a divisor of the {count(self.processes, 'process')}"
-        )
-        fits = self.replicas % self.expert_parallel == 0
-        self.require("expert_parallel", fits, f"a divisor of the {count(self.replicas, 'replica')}")
-        left = self.processes // self.replicas
-        whose = f"the {count(left, 'process')}" + (" of a replica" if self.replicas > 1 else "")
-        self.require("context_parallel", left % self.context_parallel == 0, f"a divisor of {whose}")
-        if self.context_parallel > 1:
-            left //= self.context_parallel
+        self.require("dp", self.processes % self.dp == 0, f"a divisor of the {count(self.processes, 'process')}")
+        fits = self.dp % self.ep == 0
+        self.require("ep", fits, f"a divisor of the {count(self.dp, 'replica')}")
+        left = self.processes // self.dp
+        whose = f"the {count(left, 'process')}" + (" of a replica" if self.dp > 1 else "")
+        self.require("cp", left % self.cp == 0, f"a divisor of {whose}")
+        if self.cp > 1:
+            left //= self.cp
             whose = f"the {count(left, 'process')} of a piece"
-        self.require("tensor_parallel", left % self.tensor_parallel == 0, f"a divisor of {whose}")
+        self.require("tp", left % self.tp == 0, f"a divisor of {whose}")
         split = self.layers_per_stage
         self.require("layers_per_stage", split is None or sum(split) > 0, "numbers of at least 0, and not all 0")
-        fits = not isinstance(self.memory_limit, tuple) or len(self.memory_limit) == self.devices
-        self.require("memory_limit", fits, f"one number or {self.devices}, one per device")
+        fits = not isinstance(self.max_in_flight, tuple) or len(self.max_in_flight) == self.devices
+        self.require("max_in_flight", fits, f"one number or {self.devices}, one per device")
         self.require("costs", self.costs is None or Path(self.costs).is_file(), "an existing file or none")
         self._check_names()
 
@@ -150,7 +145,7 @@ class PipelineConfig(Declared):
         else:
             self.known("schedule", SCHEDULES)
             options = options_of(self.schedule)
-        for name in ("group_size", "memory_limit"):  # every schedule may be told how many stages it has
+        for name in ("group_size", "max_in_flight"):  # every schedule may be told how many stages it has
             if name not in options:
                 self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
         if self.arrange not in (*ARRANGE, "measured"):
@@ -162,12 +157,12 @@ class PipelineConfig(Declared):
     @property
     def devices(self) -> int:
         """Devices of a pipeline."""
-        return self.processes // (self.replicas * self.context_parallel * self.tensor_parallel)
+        return self.processes // (self.dp * self.cp * self.tp)
 
     @property
     def schedule_options(self) -> dict[str, Any]:
         """Options for the generator of the schedule."""
-        names = ("stages_per_device", "group_size", "memory_limit")
+        names = ("stages_per_device", "group_size", "max_in_flight")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
@@ -178,7 +173,7 @@ class PipelineConfig(Declared):
     @property
     def sequences_per_step(self) -> int:
         """Sequences in the batch of one step, over all replicas."""
-        return self.replicas * self.microbatches_per_step * self.microbatch_size
+        return self.dp * self.microbatches_per_step * self.microbatch_size
 
 
 @declare("experts")

@@ -102,8 +102,8 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
         "processes": parallelism.gpus,
-        "replicas": parallelism.dp,
-        "tensor_parallel": parallelism.tp,
+        "dp": parallelism.dp,
+        "tp": parallelism.tp,
         "data_parallel": parallelism.data_parallel,
         "schedule": one.schedule,
         **recipe.options,
@@ -112,11 +112,11 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         "microbatch_size": batch.microbatch_size,
     }
     if parallelism.ep > 1:
-        values["expert_parallel"] = parallelism.ep
+        values["ep"] = parallelism.ep
     if recipe.slices > 1:
         values["slices"] = recipe.slices
     if parallelism.cp > 1:
-        values |= {"context_parallel": parallelism.cp, "context_exchange": parallelism.context_exchange}
+        values |= {"cp": parallelism.cp, "context_exchange": parallelism.context_exchange}
     split = one.layers_per_stage
     if not recipe.mode.sharded or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)

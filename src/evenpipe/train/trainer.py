@@ -380,7 +380,7 @@ class _Run:
         traced, measured = progress.step + 1 in config.output.trace_steps, self._arrangement.records(progress.step + 1)
         ids, labels, positions = self._given(self.batches.batch, progress.rows)
         result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced or measured)
-        norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
+        norm = pipeline.clip_grad_norm_(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
         if config.experts.router_bias_rate:

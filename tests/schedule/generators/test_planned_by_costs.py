@@ -53,7 +53,7 @@ def test_bubble_rates_of_the_paper(row: tuple[Any, ...]) -> None:
     d, m, f, i, w, hop, one, two = row
     costs = Costs(F=f, I=i, W=w, p2p=hop)
     for limit, rate in ((None, one), (d, one), (2 * d, two)):
-        order = generate("zb-auto", d, m, costs=costs, memory_limit=limit)
+        order = generate("zb-auto", d, m, costs=costs, max_in_flight=limit)
         assert check_order(order).ok
         span = time_order(order, costs).span
         assert round((span - m * (f + i + w)) / span, 4) == rate
@@ -63,7 +63,7 @@ def test_zb_auto_at_equal_times_and_any_number_of_microbatches(sample: Callable[
     sizes = product((1, 2, 3, 4, 5, 8), (0, 0.5, 1), (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 21))
     for d, share, m in sample(sizes, 20):
         for limit, ahead in ((d, d), (2 * d - 1, 2 * d - 1), (2 * d, 2 * d - 1), (1e9, 2 * d - 1)):
-            order = generate("zb-auto", d, m, memory_limit=limit, weight_share=share)
+            order = generate("zb-auto", d, m, max_in_flight=limit, weight_share=share)
             assert check_order(order).ok
             assert time_order(order, EQUAL_COSTS).bubble == 2 * (d - 1) - (min(m, ahead) - 1)
             assert max(stored(order, share)) <= limit
@@ -71,14 +71,14 @@ def test_zb_auto_at_equal_times_and_any_number_of_microbatches(sample: Callable[
 
 def test_zb_auto_between_limits_and_below_the_number_of_devices() -> None:
     limits = range(8, 17)
-    bubbles = [time_order(generate("zb-auto", 8, 32, memory_limit=limit), EQUAL_COSTS).bubble for limit in limits]
+    bubbles = [time_order(generate("zb-auto", 8, 32, max_in_flight=limit), EQUAL_COSTS).bubble for limit in limits]
     assert bubbles == [7, 6, 5, 4, 3, 2, 1, 0, 0]
     for limit, bubble in ((7, 11), (6, 13), (4, 55), (1, 14 * 32)):
-        order = generate("zb-auto", 8, 32, memory_limit=limit)
+        order = generate("zb-auto", 8, 32, max_in_flight=limit)
         assert max(stored(order, 0.5)) <= limit
         assert time_order(order, EQUAL_COSTS).bubble <= bubble
     limits = [6, 6, 5, 4, 3, 2]
-    assert within(generate("zb-auto", 6, 20, memory_limit=limits, weight_share=1), limits), "I leaves everything to W"
+    assert within(generate("zb-auto", 6, 20, max_in_flight=limits, weight_share=1), limits), "I leaves everything to W"
 
 
 @settings(max_examples=60)
@@ -88,7 +88,7 @@ def test_zb_auto_at_random_times_and_limits(d: int, m: int, share: float, rng: r
     f, i, w = ([rng.uniform(1 - spread, 1 + spread) for _ in range(d)] for _ in range(3))
     costs = Costs(F=f, I=i, W=w, p2p=rng.choice([0, 0.1, 2]))
     limits = [rng.uniform(1, 2 * d) for _ in range(d)]
-    order = generate("zb-auto", d, m, costs=costs, memory_limit=limits, weight_share=share)
+    order = generate("zb-auto", d, m, costs=costs, max_in_flight=limits, weight_share=share)
     assert check_order(order).ok
     assert all(peak <= limit + 1e-6 for peak, limit in zip(stored(order, share), limits, strict=True))
     span = time_order(order, costs).span
@@ -128,14 +128,14 @@ def test_v_budget_meets_the_lower_bound_of_v_schedules_at_every_limit(devices: i
     for limit in range(least(devices), 2 * devices + 1):
         bubble = max(0, 6 * devices - 3 * limit - 1) + (devices > 1 and limit == 2 * devices - 1)
         for microbatches in (2 * devices + 1, 4 * devices):
-            timeline = time_order(generate("v-budget", devices, microbatches, memory_limit=limit), EQUAL_COSTS)
+            timeline = time_order(generate("v-budget", devices, microbatches, max_in_flight=limit), EQUAL_COSTS)
             assert timeline.bubble == bubble and max(timeline.peak_in_flight) <= limit
 
 
 def test_more_memory_never_hurts_and_named_schedules_are_no_better(sample: Callable[..., list[Any]]) -> None:
     for devices, microbatches in sample(product((1, 2, 3, 4, 5, 7), (1, 2, 3, 5, 8, 11)), 4):
         limits = range(least(devices), 2 * devices + 1)
-        orders = [generate("v-budget", devices, microbatches, memory_limit=limit) for limit in limits]
+        orders = [generate("v-budget", devices, microbatches, max_in_flight=limit) for limit in limits]
         bubbles = [time_order(order, EQUAL_COSTS).bubble for order in orders]
         assert bubbles == sorted(bubbles, reverse=True)
         for name in ("v-min", "v-half", "zbv"):
@@ -154,7 +154,7 @@ def test_v_budget_and_zbv_keep_to_any_limits_by_any_costs(
     costs = Costs(**times, p2p=rng.choice([0, 0.2]))
     limits = [least(devices) + rng.randint(0, extra) for _ in range(devices)]
     by = costs if planned else None
-    assert within(generate("v-budget", devices, microbatches, memory_limit=limits, costs=by), limits)
+    assert within(generate("v-budget", devices, microbatches, max_in_flight=limits, costs=by), limits)
     order = generate("zbv", devices, microbatches, costs=costs)
     assert within(order, [2 * devices] * devices)
     by_hand = time_order(generate("zbv", devices, microbatches), costs)
@@ -169,7 +169,7 @@ def test_costs_shorten_what_fixed_blocks_leave() -> None:
         (8, 8, ALIKE, "v-min", None),
         (6, 6, PAPER, "v-min", None),
     ):
-        planned = time_order(generate("v-budget", devices, 3 * devices, memory_limit=limit, costs=costs), costs)
+        planned = time_order(generate("v-budget", devices, 3 * devices, max_in_flight=limit, costs=costs), costs)
         assert planned.span < time_order(generate(fixed, devices, 3 * devices), costs).span
         assert bubble is None or planned.bubble == pytest.approx(bubble)
 

@@ -35,12 +35,12 @@ def v_budget(
     devices: int,
     microbatches: int,
     *,
-    memory_limit: float | Sequence[float] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     costs: Costs | None = None,
 ) -> Order:
-    """The shortest V-schedule found that stores at most `memory_limit` stage activations on a device.
+    """The shortest V-schedule found that stores at most `max_in_flight` stage activations on a device.
 
-    Any devices >= 1 and microbatches >= 1. `memory_limit` is one number or one per device: at least 2 * floor((devices
+    Any devices >= 1 and microbatches >= 1. `max_in_flight` is one number or one per device: at least 2 * floor((devices
     + 4) / 3), as V-Min takes, by default 2 * devices, as ZB-V takes; more helps only with unequal passes. Without
     `costs` it plans for equal passes F = I = W = 1. With them it also reschedules its candidates for these times, per
     stage and with hops between devices, and returns the one with the shortest span.
@@ -54,14 +54,14 @@ def v_budget(
 
     Raises InputError if no schedule fits into the limit.
     """
-    given_limits = limits_per_device(2 * devices if memory_limit is None else memory_limit, devices)
+    given_limits = limits_per_device(2 * devices if max_in_flight is None else max_in_flight, devices)
     limits = tuple(map(math.floor, given_limits))
     times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
     bases = blocks_within(devices, limits)
     if not bases:
-        given = f"{memory_limit:g}" if isinstance(memory_limit, (int, float)) else memory_limit
+        given = f"{max_in_flight:g}" if isinstance(max_in_flight, (int, float)) else max_in_flight
         raise InputError(
-            f"memory_limit is {given}, but a V-schedule on {count(devices, 'device')} needs {min_peak(devices)} stage "
+            f"max_in_flight is {given}, but a V-schedule on {count(devices, 'device')} needs {min_peak(devices)} stage "
             "activations on each"
         )
     enough, least = None, min(limits)

@@ -25,13 +25,13 @@ def zb_auto(
     microbatches: int,
     *,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     weight_share: float = 0.5,
 ) -> Order:
     """Zero bubble by search: the shortest span found for these times, within a memory limit (arXiv 2401.10241).
 
     Any devices >= 1 and microbatches >= 1, one stage per device. `costs` give F, I and W, each one number or one per
-    stage, and how long a hop takes; equal times by default. `memory_limit`, one number or one per device and at least
+    stage, and how long a hop takes; equal times by default. `max_in_flight`, one number or one per device and at least
     1, counts stage activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits the
     activations in flight. By default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
 
@@ -42,7 +42,7 @@ def zb_auto(
     It tries all choices of the paper's heuristic (`zero_bubble_turns`), running any ready pass (`zero_bubble_ready`),
     and zb-h1 and zb-h2 if they fit, so it is never longer than these. Time is linear in the number of passes.
     """
-    limits = limits_per_device(devices if memory_limit is None else memory_limit, devices, least=1)
+    limits = limits_per_device(devices if max_in_flight is None else max_in_flight, devices, least=1)
     if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
         raise refused("weight_share", weight_share, "a number from 0 to 1")
     placement, costs = Placement.linear(devices), costs or EQUAL_COSTS
