@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenpipe.communication.nccl import NcclOptions as NcclOptions
     from evenpipe.experts.overlap import ExpertOptions as ExpertOptions
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
+    from evenpipe.model.spec import ModelSpec as ModelSpec
     from evenpipe.optimizers.adafactor import Adafactor as Adafactor
     from evenpipe.optimizers.muon import Muon as Muon
     from evenpipe.processes.launcher import launch as launch
@@ -39,6 +40,7 @@ _PUBLIC = {
     "ExpertOptions": "evenpipe.experts.overlap",
     "HostAdamW": "evenpipe.host.optimizer",
     "LossOptions": "evenpipe.vocabulary",
+    "ModelSpec": "evenpipe.model.spec",
     "Muon": "evenpipe.optimizers.muon",
     "NcclOptions": "evenpipe.communication.nccl",
     "OffloadOptions": "evenpipe.recipe.offload",

@@ -23,6 +23,7 @@ from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
     Origin,
+    Spec,
     as_stored,
     check_compute_dtype,
     check_values,
@@ -37,7 +38,7 @@ from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.layout import Layout
+from evenpipe.recipe.layout import layout_of
 from evenpipe.recipe.loss import loss_of_model
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.recipe.unused_options import unused_options
@@ -109,6 +110,8 @@ class Pipeline(SpreadModel):
             CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process, and
             a short forward of a live model with that of a model built from its config.
+        spec: a `ModelSpec`, or a function of the config that returns it: answers about the model's family, for one that
+            `describe` does not find out how to cut.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
@@ -150,6 +153,7 @@ class Pipeline(SpreadModel):
         seed: int = 0,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
+        spec: Spec | None = None,
         trust_remote_code: bool = False,
         timeout_seconds: float = 600.0,
         **how: Unpack[PipelineOptions],
@@ -172,7 +176,7 @@ class Pipeline(SpreadModel):
             self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.recipe.parallelism.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
-                model = describe(model, trust_remote_code=trust_remote_code)
+                model = describe(model, spec=spec, trust_remote_code=trust_remote_code)
             self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
             if (live := self.description.model) is not None:
                 check_values(live)
@@ -250,9 +254,7 @@ class Pipeline(SpreadModel):
         self.recipe, self.chosen_slices = cut_sequences(
             self.description, self._model_costs, self.recipe, self.torch_device.type, says=self._is_very_first
         )
-        self.layout = Layout.of(
-            self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
-        )
+        self.layout = layout_of(self.recipe, self._model_costs, self.description)
         validate_program(self.layout.program)
         if self._is_very_first:
             rows = self.layout.program.rows

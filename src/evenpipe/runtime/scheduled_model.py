@@ -11,7 +11,7 @@ import torch
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.parallel.groups import Groups
-from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, layout_of, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.trace import gather_trace
@@ -83,7 +83,7 @@ class ScheduledModel:
         if not isinstance(self.recipe.schedule, str):
             raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
         recipe = replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage)
-        layout = Layout.of(recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
+        layout = layout_of(recipe, self._model_costs, self.description)
         missing = sorted(layout.communicators.keys() - self.layout.communicators.keys())
         if missing:
             raise InputError(f"arrange: the order needs communicators that this pipeline lacks: {', '.join(missing)}")
@@ -123,5 +123,5 @@ class ScheduledModel:
                 vocabulary=vocabulary,
                 layers_per_stage=None if cut_anew else layout.layers_per_stage,
             )
-            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
+            layout = layout_of(other, self._model_costs, self.description)
         return time_order(layout.program.order, flop_costs(self._model_costs, layout))
