@@ -24,7 +24,6 @@ from evenpipe.model.spec import ModelSpec, Spec
 from evenpipe.model.structure import (
     Structure,
     build_skeleton,
-    check_layers,
     embedding_of,
     find_layers,
     first_line,
@@ -266,8 +265,8 @@ def _describe(
     embedding, head = _ends(skeleton, answers)
     check_ends(architecture, embedding, head)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
-    layers_name = find_layers(skeleton) if answers.layers_name is None else answers.layers_name
-    check_layers(skeleton, layers_name)
+    layers = _answered(skeleton, "layers_name", answers.layers_name, nn.ModuleList)
+    layers_name = find_layers(skeleton) if layers is None else module_name(skeleton, layers)
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
     check_sharing(architecture, skeleton, embedding, head)
     fresh = build_skeleton(without_router_loss(config), torch.float64, model_class)
@@ -367,21 +366,21 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
 def _ends(model: PreTrainedModel, answers: ModelSpec) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the modules that embed the tokens and give the logits, unchecked."""
     try:
-        embedding = _answered(model, "embedding_module", answers.embedding_module) or model.get_input_embeddings()
-        return embedding, _answered(model, "head_module", answers.head_module) or model.get_output_embeddings()
+        embedding = _answered(model, "embedding_module", answers.embedding_module, nn.Embedding)
+        head = _answered(model, "head_module", answers.head_module, nn.Linear)
+        return embedding or model.get_input_embeddings(), head or model.get_output_embeddings()
     except NotImplementedError:
         what = "it does not say which modules embed its tokens and give its logits"
         raise uncuttable(type(model).__name__, what) from None
 
 
-def _answered(model: PreTrainedModel, answer: str, name: str | None) -> nn.Module | None:
+def _answered(model: nn.Module, answer: str, name: str | None, kind: type[nn.Module]) -> nn.Module | None:
     """Return the module that a spec names, if it does."""
-    if name is None:
-        return None
-    modules = dict(model.named_modules())
-    if name not in modules:
-        raise refused(f"spec.{answer}", name, f"a module of {type(model).__name__}{nearest(name, modules)}")
-    return modules[name]
+    modules = {known: module for known, module in model.named_modules() if isinstance(module, kind)}
+    if name is not None and not modules.get(name):
+        accepted = f"an nn.{kind.__name__} of {type(model).__name__}{nearest(name, modules)}"
+        raise refused(f"spec.{answer}", name, accepted)
+    return None if name is None else modules[name]
 
 
 def check_sharing(

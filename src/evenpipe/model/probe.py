@@ -38,14 +38,15 @@ from evenpipe.model.structure import (
     call_embedded,
     embed_rows,
     embedding_of,
+    first_line,
     hollow,
     identity_forward,
     layers_of,
+    line_of_model,
     neutral_token,
     outer_parameters,
     replace_head,
     uncuttable,
-    where,
 )
 from evenpipe.words import count, nearest, refused, unknown
 
@@ -140,7 +141,7 @@ class _Probe:
             except Exception as error:  # families raise many types on a form that they do not expect
                 failure = failure or (
                     "its forward needs more of what other devices hold than the hidden states that layers hand on: it"
-                    f" stops at {where(error)}"
+                    f" stops at {_where(error)}"
                 )
                 continue
             first = record.received[0] if record.received else None
@@ -211,7 +212,7 @@ class _Probe:
         except Exception as error:  # in evaluation RWKV changes the weights of all its layers
             raise self.refused(
                 "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops"
-                f" at {where(error)}"
+                f" at {_where(error)}"
             ) from error
         token = form.wants_token
         if token is None:
@@ -252,6 +253,10 @@ def probe(
     for layer in hollowed.layers:
         layer.forward = identity_forward(form.layer_argument, form.returns)
     return replace(form, first_parameters=first, last_parameters=last, wants_token=wants_token)
+
+
+def _where(error: Exception) -> str:
+    return f"{line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
 
 
 def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -48,7 +48,8 @@ class ModelSpec:
     """Parameters outside the layers that act after them, without the output layer's; all others belong to the first
     stage."""
     wants_token: Whole0 | None = None
-    """The model gets token ids, all equal to this one, besides the embedded tokens."""
+    """Models that treat embedded tokens otherwise than those that they look up (Falcon-H1 scales only the latter) are
+    given token ids, all equal to this one."""
     logit_scale: Positive | None = None
     """Factor on the logits, before the soft-cap. With this or `soft_cap`, neither is probed."""
     soft_cap: Positive | None = None

@@ -22,7 +22,6 @@ from transformers.core_model_loading import build_glob_alternation
 
 from evenpipe.errors import InputError
 from evenpipe.model.rules import restore_buffers
-from evenpipe.words import unknown
 
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
 _FOLDERS = {module: Path(str(module.__file__)).parent for module in (torch, transformers)}
@@ -98,11 +97,6 @@ def build_skeleton(
     return model
 
 
-def where(error: Exception) -> str:
-    """Return the line of the model's code at which an error arose, and its text."""
-    return f"{line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
-
-
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Apply transformers' own plan of dtypes, which it reads only when it loads weights."""
     tensors = dict((*model.named_parameters(), *persistent_buffers(model)))
@@ -131,13 +125,6 @@ def layers_of(model: nn.Module, layers_name: str) -> nn.ModuleList:
     layers = model.get_submodule(layers_name)
     assert isinstance(layers, nn.ModuleList)
     return layers
-
-
-def check_layers(model: nn.Module, name: str) -> None:
-    """Raise InputError unless a model has a list of layers of that name."""
-    lists = [known for known, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if name not in lists:
-        raise unknown("spec.layers_name", name, lists)
 
 
 def embedding_of(model: nn.Module, embedding_module: str) -> nn.Embedding:

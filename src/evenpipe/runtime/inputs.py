@@ -165,7 +165,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
     counted = None if labels is None else labels[labels != IGNORE_INDEX]
     if counted is None and high >= model.head_rows:  # a token that is only read, such as that of an image
         counted = input_ids[:, 1:] if attention_mask is None else input_ids[:, 1:][attention_mask[:, 1:] != 0]
-    from_ids = ", a token of input_ids," if labels is None else ""
+    from_ids = ", a token of input_ids" if labels is None else ""
     if counted is not None and (wrong := outside(counted, model.head_rows)) is not None:
         raise InputError(
             f"labels contains {wrong}{from_ids}; each must be 0 to {model.head_rows - 1} or {IGNORE_INDEX} for"

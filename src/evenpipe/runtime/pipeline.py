@@ -76,6 +76,7 @@ from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Program
 from evenpipe.vocabulary import LossOptions
+from evenpipe.words import refused
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class Pipeline(SpreadModel):
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             if not isinstance(model, Description):
                 model = describe(model, spec=spec, trust_remote_code=trust_remote_code)
+            elif spec is not None:
+                raise refused("spec", spec, "left out for plain modules, and where the model is a description")
             self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
             if (live := self.description.model) is not None:
                 check_values(live)

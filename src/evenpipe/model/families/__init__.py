@@ -12,9 +12,9 @@ from importlib import import_module
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from evenpipe.errors import InputError
 from evenpipe.model.spec import ModelSpec, Spec
-from evenpipe.model.structure import uncuttable, where
+from evenpipe.model.structure import first_line, uncuttable
+from evenpipe.words import refused
 
 NAMES = frozenset(file.name for file in pkgutil.iter_modules(__path__))
 
@@ -27,13 +27,14 @@ def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
     """
     name = str(config.model_type).replace("-", "_")
     known: ModelSpec = import_module(f"{__name__}.{name}").spec(config) if name in NAMES else ModelSpec()
-    users = spec(config) if callable(spec) else spec
-    if users is None and spec is None:
+    if spec is None:
         return known
+    users = spec(config) if callable(spec) else spec
     if not isinstance(users, ModelSpec):
-        raise InputError(f"spec is {type(users).__name__}; it must be a ModelSpec, or a function of the config to one")
-    answered = {entry.name: getattr(users, entry.name) for entry in fields(users)}  # type: ignore[arg-type]
-    return replace(known, **{key: value for key, value in answered.items() if value is not None})  # type: ignore[type-var]
+        raise refused("spec", users, "a ModelSpec, or a function of the config that returns one")
+    names = [entry.name for entry in fields(users)]  # type: ignore[arg-type]
+    answered = {name: getattr(users, name) for name in names if getattr(users, name) is not None}
+    return replace(known, **answered)  # type: ignore[type-var]
 
 
 def adapt(model: PreTrainedModel, answers: ModelSpec) -> None:
@@ -47,4 +48,6 @@ def adapt(model: PreTrainedModel, answers: ModelSpec) -> None:
     try:
         answers.adapt(model)
     except Exception as error:  # the function is written for models of one form, and by users
-        raise uncuttable(type(model).__name__, f"spec.adapt fails on it at {where(error)}") from error
+        raise uncuttable(
+            type(model).__name__, f"spec.adapt fails on it ({type(error).__name__}: {first_line(error)})"
+        ) from error
