@@ -140,6 +140,11 @@ WRONG: list[tuple[Callable[[], PreTrainedConfig], Any, str]] = [
         lambda config: config.hidden_size,
         "spec is 64; it must be a ModelSpec, or a function of the config that returns one",
     ),
+    (
+        lambda: tiny_config("llama", pad_token_id=None),
+        ModelSpec(counts_positions=True),
+        "spec.counts_positions is true; it must be false, since LlamaForCausalLM has no padding token",
+    ),
     # that probing contradicts
     (lambda: tiny_config("llama"), ModelSpec(returns=2), "LlamaForCausalLM cannot be cut into stages: "),
     # that the self-check finds

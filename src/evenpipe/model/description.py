@@ -269,6 +269,7 @@ def _describe(
     layers_name = find_layers(skeleton) if layers is None else module_name(skeleton, layers)
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
     check_sharing(architecture, skeleton, embedding, head)
+
     fresh = build_skeleton(without_router_loss(config), torch.float64, model_class)
     set_attributes(fresh, changed)
     adapt(fresh, answers)
@@ -286,6 +287,8 @@ def _describe(
         rows = probe_position_rows(fresh, structure)
     if counts is None:
         counts = takes_position_ids and padding is not None and probe_counted_positions(fresh, structure, padding)
+    elif counts and padding is None:
+        raise refused("spec.counts_positions", counts, f"false, since {architecture} has no padding token")
     return Description(
         config=config,
         architecture=architecture,
