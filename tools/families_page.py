@@ -39,6 +39,54 @@ runs in fp32 only). Parts of layers that cannot be cut, which every process then
 
 "Pieces" does so with two processes that share every sequence, and with two devices on sequences in two slices.
 
+## A family that needs help
+
+How a model is cut is found by running it: which list holds its layers, what they take and return, which parameters act
+behind them, what is done to logits. Where that fails, a [`ModelSpec`](api.md) gives single answers, and the rest is
+still found:
+
+```python
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from evenpipe import InputError, ModelSpec
+from evenpipe.model import describe, self_check
+
+
+class Captions(GPT2LMHeadModel):  # has layers for pictures, which text passes over
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.pictures = nn.ModuleList(nn.Linear(64, 64) for _ in range(config.n_layer))
+
+
+model = Captions(GPT2Config(n_embd=64, n_layer=4, n_head=4))
+for spec in (ModelSpec(), ModelSpec(layers_name="transformer.h")):
+    try:
+        self_check(describe(model, spec=spec))
+        print("cut in three, a small copy has the gradients of the whole model")
+    except InputError as error:
+        print(error)
+```
+
+```text
+Captions cannot be cut into stages: it needs exactly one list of layers, and its module lists are h (4), pictures (4).
+cut in three, a small copy has the gradients of the whole model
+```
+
+`Pipeline(model, spec=...)` takes it. Answers that depend on sizes come from a function of the config,
+`spec=lambda config: ModelSpec(logit_scale=1 / config.divisor)`, which the self-check also calls for its small copy. The
+model in transformers, where no spec applies, stays the judge: a wrong answer is refused as a wrong cut would be.
+`ModelSpec.adapt` changes the copies of a model in which stages run. RoFormer's keeps its table of positions, a frozen
+parameter that all layers read, as a buffer on every stage; RWKV's leaves out a change of all weights in evaluation;
+that of Llama 3.2 Vision calls the layers for images, which text passes over.
+
+These three are files in
+[`model/families/`](https://github.com/evenpipe/evenpipe/blob/main/src/evenpipe/model/families), named after the
+config's `model_type`, with a function `spec(config)`. A file there is used for its type, and `make families` compares
+the type with one process.
+
+## Every type
+
 | model type | configuration | result | largest error, or why not | tensor ranks | pieces |
 |---|---|---|---|---|---|
 """

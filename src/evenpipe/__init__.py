@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
     from evenpipe.model.linear import LinearTerm as LinearTerm
     from evenpipe.model.linear import add_term as add_term
+    from evenpipe.model.spec import ModelSpec as ModelSpec
     from evenpipe.model.transform import LayerTransform as LayerTransform
     from evenpipe.optimizers.adafactor import Adafactor as Adafactor
     from evenpipe.optimizers.muon import Muon as Muon
@@ -44,6 +45,7 @@ _PUBLIC = {
     "LayerTransform": "evenpipe.model.transform",
     "LinearTerm": "evenpipe.model.linear",
     "LossOptions": "evenpipe.vocabulary",
+    "ModelSpec": "evenpipe.model.spec",
     "Muon": "evenpipe.optimizers.muon",
     "NcclOptions": "evenpipe.communication.nccl",
     "OffloadOptions": "evenpipe.recipe.offload",

@@ -28,7 +28,7 @@ def recipe(**options: Any) -> Recipe:
 
 
 def program(model: ModelCosts, one: Recipe) -> Program:
-    return Layout.of(one, model, ROWS, tied=False).program
+    return Layout.of(one, model, ROWS, ROWS, tied=False).program
 
 
 BY_FLOPS = ModelCosts.of(MODEL, 4096)
@@ -60,7 +60,7 @@ def test_times_arrange_another_order_than_flops_and_costs_win() -> None:
     assert by_times != program(BY_FLOPS, recipe())
     longer = replace(known, times=lambda *given: scaled(known, given, 1.003))
     assert program(longer, recipe()) == by_times
-    costs = Layout.of(recipe(), BY_FLOPS, ROWS, tied=False).costs
+    costs = Layout.of(recipe(), BY_FLOPS, ROWS, ROWS, tied=False).costs
     assert program(known, recipe(costs=costs)) == program(BY_FLOPS, recipe())
 
 

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     stage = build_stage(description, 0, 2, is_first=True, is_last=False)
     for call, sentence in (
         (lambda: describe_modules(head, layers, norm, head), "embedding is Linear"),
-        (lambda: describe_modules(embedding, layers, norm, nn.Linear(8, 30)), "they must agree"),
+        (lambda: describe_modules(embedding, layers, norm, nn.Linear(9, 31)), "their widths must agree"),
         (lambda: describe_modules(embedding, [], norm, head), r"layers = \[\] holds no layer"),
         (lambda: describe_modules(WithMore(), layers, norm, head), "embedding holds parameters besides its matrix"),
         (lambda: stage(torch.zeros(1, 2, 8), position_ids=torch.arange(2)[None]), "position_ids were given"),

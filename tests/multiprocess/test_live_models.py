@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from evenpipe import Pipeline, Recipe
 from evenpipe.errors import InputError
+from evenpipe.layers import compilation
 from evenpipe.memory.estimate import estimate
 from evenpipe.model import describe, describe_modules
-from evenpipe.runtime import device
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "vocabulary": "first-last"},
@@ -59,7 +59,7 @@ def untied_by_hand() -> PreTrainedModel:
 
 
 def faults_of_layouts(make: Callable[[], PreTrainedModel], layouts: list[str], folder: Path) -> list[str]:
-    device.compile_layer = partial(device.compile_layer, backend="aot_eager")
+    compilation.compile_layer = partial(compilation.compile_layer, backend="aot_eager")
     model, faults = make(), []
     ((ids, labels),) = reference.batches(model.config.vocab_size, 4, 12, 1)
     wanted = reference.train(copy.deepcopy(model), [(ids, labels)])

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 import transformers
 from families import whole_model
 from family_configs import Configuration
@@ -22,8 +23,9 @@ from transformers import PreTrainedModel
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
+from evenpipe.layers import compilation
 from evenpipe.model import gradient_errors
-from evenpipe.runtime import device
+from evenpipe.model.fp64 import InFp64
 
 GROUPED = {
     "vocab_size": 251,
@@ -100,6 +102,49 @@ def test_positions_that_a_model_counts_from_token_ids() -> None:
     run_processes(with_padding_inside, 2)
 
 
+ONLY_READ = 251
+"""A token of Moshi that its output layer does not predict."""
+OF_MORE_ROWS: list[dict[str, Any]] = [
+    *({"vocabulary": mode} for mode in ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")),
+    {"schedule": "zbv"},
+    {"tp": 2},
+    {"tp": 2, "vocabulary": "first-last"},
+    {"dp": 2, "data_parallel": "shard"},
+]
+
+
+def fewer_tokens_are_predicted_than_read(cases: list[dict[str, Any]]) -> None:
+    with InFp64():  # norms of Moshi round to fp32
+        compare_layouts_of_moshi(cases)
+
+
+def compare_layouts_of_moshi(cases: list[dict[str, Any]]) -> None:
+    model = whole_model(transformers.MoshiConfig(**GROUPED, head_dim=16, ffn_dim=96))
+    ids = torch.randint(5, ONLY_READ, (2, 10), generator=torch.Generator().manual_seed(1))
+    ids[0, 4] = ids[1, 0] = ONLY_READ
+    labels = ids.masked_fill(ids == ONLY_READ, -100)
+    logits = model(input_ids=ids, use_cache=False).logits
+    expected = functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten())
+    expected.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for options in cases:
+        pipeline = Pipeline(model, microbatches=2 // options.get("dp", 1), parameter_dtype=torch.float64, **options)
+        own = slice(None) if "dp" not in options else slice(pipeline.replica, pipeline.replica + 1)
+        assert pipeline.step(ids[own], labels[own]).loss == pytest.approx(expected.item(), rel=1e-10), options
+        gradients, weights = pipeline.full_gradients(), pipeline.full_state_dict()
+        if dist.get_rank() == 0:
+            errors = gradient_errors(gradients, wanted)
+            assert gradients.keys() == wanted.keys() and max(errors.values()) <= 1e-10, (options, errors)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items()), options
+        with pytest.raises(InputError, match=r"labels contains 251, a token of input_ids; each must|first process"):
+            pipeline.step(ids[own])
+        pipeline.close()
+
+
+def test_a_vocabulary_of_which_some_tokens_are_only_read(sample) -> None:
+    run_processes(fewer_tokens_are_predicted_than_read, 2, sample(OF_MORE_ROWS, 3))
+
+
 def a_self_check_that_raises() -> None:
     with (
         mock.patch("evenpipe.runtime.arguments.self_check", side_effect=ValueError("Expected a batch of 12\nnot 22")),
@@ -168,7 +213,7 @@ def in_bf16(family: str, layout: str) -> None:
 
 
 def run_cases(cases: list[tuple[str, str]]) -> list[str]:
-    device.compile_layer = partial(device.compile_layer, backend="aot_eager")
+    compilation.compile_layer = partial(compilation.compile_layer, backend="aot_eager")
     faults = []
     for family, layout in cases:
         try:

@@ -56,7 +56,7 @@ def of_the_runtime(given: Problem, one: Configuration) -> Program:
     arranging, model = given.arranging, given.description
     if given.implementation == OURS:
         arranging = arranging_model(model, one.recipe, given.hardware, given.dtype)
-    return Layout.of(one.recipe, arranging, model.vocabulary_size, tied=model.tied).program
+    return Layout.of(one.recipe, arranging, model.vocabulary_size, model.head_rows, tied=model.tied).program
 
 
 def test_programs_are_those_of_the_runtime(small: Problem, long: Problem, roomy: Problem, sample: Sample) -> None:

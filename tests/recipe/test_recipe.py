@@ -120,7 +120,11 @@ def layout(schedule: Any, *, layers: int = 8, devices: int = 2, microbatches: in
     options = {"vocabulary": "vocab-2", **options}
     model = ModelCosts(layers=(1.0,) * layers, head=2.0)
     return Layout.of(
-        Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options), model, rows=100, tied=False
+        Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options),
+        model,
+        embedding_rows=100,
+        head_rows=100,
+        tied=False,
     )
 
 
@@ -251,7 +255,7 @@ def test_every_schedule_and_mode(sample) -> None:
 def test_programs_are_arranged_by_costs_of_their_slices() -> None:
     def layout(costs: Costs | None = None, *, slices: int = 4) -> Layout:
         recipe = Recipe.of(pp=4, microbatches=4, slices=slices, costs=costs, sequence_length=16384)
-        return Layout.of(recipe, model(16384), rows=100, tied=False)
+        return Layout.of(recipe, model(16384), embedding_rows=100, head_rows=100, tied=False)
 
     by_costs, by_flops = layout(Costs(F=1.0, I=1.0, W=1.0, S=0.4, T=0.4, E=0.1, G=0.1)), layout()
     assert len(by_costs.costs.slices["F"]) == 4 and by_flops.costs.slices == {}
@@ -275,7 +279,7 @@ def test_measured_slices_decide_where_rows_are_cut() -> None:
 def test_a_length_that_does_not_divide_is_arranged_all_the_same() -> None:
     """The default length is nobody's: steps have others."""
     recipe = Recipe.of(pp=2, cp=3, microbatches=2, slices=3, costs=Costs(F=1, B=2, S=0, T=0, E=0, G=0))
-    assert len(Layout.of(recipe, model(2048), rows=100, tied=False).costs.slices["F"]) == 3
+    assert len(Layout.of(recipe, model(2048), embedding_rows=100, head_rows=100, tied=False).costs.slices["F"]) == 3
 
 
 # --- options without an effect ---------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class FakePipeline:
 
     def layout_by(self, costs: Costs | None) -> Layout:
         model = ModelCosts(layers=(1.0,) * 8, head=3.0)
-        return Layout.of(replace(self.recipe, costs=costs), model, 64, tied=False)
+        return Layout.of(replace(self.recipe, costs=costs), model, 64, 64, tied=False)
 
     def arrange(self, costs: Costs) -> None:
         self.arranged.append(costs)

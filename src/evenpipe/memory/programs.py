@@ -9,7 +9,7 @@ from evenpipe.costs.hardware import Hardware, known_gpu
 from evenpipe.costs.timed_model import arranging_model
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.recipe.layout import Layout, bounds_of, check_layers_per_stage
+from evenpipe.recipe.layout import bounds_of, check_layers_per_stage, layout_of
 from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program, even_split
@@ -70,7 +70,7 @@ def planned(
     loss: LossOptions | None = None,
 ) -> Planned:
     """Return the program of a recipe with its sequence length; to a given program only the work for replicas is added,
-    as `Layout.of` does. hardware: None: unknown. dtype: of products. loss: None: the default options.
+    as `layout_of` does. hardware: None: unknown. dtype: of products. loss: None: the default options.
 
     Raises InputError for names and sizes that do not fit together.
     """
@@ -78,7 +78,7 @@ def planned(
     if not isinstance(program, Program):
         at_hand = None if hardware is None else known_gpu(hardware.name)
         costs = arranging_model(description, recipe, at_hand, dtype, loss)
-        layout = Layout.of(recipe, costs, description.vocabulary_size, tied=description.tied)
+        layout = layout_of(recipe, costs, description)
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):
         raise InputError(

@@ -1,7 +1,7 @@
 """Cuts a Hugging Face causal language model into stages: describe it, build a stage, load its weights, save it.
 
-Architectures are recognised by structure and by probing, never by name, and `self_check` compares the cut model with
-the whole one before anything is trained.
+Architectures are recognised by structure and by probing; `spec.py` has what a family or a user says instead of it.
+`self_check` compares the cut model with the whole one before anything is trained.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from evenpipe.model.names import disk_tensors
 from evenpipe.model.origin import STORED_DTYPES, Origin, read_files, stored_dtypes
 from evenpipe.model.router_loss import RouterLoss
 from evenpipe.model.row_work import RowWork, slice_ends
+from evenpipe.model.spec import ModelSpec, Spec
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import persistent_buffers
 
 __all__ = [
     "STORED_DTYPES",
     "Description",
+    "ModelSpec",
     "ModuleStage",
     "Origin",
     "RouterLoss",
     "RowWork",
+    "Spec",
     "Stage",
     "arranging_flops",
     "as_stored",

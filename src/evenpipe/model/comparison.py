@@ -154,10 +154,10 @@ def some_batch(small: Description, generator: torch.Generator, padded: bool) -> 
     The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
     """
     tokens = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
-    labels = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
+    labels = torch.randint(0, small.head_rows, (BATCH, SEQUENCE), generator=generator)
     if small.padding_index is not None:
         tokens[0, 4] = small.padding_index
-        labels[1, 5] = small.padding_index
+        labels[1, 5] = min(small.padding_index, small.head_rows - 1)
     labels[0, 7] = -100
     if not padded:
         return tokens, labels, None
@@ -209,7 +209,12 @@ def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor,
     loss = loss + added
     rounds = contains_cast(loss)
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    listed = dict(small.skeleton.named_parameters())  # a spec may have turned frozen ones into buffers
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if name in listed or parameter.grad is not None
+    }
     if small.tied and small.head_name in gradients:  # the head is registered before the model with the embedding
         gradients[small.embedding_name] = gradients.pop(small.head_name)
     return Result(loss.item(), gradients, output.logits.dtype, rounds)

@@ -34,6 +34,7 @@ class Copies:
         self._dtype = dtype
         self.whole = build_skeleton(description.config, dtype, type(description.skeleton))
         set_attributes(self.whole, description.changed)
+        description.adapt(self.whole)
         self._layers_name = description.structure.layers_name
         apply_to_all(self.whole, self._layers_name, description.transforms)
         self._layers = layers_of(self.whole, self._layers_name)

@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
+from evenpipe.model.families import adapt, answers_for
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
 from evenpipe.model.logits import forward_of_logits, probe_logits
 from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
+from evenpipe.model.spec import ModelSpec, Spec
 from evenpipe.model.structure import (
     Structure,
     build_skeleton,
@@ -30,6 +32,7 @@ from evenpipe.model.structure import (
     persistent_buffers,
     uncuttable,
 )
+from evenpipe.words import nearest, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Description:
     """A live model from which the stages copy their weights."""
     changed: Attributes = field(default_factory=dict, repr=False)
     """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
+    spec: Spec | None = field(default=None, repr=False)
+    """The user's answers about the family, also for small copies of the model."""
     trust_remote_code: bool = False
     transforms: tuple[Any, ...] = field(default=(), repr=False)
     """`LayerTransform`s that have changed the layers of the skeleton, and change those of every stage."""
@@ -77,8 +82,17 @@ class Description:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the embedding matrix and of the head."""
+        """Rows of the embedding matrix: tokens that the model reads."""
         return self._embedding.weight.shape[0]
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head: tokens that the model predicts. Some families have fewer of them (images)."""
+        return self._head.weight.shape[0]
+
+    def rows_of(self, name: str) -> int:
+        """Return the rows of a vocabulary matrix, or the entries of the head's bias."""
+        return self.vocabulary_size if name == self.embedding_name else self.head_rows
 
     @property
     def padding_index(self) -> int | None:
@@ -131,6 +145,10 @@ class Description:
         limits = [limit for limit in (self.maximum_length, rows) if limit is not None]
         return min(limits, default=None)
 
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Change a newly built model of the family, of any size, as its spec says."""
+        adapt(model, answers_for(model.config, self.spec))
+
     @property
     def _embedding(self) -> nn.Embedding:
         return embedding_of(self.skeleton, self.structure.embedding_module)
@@ -175,12 +193,16 @@ class Description:
         return frozenset() if self.plain is None else frozenset(self.shapes.keys() - self.plain.shapes.keys())
 
 
-def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_code: bool = False) -> Description:
+def describe(
+    source: str | Path | PreTrainedConfig | nn.Module, *, spec: Spec | None = None, trust_remote_code: bool = False
+) -> Description:
     """Describe a model without reading its weights.
 
     Args:
         source: a hub name or local folder (its weights are used), a transformers config (fresh weights), or a live
             transformers model (its weights are copied into the stages).
+        spec: answers about the family that replace what probing finds: a `ModelSpec`, or a function of the config that
+            returns it.
         trust_remote_code: run Python code that comes with a hub model. Off by default.
 
     Raises:
@@ -216,11 +238,17 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
     if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
     with undisturbed(), torch.enable_grad():
-        return _describe(config, model_class, live, name, trust_remote_code)
+        return _describe(config, model_class, live, name, spec=spec, trust_remote_code=trust_remote_code)
 
 
 def _describe(
-    config: PreTrainedConfig, model_class: Any, live: PreTrainedModel | None, name: str | None, trust_remote_code: bool
+    config: PreTrainedConfig,
+    model_class: Any,
+    live: PreTrainedModel | None,
+    name: str | None,
+    *,
+    spec: Spec | None,
+    trust_remote_code: bool,
 ) -> Description:
     try:
         skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
@@ -238,29 +266,38 @@ def _describe(
                 f"num_kv_shared_layers = {shared} lets layers use the keys and values of others, and between stages"
                 " only hidden states travel: it has to be 0."
             )
-    embedding, head = _ends(skeleton)
-    layers_name = find_layers(skeleton)
-    embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
-
-    check_sharing(architecture, skeleton, embedding, head)
+    answers = answers_for(config, spec)
     changed: Attributes = {}
     if live is not None:
-        _check_parameters(architecture, live, skeleton)
-        live_embedding, live_head = live.get_submodule(embedding_module), live.get_submodule(head_module)
-        check_sharing(architecture, live, live_embedding, live_head)
-        tied = live_embedding.weight is live_head.weight
-        if tied != (embedding.weight is head.weight):
-            skeleton = _tied_otherwise(architecture, config, model_class, tied)
-        changed = _changes(live, skeleton)
-        set_attributes(skeleton, changed)
-        embedding, head = _ends(skeleton)
+        skeleton, changed = _as_live(architecture, live, skeleton, answers, config)
+    adapt(skeleton, answers)
+    embedding, head = _ends(skeleton, answers)
+    check_ends(architecture, embedding, head)
+    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+    layers = _answered(skeleton, "layers_name", answers.layers_name, nn.ModuleList)
+    layers_name = find_layers(skeleton) if layers is None else module_name(skeleton, layers)
+    embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
+    check_sharing(architecture, skeleton, embedding, head)
 
     fresh = build_skeleton(without_router_loss(config), torch.float64, model_class)
     set_attributes(fresh, changed)
-    structure = probe(fresh, layers_name, embedding_module, head_module)
+    adapt(fresh, answers)
+    structure = probe(fresh, layers_name, embedding_module, head_module, answers)
     # `fresh` now runs on hidden states without layers and weights.
-    scale, cap = probe_logits(architecture, forward_of_logits(fresh, structure), head.weight.shape[0])
+    if answers.logit_scale is None and answers.soft_cap is None:
+        scale, cap = probe_logits(architecture, forward_of_logits(fresh, structure), head.weight.shape[0])
+    else:
+        scale, cap = answers.logit_scale or 1.0, answers.soft_cap
     takes_position_ids, padding = takes(model_class, "position_ids"), embedding.padding_idx
+    router_loss, rows, counts = None, answers.position_rows, answers.counts_positions
+    if wants_router_loss(config):
+        router_loss = answers.router_loss or probe_router_loss(fresh, structure)
+    if rows is None and takes_position_ids:
+        rows = probe_position_rows(fresh, structure)
+    if counts is None:
+        counts = takes_position_ids and padding is not None and probe_counted_positions(fresh, structure, padding)
+    elif counts and padding is None:
+        raise refused("spec.counts_positions", counts, f"false, since {architecture} has no padding token")
     return Description(
         config=config,
         architecture=architecture,
@@ -268,16 +305,36 @@ def _describe(
         skeleton=skeleton,
         logit_scale=scale,
         soft_cap=cap,
-        router_loss=probe_router_loss(fresh, structure) if wants_router_loss(config) else None,
-        position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
-        counts_positions=takes_position_ids
-        and padding is not None
-        and probe_counted_positions(fresh, structure, padding),
+        router_loss=router_loss,
+        position_rows=rows,
+        counts_positions=counts,
         source=name,
         model=live,
         changed=changed,
+        spec=spec,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _as_live(
+    architecture: str, live: PreTrainedModel, skeleton: PreTrainedModel, answers: ModelSpec, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, Attributes]:
+    """Compare a live model with a skeleton. Return the skeleton, tied and set like it, and what was set.
+
+    `config` is corrected if the tie is contrary to it.
+    """
+    _check_parameters(architecture, live, skeleton)
+    embedding, head = _ends(skeleton, answers)
+    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):  # others are adapted, or refused later
+        names = module_name(skeleton, embedding), module_name(skeleton, head)
+        live_embedding, live_head = map(live.get_submodule, names)
+        check_sharing(architecture, live, live_embedding, live_head)
+        tied = live_embedding.weight is live_head.weight
+        if tied != (embedding.weight is head.weight):
+            skeleton = _tied_otherwise(architecture, config, type(skeleton), answers, tied)
+    changed = _changes(live, skeleton)
+    set_attributes(skeleton, changed)
+    return skeleton, changed
 
 
 def _changes(live: PreTrainedModel, skeleton: PreTrainedModel) -> Attributes:
@@ -303,8 +360,9 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
     """
     if description.config is None or compute_dtype.itemsize >= torch.float32.itemsize:
         return
-    model_class, layers_name = type(description.skeleton), description.structure.layers_name
-    returned = output_of_first_layer(description.config, model_class, layers_name, compute_dtype)
+    model = build_skeleton(description.config, compute_dtype, type(description.skeleton))
+    description.adapt(model)
+    returned = output_of_first_layer(model, description.structure.layers_name)
     returned = returned[0] if isinstance(returned, (tuple, list)) else returned
     if not isinstance(returned, torch.Tensor) or returned.dtype == compute_dtype:
         return
@@ -317,15 +375,24 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
     )
 
 
-def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    architecture = type(model).__name__
+def _ends(model: PreTrainedModel, answers: ModelSpec) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the modules that embed the tokens and give the logits, unchecked."""
     try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = _answered(model, "embedding_module", answers.embedding_module, nn.Embedding)
+        head = _answered(model, "head_module", answers.head_module, nn.Linear)
+        return embedding or model.get_input_embeddings(), head or model.get_output_embeddings()
     except NotImplementedError:
-        raise uncuttable(architecture, "it does not say which modules embed its tokens and give its logits") from None
-    check_ends(architecture, embedding, head)
-    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
-    return embedding, head
+        what = "it does not say which modules embed its tokens and give its logits"
+        raise uncuttable(type(model).__name__, what) from None
+
+
+def _answered(model: nn.Module, answer: str, name: str | None, kind: type[nn.Module]) -> nn.Module | None:
+    """Return the module that a spec names, if it does."""
+    modules = {known: module for known, module in model.named_modules() if isinstance(module, kind)}
+    if name is not None and not modules.get(name):
+        accepted = f"an nn.{kind.__name__} of {type(model).__name__}{nearest(name, modules)}"
+        raise refused(f"spec.{answer}", name, accepted)
+    return None if name is None else modules[name]
 
 
 def check_sharing(
@@ -362,7 +429,9 @@ def _layer_of(name: str, layers: str | None) -> str | None:
     return name.split(".")[1] if layers and name.startswith(f"{layers}.") else None
 
 
-def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: Any, tied: bool) -> PreTrainedModel:
+def _tied_otherwise(
+    architecture: str, config: PreTrainedConfig, model_class: Any, answers: ModelSpec, tied: bool
+) -> PreTrainedModel:
     """Return the skeleton of a live model that is tied, or untied, contrary to its config.
 
     `config` is corrected.
@@ -370,7 +439,8 @@ def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: An
     for one in (config, config.get_text_config()):
         one.tie_word_embeddings = tied
     skeleton = build_skeleton(config, torch.float32, model_class)
-    embedding, head = _ends(skeleton)
+    embedding, head = _ends(skeleton, answers)
+    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
     if (embedding.weight is head.weight) != tied:
         held, built = ("one tensor", "two") if tied else ("two tensors", "one")
         raise InputError(
@@ -399,13 +469,13 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
-    """Check that the vocabulary matrices are an `nn.Embedding` and an `nn.Linear` of the same shape."""
+    """Check that the vocabulary matrices are an `nn.Embedding` and an `nn.Linear` of the same width."""
     if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
         raise uncuttable(architecture, f"its input embedding is {type(embedding).__name__}, not an nn.Embedding")
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         raise uncuttable(architecture, "its input embedding uses max_norm, scale_grad_by_freq or sparse gradients")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise uncuttable(architecture, f"its output layer is {type(head).__name__}, not an nn.Linear")
-    if embedding.weight.shape != head.weight.shape:
+    if embedding.weight.shape[1] != head.weight.shape[1]:
         shapes = f"{tuple(embedding.weight.shape)} and its output layer {(head.weight.shape[0], head.weight.shape[1])}"
-        raise uncuttable(architecture, f"its embedding is {shapes}, and they must agree")
+        raise uncuttable(architecture, f"its embedding is {shapes}, and their widths must agree")

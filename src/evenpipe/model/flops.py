@@ -55,8 +55,8 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
 
 
 def head_flops(description: Description) -> float:
-    """Return the forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
-    return 2.0 * description.vocabulary_size * description.hidden_size
+    """Return the forward floating-point operations per token of the output layer: 2 * head_rows * hidden_size."""
+    return 2.0 * description.head_rows * description.hidden_size
 
 
 def training_flops(description: Description, sequence: int) -> float:

@@ -184,9 +184,9 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
     if not (is_embedding or is_bias or name == description.head_name):
         names = ", ".join(description.vocabulary_names)
         raise InputError(f"name = {name!r} is no vocabulary matrix of {description.architecture}, which has {names}.")
-    if not 0 <= start <= stop <= description.vocabulary_size:
+    if not 0 <= start <= stop <= description.rows_of(name):
         raise InputError(
-            f"rows [{start}, {stop}) are not within the vocabulary of {count(description.vocabulary_size, 'row')}."
+            f"rows [{start}, {stop}) are not within the vocabulary of {count(description.rows_of(name), 'row')}."
         )
     structure, model = description.structure, description.skeleton
     module_name = structure.embedding_module if is_embedding else structure.head_module

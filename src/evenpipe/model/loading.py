@@ -109,7 +109,7 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
         names = (description.embedding_name, description.head_name)
         name = next((known for known in names if known in files.stored), description.embedding_name)
     files.require([name])
-    shape = (description.vocabulary_size, description.hidden_size)
+    shape = (description.rows_of(name), description.hidden_size)
     files.require_shape(name, shape[:1] if name == description.head_bias_name else shape)
     return files.rows(name, start, stop)
 
@@ -146,7 +146,7 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
     )
     config = copy.deepcopy(description.config)
     config.tie_word_embeddings = False
-    untied = describe(config, trust_remote_code=description.trust_remote_code)
+    untied = describe(config, spec=description.spec, trust_remote_code=description.trust_remote_code)
     if untied.tied:
         raise InputError(
             f"{description.source}: {description.embedding_name} and {description.head_name} differ; they must be"

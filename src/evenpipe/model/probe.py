@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
+from evenpipe.model.families import adapt
 from evenpipe.model.graph import graph_nodes
 from evenpipe.model.packed_rows import nothing_packed
+from evenpipe.model.spec import ModelSpec
 from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
@@ -46,7 +48,7 @@ from evenpipe.model.structure import (
     replace_head,
     uncuttable,
 )
-from evenpipe.words import count
+from evenpipe.words import count, nearest, refused, unknown
 
 
 @dataclass
@@ -94,10 +96,16 @@ class _Record:
 class _Probe:
     """A hollow model whose layers record what they get."""
 
-    def __init__(self, model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str):
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str, answers: ModelSpec
+    ):
+        self.model, self.answers = model, answers
         self.layers, self.embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
         self.arguments = [*inspect.signature(self.layers[0].forward).parameters]
+        if (argument := answers.layer_argument) is not None:
+            if argument not in self.arguments:
+                raise unknown("spec.layer_argument", argument, self.arguments)
+            self.arguments.sort(key=lambda name: name != argument)
         self.known = Structure(
             layers_name=layers_name,
             embedding_module=embedding_module,
@@ -123,8 +131,10 @@ class _Probe:
 
     def first_that_runs(self) -> tuple[_Record, Structure]:
         """Try the forms of a layer's result, without token ids and with them."""
-        failure = ""
-        for token, returns in itertools.product((None, self.neutral_token), (0, 1, 2, 3)):
+        failure, answers = "", self.answers
+        tokens = (None, self.neutral_token) if answers.wants_token is None else (answers.wants_token,)
+        forms = (0, 1, 2, 3) if answers.returns is None else (answers.returns,)
+        for token, returns in itertools.product(tokens, forms):
             form = replace(self.known, returns=returns, wants_token=token)
             try:
                 record = self.run(form)
@@ -165,7 +175,7 @@ class _Probe:
             with contextlib.suppress(Exception):
                 beside = torch.rand((), dtype=torch.float64, requires_grad=True)
                 record.sideways += self.run(form, beside).sideways
-            if record.sideways and _returns_two_tensors(self.model, self.known.layers_name):
+            if record.sideways and self._returns_two_tensors():
                 raise self.refused(
                     f"its layers hand a second tensor on to each other ({_named(self.model, record)}), and between"
                     " stages only the hidden states travel"
@@ -177,6 +187,12 @@ class _Probe:
         before, after = _leaves(record.received[0]), _leaves(record.head_input)
         if any(id(hidden) in after for hidden in [self.rows, *record.returned[:-1]]):
             raise self.refused("its output uses hidden states other than the last layer's")
+        if (last := self.answers.last_parameters) is not None:
+            for name in last:
+                if name not in self.numbers:
+                    accepted = f"names of parameters outside the layers{nearest(name, self.numbers)}"
+                    raise refused("spec.last_parameters", last, accepted)
+            return tuple(name for name in self.numbers if name not in last), last
         last = tuple(name for name, leaf in self.numbers.items() if id(leaf) in after)
         for name in last:
             if id(self.numbers[name]) in before:
@@ -206,12 +222,22 @@ class _Probe:
         self.model.train()
         return token
 
+    def _returns_two_tensors(self) -> bool:
+        """Return whether layers return a floating-point tensor besides the hidden states, True if that is unknown. The
+        self-check finds out whether integers (the tokens chosen for attention) matter to the next layer."""
+        model = build_skeleton(self.model.config, torch.float32, type(self.model))
+        adapt(model, self.answers)
+        returned = output_of_first_layer(model, self.known.layers_name)
+        return not isinstance(returned, (tuple, list)) or any(one.is_floating_point() for one in _tensors(returned[1:]))
+
     def refused(self, reason: str) -> InputError:
         return uncuttable(type(self.model).__name__, reason)
 
 
-def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
-    """Find the rest of the structure.
+def probe(
+    model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str, answers: ModelSpec
+) -> Structure:
+    """Find the rest of the structure, as far as it is not in `answers`.
 
     Args:
         model: a new fp64 skeleton. It is modified: afterwards it runs on hidden states without layers and weights.
@@ -219,7 +245,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     Raises:
         InputError: the model cannot be cut exactly.
     """
-    hollowed = _Probe(model, layers_name, embedding_module, head_module)
+    hollowed = _Probe(model, layers_name, embedding_module, head_module, answers)
     record, form = hollowed.first_that_runs()
     hollowed.check_passage(record, form)
     first, last = hollowed.outer_parameters(record, form)
@@ -269,18 +295,9 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
     return next((name for name in names if differs([name])), "") if differs(names) else ""
 
 
-def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
-    """Return whether layers return a floating-point tensor besides the hidden states, True if that is unknown. The
-    self-check finds out whether integers (the tokens chosen for attention) matter to the next layer."""
-    returned = output_of_first_layer(model.config, type(model), layers_name, torch.float32)
-    return not isinstance(returned, (tuple, list)) or any(one.is_floating_point() for one in _tensors(returned[1:]))
-
-
-def output_of_first_layer(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel], layers_name: str, dtype: torch.dtype
-) -> Any:
-    """Return the first layer's output on the meta device for a model in `dtype`; None if it does not run there."""
-    model, found = build_skeleton(config, dtype, model_class), []
+def output_of_first_layer(model: PreTrainedModel, layers_name: str) -> Any:
+    """Return the first layer's output in a skeleton; None if it does not run there."""
+    found = []
 
     def stop(module: nn.Module, args: tuple, output: Any) -> None:
         found.append(output)

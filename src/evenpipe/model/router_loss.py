@@ -135,7 +135,8 @@ def probe_router_loss(model: PreTrainedModel, structure: Structure) -> RouterLos
 
     embedding = embedding_of(model, structure.embedding_module)
     hidden = torch.ones(PROBE_BATCH, PROBE_SEQUENCE, embedding.embedding_dim, dtype=torch.float64)
-    logits = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, embedding.num_embeddings, dtype=torch.float64)
+    head: Any = model.get_submodule(structure.head_module)
+    logits = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, len(head.weight), dtype=torch.float64)
     replace_head(model, structure.head_module, lambda hidden: logits)
     labels = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64)
     mask = torch.ones_like(labels)

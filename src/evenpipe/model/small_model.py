@@ -45,7 +45,7 @@ def small_model(description: Description, dtypes: Sequence[torch.dtype] = (torch
         for dtype in dtypes:
             try:
                 model, kept = _build(description, dtype, **step)
-                small = describe(model)  # before a use, which changes the modules of BigBird
+                small = describe(model, spec=description.spec)  # before a use, which changes the modules of BigBird
                 small = _transformed(small, description.transforms, kept)
                 with torch.no_grad():
                     logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
@@ -130,6 +130,7 @@ def _build(description: Description, dtype: torch.dtype, **step: bool) -> tuple[
     for kept in choices_of_layers(description.config, kinds):
         config = small_copy(description.config, len(kinds), kept, **step)
         skeleton = build_skeleton(config, dtype, model_class)
+        description.adapt(skeleton)
         apply_to_all(skeleton, name, [Renumbered(description.transforms, kept)])
         if len({*kinds_of_layers(layers_of(skeleton, name))}) == len({*kinds}):
             break

@@ -103,8 +103,8 @@ class Layout:
     """What gave these costs: "costs", those of the recipe; "flops"; or the name of the hardware of pass times."""
 
     @classmethod
-    def of(cls, recipe: Recipe, model: ModelCosts, rows: int, *, tied: bool) -> Layout:
-        """Place a model on devices; `rows`: of its embedding and output layer, which may be `tied`.
+    def of(cls, recipe: Recipe, model: ModelCosts, embedding_rows: int, head_rows: int, *, tied: bool) -> Layout:
+        """Place a model on devices; its embedding and output layer may be `tied`.
 
         Raises InputError for options that the schedule does not have, more stages than layers, and a split that does
         not add up.
@@ -130,11 +130,10 @@ class Layout:
         program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement, ranks = program.placement, recipe.parallelism.tp
         if VocabularyMode(mode).sharded:
-            embedding = head = tuple(shards_of(rows, devices * ranks))
+            embedding, head = (tuple(shards_of(rows, devices * ranks)) for rows in (embedding_rows, head_rows))
         else:
-            embedding, head = (
-                _only_on(holder, rows, devices, ranks) for holder in (placement.first_device, placement.last_device)
-            )
+            embedding = _only_on(placement.first_device, embedding_rows, devices, ranks)
+            head = _only_on(placement.last_device, head_rows, devices, ranks)
         return cls(
             mode=mode,
             layers=bounds_of(split),
@@ -160,6 +159,12 @@ class Layout:
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary, and E, G, S and T are separate passes."""
         return VocabularyMode(self.mode).sharded
+
+
+def layout_of(recipe: Recipe, model: ModelCosts, description: Description) -> Layout:
+    """Return `Layout.of` the model of a description."""
+    rows = description.vocabulary_size, description.head_rows
+    return Layout.of(recipe, model, *rows, tied=description.tied)
 
 
 def runnable_order(recipe: Recipe) -> Order:

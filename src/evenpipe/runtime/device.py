@@ -344,7 +344,7 @@ class Builder:
         for axis in axes:
             part = part * grid.size(axis) + grid.coordinate(axis)
         cuts = (Cut(tuple(axes), part, math.prod(map(grid.size, axes))),) if axes else ()
-        (rows,) = TensorPlacement((description.vocabulary_size,), cuts).ranges(0)
+        (rows,) = TensorPlacement((description.rows_of(name),), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
         filled = fill_rows(description, name, rows.start, rows.stop, self.weights.seed)
         filled = filled.to(self.torch_device, self.weights.dtype)
@@ -355,7 +355,7 @@ class Builder:
             found = Matrix(parameter, self.compute_dtype)
         else:
             found = ShardedMatrix(parameter, self.compute_dtype, self.shards, name)
-        placement = TensorPlacement((description.vocabulary_size, *filled.shape[1:]), (*cuts, *found.cuts))
+        placement = TensorPlacement((description.rows_of(name), *filled.shape[1:]), (*cuts, *found.cuts))
         self.held.shards[name] = self._held(found.parameter, placement, is_copy=is_copy)
         return found
 

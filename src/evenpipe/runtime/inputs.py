@@ -15,6 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.model import Description
 from evenpipe.recipe.parallelism import Parallelism, divisor_of
+from evenpipe.vocabulary.shards import outside
 from evenpipe.words import count, join, refused
 
 IGNORE_INDEX = -100
@@ -161,14 +162,15 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
             expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
             raise InputError(f"{name} is {list(tensor.shape)} {tensor.dtype}; it must be {expected}, as input_ids")
-    if labels is not None:
-        counted = labels[labels != IGNORE_INDEX]
-        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
-            wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
-            raise InputError(
-                f"labels contains {wrong}; each must be 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions"
-                " without one"
-            )
+    counted = None if labels is None else labels[labels != IGNORE_INDEX]
+    if counted is None and high >= model.head_rows:  # a token that is only read, such as that of an image
+        counted = input_ids[:, 1:] if attention_mask is None else input_ids[:, 1:][attention_mask[:, 1:] != 0]
+    from_ids = ", a token of input_ids" if labels is None else ""
+    if counted is not None and (wrong := outside(counted, model.head_rows)) is not None:
+        raise InputError(
+            f"labels contains {wrong}{from_ids}; each must be 0 to {model.head_rows - 1} or {IGNORE_INDEX} for"
+            " positions without one"
+        )
     for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if tensor is not None and not model.takes(name):
             raise InputError(f"{name}: {model.architecture} does not take it, expected None")

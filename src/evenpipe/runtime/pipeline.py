@@ -40,6 +40,7 @@ from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
     Origin,
+    Spec,
     as_stored,
     check_compute_dtype,
     check_values,
@@ -89,7 +90,7 @@ from evenpipe.runtime.trace import gather_trace
 from evenpipe.schedule import Costs, Order, Program, Timeline
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
-from evenpipe.words import count, nearest
+from evenpipe.words import count, nearest, refused
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ class Pipeline:
             CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process, and
             a short forward of a live model with that of a model built from its config.
+        spec: a `ModelSpec`, or a function of the config that returns it: answers about the model's family, for one that
+            `describe` does not find out how to cut.
         trust_remote_code: run Python code that comes with a hub model.
         transforms: changes of its layers, in this order, such as adapters (`evenpipe.LayerTransform`).
         timeout_seconds: maximum seconds of every single wait.
@@ -165,6 +168,7 @@ class Pipeline:
         seed: int = 0,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
+        spec: Spec | None = None,
         trust_remote_code: bool = False,
         transforms: Sequence[LayerTransform] = (),
         timeout_seconds: float = 600.0,
@@ -188,7 +192,7 @@ class Pipeline:
             self.expert_rank, self.expert_ranks = grid.coordinate("ep"), grid.size("ep")
             self.torch_device = device_of_pipeline(worker, wanted)
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-            self.description = self._describe(model, transforms, trust_remote_code=trust_remote_code)
+            self.description = self._describe(model, spec, transforms, trust_remote_code=trust_remote_code)
             options = loss_of_model(loss or LossOptions(), self.description)
             self._plan = plan_step(
                 self.description,
@@ -257,9 +261,13 @@ class Pipeline:
 
     # --- building --------------------------------------------------------------------------------------------
 
-    def _describe(self, model: Any, transforms: Sequence[LayerTransform], *, trust_remote_code: bool) -> Description:
+    def _describe(
+        self, model: Any, spec: Spec | None, transforms: Sequence[LayerTransform], *, trust_remote_code: bool
+    ) -> Description:
         if not isinstance(model, Description):
-            model = describe(model, trust_remote_code=trust_remote_code)
+            model = describe(model, spec=spec, trust_remote_code=trust_remote_code)
+        elif spec is not None:
+            raise refused("spec", spec, "left out for plain modules, and where the model is a description")
         is_first = self._grid.is_first
         description = transformed(as_stored(model, say=logger.warning if is_first else None), transforms)
         if (live := description.model) is not None:

@@ -14,7 +14,7 @@ from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.model import Description
 from evenpipe.processes.worker import Worker
-from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, layout_of, without_vocabulary
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.recipe.slice_choice import with_slices
 from evenpipe.recipe.unused_options import unused_options
@@ -54,7 +54,11 @@ class StepPlan:
         """
         if not isinstance(self.recipe.schedule, str):
             raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
-        layout = self._layout_of(replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage))
+        layout = layout_of(
+            replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage),
+            self.costs,
+            self.description,
+        )
         missing = sorted(layout.communicators.keys() - self.layout.communicators.keys())
         if missing:
             raise InputError(f"arrange: the order needs communicators that this pipeline lacks: {', '.join(missing)}")
@@ -73,11 +77,8 @@ class StepPlan:
                 vocabulary=vocabulary,
                 layers_per_stage=None if cut_anew else layout.layers_per_stage,
             )
-            layout = self._layout_of(other)
+            layout = layout_of(other, self.costs, self.description)
         return time_order(layout.program.order, flop_costs(self.costs, layout))
-
-    def _layout_of(self, recipe: Recipe) -> Layout:
-        return Layout.of(recipe, self.costs, self.description.vocabulary_size, tied=self.description.tied)
 
 
 def plan_step(
@@ -106,7 +107,7 @@ def plan_step(
         return None
 
     recipe, why = with_slices(recipe, costs, torch_device.type, refusal_of_slices)
-    layout = Layout.of(recipe, costs, description.vocabulary_size, tied=description.tied)
+    layout = layout_of(recipe, costs, description)
     validate_program(layout.program)
     plan = StepPlan(description, recipe, costs, layout, why or None, checkpointing)
     if logs:

@@ -1,0 +1,53 @@
+"""What is known of families that probing cannot cut alone: a file per model type, with `spec(config)`.
+
+The file's name is the config's `model_type`, with underscores. Every file is tested against transformers by
+tests/families.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import fields, replace
+from importlib import import_module
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from evenpipe.model.spec import ModelSpec, Spec
+from evenpipe.model.structure import first_line, uncuttable
+from evenpipe.words import refused
+
+NAMES = frozenset(file.name for file in pkgutil.iter_modules(__path__))
+
+
+def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
+    """Return what the file of the config's model type says, with the user's answers in place of its own.
+
+    Raises:
+        InputError: `spec` is neither a `ModelSpec` nor a function that returns one.
+    """
+    name = str(config.model_type).replace("-", "_")
+    known: ModelSpec = import_module(f"{__name__}.{name}").spec(config) if name in NAMES else ModelSpec()
+    if spec is None:
+        return known
+    users = spec(config) if callable(spec) else spec
+    if not isinstance(users, ModelSpec):
+        raise refused("spec", users, "a ModelSpec, or a function of the config that returns one")
+    names = [entry.name for entry in fields(users)]  # type: ignore[arg-type]
+    answered = {name: getattr(users, name) for name in names if getattr(users, name) is not None}
+    return replace(known, **answered)  # type: ignore[type-var]
+
+
+def adapt(model: PreTrainedModel, answers: ModelSpec) -> None:
+    """Change a newly built model as `ModelSpec.adapt` says.
+
+    Raises:
+        InputError: that function fails on this model.
+    """
+    if answers.adapt is None:
+        return
+    try:
+        answers.adapt(model)
+    except Exception as error:  # the function is written for models of one form, and by users
+        raise uncuttable(
+            type(model).__name__, f"spec.adapt fails on it ({type(error).__name__}: {first_line(error)})"
+        ) from error
