@@ -35,7 +35,6 @@ from evenpipe.model import (
 from evenpipe.model.draws import may_draw
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.loss import loss_of_model
@@ -69,7 +68,6 @@ from evenpipe.runtime.row import validate_program
 from evenpipe.runtime.slices import cut_sequences
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
-from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
@@ -302,14 +300,7 @@ class Pipeline(SpreadModel):
                 tensor_ranks=self.tensor_ranks,
                 context=groups.context,
             )
-        self._shared_gradients = None
-        if groups.shared is not None:
-            self._shared_gradients = SharedGradients(self._held.shared, groups.shared)
-        follow = [parameters.follow_flags for parameters in self._held.unsharded]
-        over_replicas = None
-        if replicas is not None:
-            over_replicas = Replicas(self._held, self.layout.program, self._grid, groups)
-            follow.append(over_replicas.follow_flags)
+        over_replicas = Replicas(self._held, self.layout.program, groups)
         self._trained = Trained(
             dict(self.named_parameters()),
             names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
@@ -317,7 +308,7 @@ class Pipeline(SpreadModel):
             tensor_ranks=self.tensor_ranks,
             context_ranks=self.context_ranks,
             alone=alone(self.description, self._tensor),
-            follow=follow,
+            follow=[*(parameters.follow_flags for parameters in self._held.unsharded), over_replicas.follow_flags],
         )
         self._results = Results(
             self._held.output,
@@ -512,14 +503,8 @@ class Pipeline(SpreadModel):
                 self._router_losses.accumulate = totals.accumulate
             self._walker.record_passes = record_passes
             before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
-            shared = self._shared_gradients if training else None
-            tied = tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext()
-            with set_aside(hooked) as of_hooked, drawing, tied:
-                if shared is not None:
-                    shared.begin()
+            with set_aside(hooked) as of_hooked, drawing:
                 record = self._walker.walk(program, batch)
-                if shared is not None:
-                    shared.finish()
             if before is not None:
                 record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
             result = self._results.of(batch, record, started, totals.loss_factor, training=training)
