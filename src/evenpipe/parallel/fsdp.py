@@ -286,7 +286,7 @@ class _AllGather:
     ) -> Any:
         if input_tensor.numel():
             output = output_tensor.view(group.size(), -1)
-            self._pending = self._shards.all_gather(output, input_tensor, self._what)
+            self._pending = self._shards.all_gather(input_tensor, self._what, output)
         return self  # a non-None value tells FSDP2 not to wait itself
 
     def wait(self) -> None:

@@ -36,9 +36,8 @@ class TensorRanks:
 
     def start_gather(self, rows: Tensor) -> Handle:
         """Begin `gather`."""
-        table = rows.new_empty((self.size, *rows.shape))
-        handle = self.communicator.all_gather(table, rows, f"rows of {self.running.text}")
-        return handle.giving(table.flatten(0, 1))
+        handle = self.communicator.all_gather(rows, f"rows of {self.running.text}")
+        return handle.giving(handle.result.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
@@ -49,8 +48,7 @@ class TensorRanks:
         """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
         own = torch.empty_like(parts[0])
-        handle = self.communicator.reduce_scatter(own, parts, f"sum of {self.running.text}")
-        return handle.giving(own)
+        return self.communicator.reduce_scatter(own, parts, f"sum of {self.running.text}")
 
     def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Handle:
         """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
@@ -68,6 +66,5 @@ class TensorRanks:
 
     def table(self, own: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
-        table = own.new_empty((self.size, *own.shape))
-        self.communicator.all_gather(table, own, f"statistics of {self.running.text}").wait()
+        table: Tensor = self.communicator.all_gather(own, f"statistics of {self.running.text}").wait()
         return table

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import changes_of_draws, check_same_model
-from evenpipe.communication.messages import dtype_name, dtype_of
+from evenpipe.communication.messages import dtype_name, dtype_of, values_of_members
 from evenpipe.errors import InputError, RunError
 from evenpipe.experts.bias import is_router_bias, move_biases
 from evenpipe.experts.load import Load
@@ -432,7 +432,7 @@ class SpreadModel(ScheduledModel):
         if self.description.source is None:  # every process knows all of a live model
             return self._origin
         own = {name: dtype_name(dtype) for name, dtype in self._origin.dtypes.items()}
-        tables = self._groups.values(own, "the dtypes of the model's weights")
+        tables = values_of_members(self._groups.everyone, own, "the dtypes of the model's weights")
         return replace(
             self._origin, dtypes={name: dtype_of(dtype) for table in tables for name, dtype in table.items()}
         )
