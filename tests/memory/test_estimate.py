@@ -88,7 +88,7 @@ def test_some_of_the_replicas_share_and_the_others_have_copies(tiny) -> None:
 
 def test_layouts_that_a_family_does_not_have_are_refused() -> None:
     bloom = describe(tiny_config("bloom"))
-    shared = estimated(bloom, pp=2, tp=2, sequence=32, microbatches=4)
+    shared = estimated(bloom, pp=2, tp=2, sequence=16, microbatches=4)
     assert shared.devices[0].binding_event == "sums over tensor ranks"  # attention is whole on all of them
     with pytest.raises(InputError, match="cp is 2; it must be 1: BloomForCausalLM takes no position ids"):
         estimated(bloom, sequence=32, cp=2)

@@ -56,8 +56,7 @@ def collectives():
             if rank == root:
                 assert torch.equal(scratch, sum(values(r, 4, 3, dtype=dtype) % 30 for r in range(size)))
 
-            output = torch.zeros(size, 4, 3, dtype=dtype)
-            communicator.all_gather(output, values(rank, 4, 3, dtype=dtype), "STATISTICS0").wait("C0")
+            output = communicator.all_gather(values(rank, 4, 3, dtype=dtype), "STATISTICS0").wait("C0")
             assert torch.equal(output, torch.stack([values(r, 4, 3, dtype=dtype) for r in range(size)]))
     if size > 1:
         moved, others = 12 * (4 + 8 + 2 + 8), size - 1  # bytes of one tensor, over the dtypes
@@ -101,8 +100,7 @@ def all_operations_staged():
     communicator.broadcast(x, 1, "X0").wait()
     dx = values(rank, 5)
     communicator.reduce(dx, 1, "DX0").wait()
-    table = torch.zeros(2, 5)
-    communicator.all_gather(table, values(rank, 5), "STATISTICS0").wait()
+    table = communicator.all_gather(values(rank, 5), "STATISTICS0").wait()
     assert torch.equal(x, values(1, 5))
     assert torch.equal(dx, values(0, 5) + values(1, 5) if rank == 1 else values(0, 5))
     assert torch.equal(table, torch.stack([values(0, 5), values(1, 5)]))

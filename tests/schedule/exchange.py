@@ -186,7 +186,7 @@ class Line:
 
         return self._issue(f"reduce to {root}", what, self.members, tensor, carry_out)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Operation:
+    def all_gather(self, tensor: Tensor, what: str, output: Tensor) -> Operation:
         output.fill_(torch.nan)[self.members.index(self.device)] = tensor
 
         def carry_out(*outputs: Tensor) -> None:

@@ -70,7 +70,19 @@ def check_names(rows: Sequence[Sequence[int]], members: Sequence[int]) -> None:
         raise InputError(f"{said}: every process must call it")
 
 
-def gather_rows(communicator: Communicator, row: Tensor, what: str, needed_by: str = "") -> Tensor:
+def gather_numbers(
+    communicator: Communicator | None, numbers: Sequence[int], what: str, needed_by: str, torch_device: torch.device
+) -> list[list[int]]:
+    """Return the numbers of all members, in order, on each of them; only one's own without others. No method begins
+    with this. Collective over the communicator."""
+    if communicator is None:
+        return [list(numbers)]
+    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
+    table: Tensor = communicator.all_gather(own, what).wait(needed_by)
+    return table.tolist()
+
+
+def gather_calls(communicator: Communicator, row: Tensor, what: str, needed_by: str = "") -> Tensor:
     """Return the numbers of all members' rows, [members, ROOM] int64 on the host.
 
     Collective over the communicator. The host waits for it, on a GPU too.
@@ -82,9 +94,7 @@ def gather_rows(communicator: Communicator, row: Tensor, what: str, needed_by: s
     Raises:
         InputError: on every member, if some of them were called for another method.
     """
-    table = row.new_empty((len(communicator.members), ROW))
-    communicator.all_gather(table, row, what).wait(needed_by)
-    on_host = table.cpu()
+    on_host: Tensor = communicator.all_gather(row, what).wait(needed_by).cpu()
     check_names(on_host[:, :NAME].tolist(), communicator.members)
     return on_host[:, NAME:]
 
@@ -93,4 +103,4 @@ def agree(communicator: Communicator | None, name: str, torch_device: torch.devi
     """Raise InputError on every member if some of them were called for another method; None: a single process.
     Collective over the communicator."""
     if communicator is not None:
-        gather_rows(communicator, row_of(name, (), torch_device), f"the call of {name}")
+        gather_calls(communicator, row_of(name, (), torch_device), f"the call of {name}")

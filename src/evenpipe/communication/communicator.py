@@ -13,12 +13,13 @@ order, and equal shapes and dtypes on all members; the libraries check neither. 
 
 Operations use gloo for tensors on the CPU, and NCCL for tensors on a GPU of one process. If the default process group
 has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and sent by
-gloo. Neither GPU path has been run yet.
+gloo. NCCL has not been run between several GPUs yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -59,10 +60,14 @@ class Handle:
     result: Any = None
     """Returned by the wait."""
     _needed_by: str = ""
+    _compute: Callable[[Any], Any] | None = None
 
-    def giving(self, result: Any, needed_by: str = "") -> Handle:
-        """Set what the wait returns, and by whom it is needed if the wait does not say; return the handle."""
-        self.result, self._needed_by = result, needed_by
+    def giving(self, result: Any, needed_by: str = "", compute: Callable[[Any], Any] | None = None) -> Handle:
+        """Set what the wait returns, and by whom it is needed if the wait does not say; return the handle.
+
+        compute: makes what is returned out of `result`, after the wait.
+        """
+        self.result, self._needed_by, self._compute = result, needed_by, compute
         return self
 
     def wait(self, needed_by: str = "") -> Any:
@@ -96,6 +101,8 @@ class Handle:
         if self.finish is not None:
             self.finish()
         self.works, self.tensors, self.finish = (), (), None
+        if self._compute is not None:
+            self.result, self._compute = self._compute(self.result), None
         return self.result
 
 
@@ -164,12 +171,15 @@ class Communicator:
             what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **given
         )
 
-    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
-        """Put the `tensor` [...] of member i into row i of `output` [members, ...], on every member.
+    def all_gather(self, tensor: Tensor, what: str, output: Tensor | None = None) -> Handle:
+        """Put the `tensor` [...] of member i into row i of `output` [members, ...] (None: a new one), on every
+        member; the wait returns it.
 
         `tensor` may be this member's row of `output`.
         """
         shape = (len(self.members), *tensor.shape)
+        if output is None:
+            output = tensor.new_empty(shape)
         assert output.shape == shape, f"{what}: output is {tuple(output.shape)}, expected {shape}"
         if self.group is None:
             output[0].copy_(tensor)
@@ -181,7 +191,8 @@ class Communicator:
             rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
-        return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+        handle = self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+        return handle.giving(output)
 
     def all_reduce(self, tensor: Tensor, what: str) -> Handle:
         """Add the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
@@ -190,14 +201,15 @@ class Communicator:
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
-        """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
+        """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`,
+        which the wait returns.
 
         `tensor` is scratch: its content is destroyed.
         """
         if not self._by_rank:  # torch numbers the members of a group by rank
             tensor = tensor[[self.members.index(member) for member in sorted(self.members)]]
         assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
-        return self._collective(
+        handle = self._collective(
             what,
             None,
             lambda host, host_output: REDUCE_SCATTER(
@@ -206,6 +218,7 @@ class Communicator:
             reads=tensor,
             writes=output,
         )
+        return handle.giving(output)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
         """Put row i of the `tensor` [members, ...] of member j into row j of the `output` of member i.
@@ -363,6 +376,10 @@ class Communicator:
         if reads is not None:
             self.traffic.sent_bytes += reads.nbytes - (own_bytes if received is None else 0)
         return Handle(self, what, peers, works, tensors=tensors, finish=finish)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Tell the watch, within, that this process waits for the other members."""
+        return nullcontext() if self.watch is None else self.watch.during(what, self.name, self.others)
 
     def failed(self, error: RuntimeError, what: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
         """Return the error to raise when an operation failed; the watch finds the cause."""

@@ -130,7 +130,7 @@ class Communicators:
                 communicator.gather_rows(rows, counts, root, "first rows back"),
                 communicator.broadcast(tensor, root, "first broadcast"),
                 communicator.reduce(tensor, root, "first reduce"),
-                communicator.all_gather(tensor.new_empty(len(members), 1), tensor, "first all-gather"),
+                communicator.all_gather(tensor, "first all-gather"),
             ):
                 handle.wait("warm-up")
             if self.torch_device.type == "cuda":

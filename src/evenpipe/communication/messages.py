@@ -16,11 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.communication.calls import NAME, ROW, check_names, row_of
-from evenpipe.communication.communicator import ALL_GATHER
+from evenpipe.communication.communicator import ALL_GATHER, Communicator
 from evenpipe.errors import RunError
 
 LIMIT_BYTES = 1 << 30
 """Largest message: an index of a hundred thousand tensors is a tenth of that."""
+
+
+def values_of_members(communicator: Communicator | None, value: Any, what: str) -> list[Any]:
+    """Return the JSON value of every member, in their order; only one's own without others. Collective.
+
+    what: for the error of a process that waits in vain.
+    """
+    if communicator is None:
+        return [value]
+    with communicator.waiting(what):
+        values = gather_values(value, communicator.group)
+    by_rank = sorted(communicator.members)
+    return [values[by_rank.index(member)] for member in communicator.members]
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None, called: str = "") -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Staging:
-    """Copies between a GPU and pinned host memory, for processes that share a GPU. Not yet run on one."""
+    """The copies of one device."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device

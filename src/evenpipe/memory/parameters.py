@@ -26,7 +26,7 @@ from evenpipe.model import Description
 from evenpipe.model.linear import is_linear, is_one_product
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.optimizers.muon import is_matrix
-from evenpipe.parallel.gradients import ALONE_ELEMENTS
+from evenpipe.parallel.gradients import IN_PLACE_ELEMENTS
 from evenpipe.tensor.layers import ModelCut
 from evenpipe.words import count, refused
 
@@ -302,7 +302,7 @@ def _held(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Held:
         optimized=sum(optimized, Trained()),
         unsplit=sum(size for tensor, size in trained if not tensor.split),
         largest=max(sizes, default=0),
-        bucketed=sum(size for _, size in trained if size < ALONE_ELEMENTS),
+        bucketed=sum(size for _, size in trained if size < IN_PLACE_ELEMENTS),
         products=_products(tensors, sizes),
     )
 

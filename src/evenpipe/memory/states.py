@@ -133,7 +133,7 @@ def state_bytes(
         optimizer=state,
         copies=copies,
         unsharded=unsharded,
-        summing_peak=2 * held.shared * gradient,  # every gradient in a place of its own, and all of them together
+        summing_peak=held.shared * gradient,
         step_peak=step_peak,
     )
 

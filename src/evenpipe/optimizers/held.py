@@ -125,7 +125,5 @@ def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) ->
     if communicator is None:
         return tensors
     own = torch.cat([tensor.flatten() for tensor in tensors])
-    table = own.new_empty(len(communicator.members), *own.shape)
-    communicator.all_gather(table, own, what).wait(NEEDED_BY)
-    parts = table.sum(0).split([tensor.numel() for tensor in tensors])
+    parts = communicator.all_gather(own, what).wait(NEEDED_BY).sum(0).split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

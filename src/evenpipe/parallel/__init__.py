@@ -3,12 +3,12 @@ replicas, sums of gradients over replicas, parameters in shards over them, and g
 
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule
-from evenpipe.parallel.gradients import ReplicatedGradients
+from evenpipe.parallel.gradients import GradientReducer
 from evenpipe.parallel.grid import Grid, process_grid
 
 __all__ = [
+    "GradientReducer",
     "Grid",
-    "ReplicatedGradients",
     "ShardedModule",
     "clip_gradients",
     "process_grid",

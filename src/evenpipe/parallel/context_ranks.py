@@ -28,12 +28,13 @@ class ContextRanks:
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Return the keys and values of all ranks, rank after rank."""
-        started = [self._start(one, what) for one, what in ((key, "keys"), (value, "values"))]
-        found = []
-        for table, handle in started:
-            handle.wait(self.running.text)
-            found.append(table.flatten(0, 1).permute(1, 2, 0, 3))
-        return found[0], found[1]
+        # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
+        started = [
+            self._communicator.all_gather(own.permute(2, 0, 1, 3).contiguous(), f"{what} of {self.running.text}")
+            for own, what in ((key, "keys"), (value, "values"))
+        ]
+        keys, values = (handle.wait(self.running.text).flatten(0, 1).permute(1, 2, 0, 3) for handle in started)
+        return keys, values
 
     def again(self, layer: int, *own: Tensor) -> Keys:
         """Return the same in the backward."""
@@ -42,26 +43,14 @@ class ContextRanks:
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
         """Return the sums over ranks of the gradients of the own keys and values. May destroy those given."""
-        started = [
-            self._start_sum(one.to(dtype), f"gradients of {what}") for one, what in ((key, "keys"), (value, "values"))
-        ]
-        found = []
-        for own, handle in started:
-            handle.wait(self.running.text)
-            found.append(own.permute(1, 2, 0, 3))
-        return found[0], found[1]
+        started = [self._start_sum(one.to(dtype), what) for one, what in ((key, "keys"), (value, "values"))]
+        keys, values = (handle.wait(self.running.text).permute(1, 2, 0, 3) for handle in started)
+        return keys, values
 
-    # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
-
-    def _start(self, own: Tensor, what: str) -> tuple[Tensor, Handle]:
-        own = own.permute(2, 0, 1, 3).contiguous()
-        table = own.new_empty((self.size, *own.shape))
-        return table, self._communicator.all_gather(table, own, f"{what} of {self.running.text}")
-
-    def _start_sum(self, whole: Tensor, what: str) -> tuple[Tensor, Handle]:
+    def _start_sum(self, whole: Tensor, what: str) -> Handle:
         parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
         own = torch.empty_like(parts[0])
-        return own, self._communicator.reduce_scatter(own, parts, f"{what} of {self.running.text}")
+        return self._communicator.reduce_scatter(own, parts, f"gradients of {what} of {self.running.text}")
 
 
 class HeadRanks:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Cut, Held, TensorPlacement
+from evenpipe.parallel.gradients import AddTo, Bucket
 from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
 
 BUCKET_ELEMENTS = 1 << 24
@@ -41,26 +42,11 @@ one bucket."""
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """A gradient over microbatches. It knows nothing of the parameter whose hook adds to it: torch keeps hooks where
-    Python's garbage collector does not see them, so a cycle would never be freed."""
+    """A gradient over microbatches, whole."""
 
     dtype: torch.dtype
     """The master's."""
-    value: Tensor | None = None
-
-    def add(self, whole: Tensor) -> None:
-        """Add a finished gradient of a whole parameter, which has the computing dtype."""
-        assert whole.grad is not None
-        if self.value is None:
-            self.value = whole.grad.to(self.dtype)
-        else:
-            self.value.add_(whole.grad)
-        whole.grad = None
-
-    def take(self) -> Tensor | None:
-        """Return what was added, and forget it."""
-        value, self.value = self.value, None
-        return value
+    grad: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,38 +72,33 @@ class _Sharded:
         return self.placement.cuts[0].dimension
 
     @property
-    def padded(self) -> int:
-        """Elements of a replica's part, all equal."""
+    def size(self) -> int:
+        """Elements of a replica's part with its padding, all equal."""
         shape = self.placement.shape
         return self.chunk * math.prod(shape[: self.dimension] + shape[self.dimension + 1 :])
 
     def take_gradient(self) -> Tensor | None:
         """Return the whole gradient of the step so far, and forget it."""
-        gradient = self.summed.take()
+        gradient, self.summed.grad = self.summed.grad, None
         if gradient is None and self.whole is not None:
             gradient, self.whole.grad = self.whole.grad, None
         return gradient
 
-    def give_gradient(self, rows: Tensor) -> bool:
-        """Copy the whole gradient into the rows [replicas, elements] of all replicas, and free it; return whether there
-        is one."""
+    def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
+        """As of a `Summand`; the whole gradient is forgotten."""
         gradient = self.take_gradient()
         if gradient is None:
-            return False
-        for row, chunk in zip(rows, gradient.split(self.chunk, self.dimension) if self.chunk else (), strict=False):
-            row[: chunk.numel()].view(chunk.shape).copy_(chunk)
-        return True
+            return None
+        chunks = gradient.split(self.chunk, self.dimension) if self.chunk else ()
+        return [(row[: one.numel()].view(one.shape), one) for row, one in zip(rows, chunks, strict=False)]
 
-
-@dataclass(slots=True)
-class _Reduction:
-    """A reduce-scatter in progress."""
-
-    handle: Handle
-    output: Tensor
-    """[elements of this process's rows, padded; then for each parameter how many replicas have a gradient]."""
-    parameters: Sequence[_Sharded]
-    missing: Sequence[_Sharded]
+    def take(self, summed: Tensor) -> None:
+        """Add the sums of this process's rows to the gradient of the master."""
+        own = summed[: self.master.numel()].view(self.master.shape)
+        if self.master.grad is None:
+            self.master.grad = own
+        else:
+            self.master.grad.add_(own)
 
 
 @dataclass(slots=True)
@@ -127,6 +108,12 @@ class _Holder:
     module: FSDPModule
     gather: _AllGather
     unsharding: UnshardHandle | None = None
+
+    def wait(self) -> None:
+        if self.unsharding is not None:
+            self.gather.wait()
+            self.unsharding.wait()
+            self.unsharding = None
 
 
 class ShardedModule:
@@ -172,7 +159,7 @@ class ShardedModule:
             for parameters, dtype in ((follow, compute_dtype), (stay, None))
             for unit, own in _units(module, units, parameters)
         ]
-        self._reductions: list[_Reduction] = []
+        self._buckets: list[Bucket] = []
         self._parameters: list[_Sharded] = []
         for name, sharded in self._whole():
             assert isinstance(sharded, DTensor)
@@ -220,7 +207,7 @@ class ShardedModule:
 
     def begin(self) -> None:
         """At the start of a step: forget what a failed one has left."""
-        self._reductions.clear()
+        self._buckets.clear()
         self._let_go()
 
     def gather(self) -> None:
@@ -231,49 +218,41 @@ class ShardedModule:
     def ready(self) -> None:
         """Wait for them: from here on the module has whole parameters. A second call does nothing."""
         for holder in self._holders:
-            if holder.unsharding is not None:
-                holder.gather.wait()
-                holder.unsharding.wait()
-                holder.unsharding = None
+            holder.wait()
         if self._parameters and self._parameters[0].whole is None:
             for parameter, (_, whole) in zip(self._parameters, self._whole(), strict=True):
                 parameter.whole = whole
                 if whole.dtype != parameter.master.dtype:
-                    whole.requires_grad_().register_post_accumulate_grad_hook(parameter.summed.add)
+                    whole.requires_grad_().register_post_accumulate_grad_hook(AddTo(parameter.summed))
                     whole.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
         """Return the buffer that gradients of a parameter are added to, whole, in the master's dtype, initially 0."""
         (parameter,) = (one for one in self._parameters if one.name == name)
-        if parameter.summed.value is None:
-            parameter.summed.value = torch.zeros(
+        if parameter.summed.grad is None:
+            parameter.summed.grad = torch.zeros(
                 parameter.placement.shape, dtype=parameter.master.dtype, device=parameter.master.device
             )
-        return parameter.summed.value
+        return parameter.summed.grad
 
     @torch.no_grad()
     def reduce(self) -> None:
         """After the last gradient of the step: issue the sums over replicas, in the same order on all of them."""
+        trained = [one for one in self._parameters if one.master.requires_grad]
         bucket: list[_Sharded] = []
         elements = 0
-        for parameter in self._parameters:
-            if not parameter.master.requires_grad:
-                continue
+        for parameter in trained:
             bucket.append(parameter)
             elements += math.prod(parameter.placement.shape)
-            if elements >= BUCKET_ELEMENTS:
-                self._reductions.append(self._reduce(bucket))
+            if elements >= BUCKET_ELEMENTS or parameter is trained[-1]:
+                like, what = bucket[0].master, f"gradients of {self._what}"
+                self._buckets.append(Bucket(bucket, like, self._shards, what, scatter=True))
                 bucket, elements = [], 0
-        if bucket:
-            self._reductions.append(self._reduce(bucket))
 
     def free(self) -> None:
         """Free the whole parameters; gradients stay until `reduce`."""
         for holder in self._holders:
-            if holder.unsharding is not None:
-                holder.gather.wait()
-                holder.unsharding.wait()
-                holder.unsharding = None
+            holder.wait()
             holder.module.reshard()
 
     def _let_go(self) -> None:
@@ -282,45 +261,12 @@ class ShardedModule:
         for parameter in self._parameters:
             parameter.take_gradient()
 
-    def _reduce(self, parameters: list[_Sharded]) -> _Reduction:
-        first = parameters[0].master
-        sizes = [one.padded for one in parameters]
-        rows = torch.zeros(
-            (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
-        )  # zeros: the padding of the last replicas' rows
-        parts = rows.split([*sizes, len(parameters)], dim=1)
-        counts = parts[-1]
-        counts.fill_(1)
-        missing = []
-        for index, (parameter, part) in enumerate(zip(parameters, parts[:-1], strict=True)):
-            if not parameter.give_gradient(part):
-                missing.append(parameter)
-                counts[:, index] = 0
-        output = rows.new_empty(rows.shape[1])
-        handle = self._shards.reduce_scatter(output, rows, f"gradients of {self._what}")
-        return _Reduction(handle, output, list(parameters), missing)
-
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums and add them to the gradients of the masters; nothing stays whole.
-
-        A parameter that no replica has a gradient for stays without one, as in one process.
-        """
-        for reduction in self._reductions:
-            reduction.handle.wait("the optimizer")
-            counts = reduction.output[-len(reduction.parameters) :]
-            start = 0
-            for index, parameter in enumerate(reduction.parameters):
-                master = parameter.master
-                summed = reduction.output[start : start + master.numel()].view(master.shape)
-                start += parameter.padded
-                if parameter in reduction.missing and not counts[index]:
-                    continue
-                if master.grad is None:
-                    master.grad = summed
-                else:
-                    master.grad.add_(summed)
-        self._reductions.clear()
+        """Wait for the sums and add them to the gradients of the masters; nothing stays whole."""
+        for bucket in self._buckets:
+            bucket.finish()
+        self._buckets.clear()
         self._let_go()
 
 
@@ -340,7 +286,7 @@ class _AllGather:
     ) -> Any:
         if input_tensor.numel():
             output = output_tensor.view(group.size(), -1)
-            self._pending = self._shards.all_gather(output, input_tensor, self._what)
+            self._pending = self._shards.all_gather(input_tensor, self._what, output)
         return self  # a non-None value tells FSDP2 not to wait itself
 
     def wait(self) -> None:

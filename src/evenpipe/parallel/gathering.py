@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.communication.messages import dtype_name, dtype_of, gather_values
+from evenpipe.communication.messages import dtype_name, dtype_of, values_of_members
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 
 Entry = tuple[TensorPlacement, torch.dtype]
@@ -36,7 +35,11 @@ def stream_whole(
     """
     dtypes = dtypes or {}
     own: dict[str, Entry] = {name: (one.placement, dtypes.get(name, one.tensor.dtype)) for name, one in held.items()}
-    tables = [own] if communicator is None else _agree(own, communicator)
+    json = {name: _to_json(entry) for name, entry in own.items()}
+    tables = [
+        {name: _from_json(fields) for name, fields in table.items()}
+        for table in values_of_members(communicator, json, "names of tensors")
+    ]
     members = (0,) if communicator is None else communicator.members
     rank = members[0] if communicator is None else communicator.rank
     for name in dict.fromkeys(name for table in tables for name in table):
@@ -47,20 +50,6 @@ def stream_whole(
             assert communicator is not None
             tensor = held[name].tensor.detach().to(own[name][1]).contiguous()
             communicator.send(tensor, members[0], f"part of {name}").wait("the first process")
-
-
-def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, Entry]]:
-    watch = communicator.watch
-    waiting = (
-        nullcontext() if watch is None else watch.during("names of tensors", communicator.name, communicator.others)
-    )
-    with waiting:
-        tables = gather_values({name: _to_json(entry) for name, entry in own.items()}, communicator.group)
-    by_rank = sorted(communicator.members)  # torch numbers the members of a group by rank
-    return [
-        {name: _from_json(fields) for name, fields in tables[by_rank.index(member)].items()}
-        for member in communicator.members
-    ]
 
 
 def _to_json(entry: Entry) -> list[Any]:

@@ -1,128 +1,233 @@
-"""Sums of gradients over replicas: every replica has all parameters of its devices, and all get the same sums.
+"""Sums of gradients over processes that hold the same parameters, or different parts of them.
 
-A device sums in parts (its stages, its rows of the vocabulary), each as soon as its last gradient of the step is added,
-while other passes go on:
+    replicas, context ranks    a part's (a stage's, a vocabulary matrix's) as soon as its last gradient of the step is
+                               added, while other passes go on; all get the same sums
+    tensor ranks               once a step, of parameters that several of them hold
+    two devices                likewise, of tied weights of which both have a copy
+    shards over replicas       each process gets the sums of its own rows (`fsdp.py`)
 
-    replica 0   ... W  [sum of stage 1, under way ........]
-    replica 1   ... W  [sum of stage 1, under way ........]   finish: waits, puts the sums in place
+Token weights are normalised over all replicas beforehand, so gradients need sums, not means. A parameter that no
+process has a gradient for stays without one, as in one process.
 
-Token weights are normalised over all replicas beforehand, so gradients need sums, not means.
-
-Gradients may accumulate over several steps. Those of earlier steps are sums already: the first replica keeps them, the
-others start each step without, so that they enter the next sum once. This needs no memory beyond one bucket per part.
+Gradients may accumulate over several steps. Those of earlier steps are sums already: of all copies the first one keeps
+them, the others start each step without, so that they enter the next sum once, without more memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator, Handle
+from evenpipe.model.placement import Held
 
-ALONE_ELEMENTS = 1 << 18
-"""Larger gradients are summed in place; smaller ones of a part are copied into one bucket."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """One sum in progress."""
-
-    handle: Handle
-    buffer: Tensor
-    parameters: Sequence[nn.Parameter]
-    """Parameters whose gradients are in the buffer, one after the other; a single one has its own shape."""
+IN_PLACE_ELEMENTS = 1 << 18
+"""Gradients of so many elements are summed in place; smaller ones of a part are copied into one bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The sums of one part in progress."""
+class Summand(Protocol):
+    """A gradient in a bucket."""
 
-    what: str
-    buckets: list[_Bucket]
-    missing: Mapping[nn.Parameter, int]
-    """Parameters without a gradient here, and where the first bucket has the number of replicas with one."""
+    @property
+    def size(self) -> int:
+        """Elements of a row of the bucket."""
+        ...
+
+    def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
+        """Return the copies (to, from) that put the gradient into its part [rows, size] of a bucket of zeros; None if
+        this process has no gradient."""
+        ...
+
+    def take(self, summed: Tensor) -> None:
+        """Use the sum [size], part of the bucket."""
+        ...
 
 
-class ReplicatedGradients:
-    """Sums the gradients of this device's parameters over all replicas, part by part."""
+class Bucket:
+    """A sum in progress, of several gradients, one after the other in one tensor.
 
-    def __init__(self, parts: Mapping[str, Iterable[nn.Parameter]], sums: Communicator, *, is_first: bool) -> None:
-        """
+    Behind them stands for each of them how many processes have it. Only a process without one reads that number, so
+    that usually nobody waits for the device.
+    """
+
+    def __init__(
+        self, summands: Sequence[Summand], like: Tensor, communicator: Communicator, what: str, *, scatter: bool = False
+    ) -> None:
+        """Begin the sum.
+
         Args:
-            parts: parameters by part; each parameter in one part. The same on all replicas, in the same order.
-            sums: over replicas: contributes to and receives every sum.
-            is_first: whether this is the replica that keeps sums of earlier steps.
+            summands: the same on all processes of the communicator, in the same order.
+            like: has the dtype and the device.
+            what: for messages.
+            scatter: a bucket has a row for every process, which gets the sums of its own row; otherwise it has one row,
+                and all processes get all sums.
         """
-        self._all = {name: list(parameters) for name, parameters in parts.items()}
-        self._sums = sums
-        self._is_first = is_first
-        self._under_way: list[_Part] = []
-        self.follow_flags()
+        self._summands = summands
+        self._sizes = [*(one.size for one in summands), len(summands)]
+        rows = like.new_zeros((len(communicator.members) if scatter else 1, sum(self._sizes)))
+        *parts, counts = rows.split(self._sizes, dim=1)
+        counts.fill_(1)
+        moves = [one.moves(part) for one, part in zip(summands, parts, strict=True)]
+        self._missing = {index for index, move in enumerate(moves) if move is None}
+        for index in self._missing:
+            counts[:, index] = 0
+        pairs = [pair for move in moves if move for pair in move]
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+        moves.clear()
+        pairs.clear()  # gradients that were taken end here
+        self._sums = rows.new_empty(rows.shape[1]) if scatter else rows[0]
+        self._handle = (
+            communicator.reduce_scatter(self._sums, rows, what) if scatter else communicator.all_reduce(rows[0], what)
+        )
 
-    def follow_flags(self) -> None:
-        """Sum only the gradients of parameters that are trainable now. Between steps, on all replicas."""
-        self._parts = {name: [one for one in held if one.requires_grad] for name, held in self._all.items()}
+    def finish(self) -> None:
+        """Wait, and hand out the sums."""
+        self._handle.wait("the optimizer")
+        *sums, counts = self._sums.split(self._sizes)
+        for index, (one, summed) in enumerate(zip(self._summands, sums, strict=True)):
+            if index not in self._missing or counts[index]:
+                one.take(summed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """That of a parameter of which processes hold copies, or several different parts."""
+
+    parameter: nn.Parameter
+    part: int
+    """Which one this process has."""
+    parts: int
+    whole: Tensor | None
+    """It is summed in place, and its part of the bucket is empty."""
+
+    @property
+    def size(self) -> int:
+        return self.parts * self.parameter.numel() if self.whole is None else 0
+
+    def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        return [(self._own(rows), gradient)] if self.whole is None else []
+
+    def take(self, summed: Tensor) -> None:
+        own, gradient = self._own(summed) if self.whole is None else self.whole, self.parameter.grad
+        if gradient is None:
+            self.parameter.grad = own.clone() if self.whole is None else own
+        elif gradient is not own:
+            gradient.copy_(own)
+
+    def _own(self, row: Tensor) -> Tensor:
+        return row.view(self.parts, *self.parameter.shape)[self.part]
+
+
+class GradientReducer:
+    """Sums gradients over processes that hold the same parameters.
+
+    Args:
+        held: these parameters, in the same order on all processes of the communicator.
+        communicator: contributes to and receives every sum.
+        axes: along which its processes differ. Those that cut a parameter alone hold several different parts of it.
+        what: for messages.
+        in_place: elements of a gradient from which on it is summed in place, by a collective of its own.
+        apart: put gradients of earlier steps aside and add the sums to them afterwards, which takes a second gradient,
+            instead of leaving them with the first copy.
+    """
+
+    def __init__(
+        self,
+        held: Iterable[Held[nn.Parameter]],
+        communicator: Communicator,
+        axes: Sequence[str],
+        what: str,
+        *,
+        in_place: float = IN_PLACE_ELEMENTS,
+        apart: bool = False,
+    ) -> None:
+        self._held, self._communicator, self._axes, self._what = list(held), communicator, tuple(axes), what
+        self._in_place, self._apart = in_place, apart
+        self._earlier: list[tuple[nn.Parameter, Tensor]] = []
+        self._buckets: list[Bucket] = []
+        self._handles: list[Handle] = []
+        """Of sums in place."""
+
+    def _trained(self) -> Iterator[Held[nn.Parameter]]:
+        return (one for one in self._held if one.tensor.requires_grad)
 
     def begin(self) -> None:
-        """Prepare for the first backward of a step."""
-        self._under_way.clear()
-        if not self._is_first:
-            for parameter in chain.from_iterable(self._parts.values()):
-                parameter.grad = None
+        """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are."""
+        self._let_go()
+        for one in self._trained():
+            if self._apart and one.tensor.grad is not None:
+                self._earlier.append((one.tensor, one.tensor.grad))
+            if self._apart or not one.placement.is_first_copy(*self._axes):
+                one.tensor.grad = None
 
     @torch.no_grad()
-    def reduce(self, part: str) -> None:
-        """After the last gradient of a part: issue its sums. In the same order on all replicas."""
-        parameters = self._parts[part]
-        if not parameters:
-            return
-        what = f"gradients of {part}"
-        small = [parameter for parameter in parameters if parameter.numel() < ALONE_ELEMENTS]
-        counts = parameters[0].new_ones(len(parameters), requires_grad=False)
-        missing = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
-        if missing:
-            counts[missing] = 0
-        first = torch.cat([*(_gradient(parameter).flatten() for parameter in small), counts])
-        buckets = [_Bucket(self._sums.all_reduce(first, what), first, small)]
-        for parameter in parameters:
-            if parameter.numel() >= ALONE_ELEMENTS:
-                gradient = _gradient(parameter).contiguous()
-                buckets.append(_Bucket(self._sums.all_reduce(gradient, what), gradient, [parameter]))
-        start = first.numel() - len(parameters)
-        self._under_way.append(_Part(what, buckets, {parameters[index]: start + index for index in missing}))
+    def reduce(self) -> None:
+        """After the last gradient of a step: issue the sums. In the same order on all processes."""
+        alike: dict[torch.dtype, list[_Gradient]] = {}
+        for one in self._trained():
+            alike.setdefault(one.tensor.dtype, []).append(self._gradient(one))
+        for gradients in alike.values():
+            self._buckets.append(Bucket(gradients, gradients[0].parameter, self._communicator, self._what))
+            wholes = [one.whole for one in gradients if one.whole is not None]
+            self._handles += [self._communicator.all_reduce(whole, self._what) for whole in wholes]
+
+    def _gradient(self, held: Held[nn.Parameter]) -> _Gradient:
+        parameter, whole = held.tensor, None
+        if parameter.numel() >= self._in_place:
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        cut = next((cut for cut in held.placement.cuts if cut.axes == self._axes), None)
+        return _Gradient(parameter, *((0, 1) if cut is None else (cut.part, cut.parts)), whole)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """At the end of the step: wait for all sums and put them in place.
+        """Wait for all sums, and put them in place."""
+        for handle in self._handles:
+            handle.wait("the optimizer")
+        for bucket in self._buckets:
+            bucket.finish()
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._let_go()
 
-        A parameter that no replica has a gradient for stays without one, as in one process.
-        """
-        for part in self._under_way:
-            for bucket in part.buckets:
-                bucket.handle.wait("the optimizer")
-            counts = part.buckets[0].buffer
-            nowhere = {one for one, place in part.missing.items() if not counts[place]}
-            for bucket in part.buckets:
-                _put_in_place(bucket, nowhere)
-        self._under_way.clear()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    def _let_go(self) -> None:
+        self._earlier.clear()
+        self._buckets.clear()
+        self._handles.clear()
 
 
-def _put_in_place(bucket: _Bucket, nowhere: set[nn.Parameter]) -> None:
-    start = 0
-    for parameter in bucket.parameters:
-        summed = bucket.buffer.flatten()[start : start + parameter.numel()].view(parameter.shape)
-        start += parameter.numel()
-        if parameter in nowhere:
-            continue
-        if parameter.grad is None:
-            parameter.grad = summed.clone()
-        elif parameter.grad.data_ptr() != summed.data_ptr():
-            parameter.grad.copy_(summed)
+class AddTo:
+    """A hook that adds a gradient, as soon as autograd has finished it, to another one, in the other's dtype.
+
+    It knows nothing of the parameter that it is a hook of: torch keeps hooks where Python's garbage collector does not
+    see them, so a cycle would never be freed.
+    """
+
+    def __init__(self, other: Accumulated) -> None:
+        self._other = other
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:  # a kernel has added to the other itself
+            return
+        if self._other.grad is None:
+            self._other.grad = gradient.to(self._other.dtype)
+        else:
+            self._other.grad.add_(gradient)
+        parameter.grad = None
+
+
+class Accumulated(Protocol):
+    """A master, or anything else that has a gradient."""
+
+    grad: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...

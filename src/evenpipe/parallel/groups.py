@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from evenpipe.communication.calls import ROOM, gather_rows, row_of, row_of_scalar
+from evenpipe.communication.calls import ROOM, gather_calls, gather_numbers, row_of, row_of_scalar
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
-from evenpipe.communication.messages import broadcast_value, gather_values
+from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
-from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError
 from evenpipe.parallel.grid import AXES, COPIES, EXPERT_COPIES, Grid
 from evenpipe.parallel.running import Running
 from evenpipe.processes.watch import Watch
+from evenpipe.work import Done, Work
 
 Item = TypeVar("Item")
 
@@ -52,7 +52,6 @@ class Groups:
         """
         self._grid = grid
         self.torch_device = torch_device
-        self._watch = watch
         self.running = Running()
         """For exchanges inside passes."""
         self._streaming: str | None = None
@@ -218,7 +217,7 @@ class Groups:
         assert self.everyone is not None
         if self._streaming is not None:
             raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
-        return gather_rows(self.everyone, row, what, needed_by)
+        return gather_calls(self.everyone, row, what, needed_by)
 
     def _places(self, communicator: Communicator) -> list[int]:
         """Return the places of its members among everyone."""
@@ -233,16 +232,9 @@ class Groups:
         """
         if self.everyone is None:
             return text
-        with self._watch.during(what, self.everyone.name, self.everyone.others):
+        with self.everyone.waiting(what):
             said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group, called)
         return said
-
-    def values(self, value: Any, what: str) -> list[Any]:
-        """Return the JSON value of each process, on every process. Collective over everyone."""
-        if self.everyone is None:
-            return [value]
-        with self._watch.during(what, self.everyone.name, self.everyone.others):
-            return gather_values(value, self.everyone.group)
 
     def numbers(self, numbers: Sequence[float], called: str = "gather_numbers") -> list[list[float]]:
         """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone.
@@ -251,44 +243,38 @@ class Groups:
 
         Raises InputError as `agree`, and if processes give different numbers of them.
         """
-        own, what = torch.tensor(numbers, dtype=torch.float64), "figures of all devices"
-        if self.everyone is None:
-            return [own.tolist()]
-        fits = len(own) < ROOM
-        bits = own.view(torch.int64).tolist() if fits else []
-        row = row_of(called, [len(own), *bits], self.torch_device)
-        rows = self._exchange(called, row, what, "the caller")
-        counts = rows[:, 0].tolist()
+        what, needed_by, everyone = "figures of all devices", "the caller", self.everyone
+        bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
+        fits = len(bits) < ROOM
+        rows = self.begin(called, everyone, [len(bits), *(bits if fits else ())], what, needed_by)
+        counts = [count for count, *_ in rows]
         if len(set(counts)) > 1:
             raise InputError(f"{called}: {counts} numbers on the processes, expected equally many on all of them")
-        if fits:
-            return rows[:, 1 : 1 + len(own)].contiguous().view(torch.float64).tolist()
-        own = own.to(self.torch_device)
-        table = own.new_empty((len(self.everyone.members), len(numbers)))
-        self.everyone.all_gather(table, own, what).wait("the caller")
-        return table.tolist()
+        table = (
+            [row for _, *row in rows] if fits else gather_numbers(everyone, bits, what, needed_by, self.torch_device)
+        )
+        return torch.tensor(table, dtype=torch.int64).view(torch.float64).tolist()
 
     # --- results of the output layer ---------------------------------------------------------------------------------
 
-    def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
+    def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Work:
         """Share a tensor of the pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
         pipeline = self.over("pp", "tp")
         if pipeline is None:
-            assert own is not None
-            return Shared(own, None)
+            return Done(own)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        return Shared(tensor, pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss"))
+        handle = pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss")
+        return handle.giving(tensor, "the caller")
 
-    def total(self, own: Tensor, what: str) -> Shared:
+    def total(self, own: Tensor, what: str) -> Work:
         """Return the sum of a tensor over everyone, on all of them; the own one is lost."""
-        return Shared(own, None if self.everyone is None else self.everyone.all_reduce(own, what))
+        return Done(own) if self.everyone is None else self.everyone.all_reduce(own, what).giving(own, "the caller")
 
-    def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
+    def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Work:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
         values."""
         assert self.everyone is not None
-        members = self.everyone.members
         number = torch.zeros((), dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        table = number.new_empty(len(members))
-        handle = self.everyone.all_gather(table, number, "the loss of all replicas")
-        return Shared(table, handle, [members.index(rank) for rank in self._grid.group(*COPIES, pp=source, tp=0)])
+        handle = self.everyone.all_gather(number, "the loss of all replicas")
+        rows = [self._place_of[rank] for rank in self._grid.group(*COPIES, pp=source, tp=0)]
+        return handle.giving(handle.result, "the caller", lambda table: table[rows].sum(0))

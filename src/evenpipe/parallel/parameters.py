@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evenpipe.communication.communicator import Communicator
 from evenpipe.model.placement import Cut
 from evenpipe.parallel.fsdp import ShardedModule
+from evenpipe.parallel.gradients import AddTo
 
 
 class Matrix:
@@ -95,7 +96,7 @@ class StageParameters:
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype and name not in kept:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))
-                copy.register_post_accumulate_grad_hook(_AddTo(parameter))
+                copy.register_post_accumulate_grad_hook(AddTo(parameter))
                 _replace(module, name, copy)
                 self._copies[name] = copy
         self.follow_flags()
@@ -113,23 +114,6 @@ class StageParameters:
         """Make copies trainable if their masters are trainable now."""
         for name, copy in self._copies.items():
             copy.requires_grad_(self._masters[name].requires_grad)
-
-
-class _AddTo:
-    """Adds a finished gradient of the computing copy to its master."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self._master = master
-
-    def __call__(self, copy: Tensor) -> None:
-        gradient = copy.grad
-        if gradient is None:  # a kernel has added to the master itself
-            return
-        if self._master.grad is None:
-            self._master.grad = gradient.to(self._master.dtype)
-        else:
-            self._master.grad.add_(gradient)
-        copy.grad = None
 
 
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Sight, seeing
+from evenpipe.communication.calls import gather_numbers
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
@@ -36,7 +37,7 @@ from evenpipe.runtime.inputs import (
     with_labels,
     with_positions,
 )
-from evenpipe.runtime.trained import Trained, check_trained, gather
+from evenpipe.runtime.trained import Trained, check_trained
 
 NO_TOTAL = -1.0
 """In messages: the total of the update is not given."""
@@ -181,7 +182,7 @@ def distribute(
     if replicas is None:  # no exchange yet
         table = begin(communicator, numbers, what, "the step")
     else:
-        table = gather(communicator, numbers, what, torch_device)
+        table = gather_numbers(communicator, numbers, what, "the step", torch_device)
     head = table[0][: len(header)]
     if not head[0]:
         if not is_source:
@@ -233,7 +234,8 @@ def _agree(
             own = [1, _as_integer(total.weight), *numbers, drawn]
     table = begin(replicas, [*own, trained.fingerprint], "the weight of all batches", "the step")
     if len({fingerprint for *_, fingerprint in table}) > 1:
-        trained.dispute(gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
+        what = "which parameters are trained"
+        trained.dispute(gather_numbers(replicas, list(map(int, trained.flags)), what, "the step", torch_device))
     header = [0] * 12
     if all(good for good, *_ in table):  # as the first processes see it
         assert inputs is not None

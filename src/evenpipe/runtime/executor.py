@@ -16,7 +16,6 @@ from evenpipe.host.offload import Activations
 from evenpipe.layers.random_state import Draws
 from evenpipe.parallel.grid import Grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.tensor_ranks import SharedGradients
 from evenpipe.runtime.batch import cut, distribute
 from evenpipe.runtime.device import HeldModel
 from evenpipe.runtime.gradient_hooks import call_hooks, set_aside
@@ -27,7 +26,6 @@ from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.step_plan import StepPlan
-from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
@@ -48,7 +46,6 @@ class Executor:
     results: Results
     walker: Walker
     router_losses: RouterLosses | None
-    shared_gradients: SharedGradients | None
     cutter: Cutter | None
     draws: Draws | None
     """None: layers draw no random numbers."""
@@ -93,14 +90,8 @@ class Executor:
                 self.router_losses.accumulate = totals.accumulate
             self.walker.record_passes = record_passes
             before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
-            shared = self.shared_gradients if training else None
-            tied = tied_gradients(self.held.tied_copy, groups.tied) if training else nullcontext()
-            with set_aside(hooked) as of_hooked, drawing, tied:
-                if shared is not None:
-                    shared.begin()
+            with set_aside(hooked) as of_hooked, drawing:
                 record = self.walker.walk(program, batch)
-                if shared is not None:
-                    shared.finish()
             if before is not None:
                 record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
             result = self.results.of(batch, record, started, totals.loss_factor, training=training)
@@ -163,11 +154,7 @@ def make_executor(
             tensor_ranks=grid.size("tp"),
             context=groups.context,
         )
-    follow = [parameters.follow_flags for parameters in held.unsharded]
-    replicas = None
-    if groups.replicas is not None:
-        replicas = Replicas(held, layout.program, grid, groups)
-        follow.append(replicas.follow_flags)
+    replicas = Replicas(held, layout.program, groups)
     return Executor(
         plan=plan,
         held=held,
@@ -181,7 +168,7 @@ def make_executor(
             tensor_ranks=grid.size("tp"),
             context_ranks=grid.size("cp"),
             alone=alone,
-            follow=follow,
+            follow=[*(parameters.follow_flags for parameters in held.unsharded), replicas.follow_flags],
         ),
         results=Results(
             held.output,
@@ -216,7 +203,6 @@ def make_executor(
             draws=draws,
         ),
         router_losses=router_losses,
-        shared_gradients=None if groups.shared is None else SharedGradients(held.shared, groups.shared),
         cutter=cutter,
         draws=draws,
         failed=failed,

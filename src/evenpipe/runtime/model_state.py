@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import changes_of_draws, check_same_model
-from evenpipe.communication.messages import dtype_name, dtype_of
+from evenpipe.communication.messages import dtype_name, dtype_of, values_of_members
 from evenpipe.errors import InputError, RunError
 from evenpipe.layers.random_state import RandomState
 from evenpipe.model import (
@@ -179,7 +179,7 @@ class ModelState:
         if self.description.source is None:  # every process knows all of a live model
             return self.origin
         own = {name: dtype_name(dtype) for name, dtype in self.origin.dtypes.items()}
-        tables = self.groups.values(own, "the dtypes of the model's weights")
+        tables = values_of_members(self.groups.everyone, own, "the dtypes of the model's weights")
         dtypes = {name: dtype_of(dtype) for table in tables for name, dtype in table.items()}
         return replace(self.origin, dtypes=dtypes)
 

@@ -1,18 +1,19 @@
-"""The work of a device for its replicas within a step: gathers and frees parameters, and sums gradients.
+"""The work of a device, within a step, for the other processes that hold its parameters: replicas, with which it
+gathers and frees parameters and sums gradients; and, at the end, its tensor ranks and the other device with a copy of
+tied weights.
 
-The program says when: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`. All replicas execute the same rows, so they issue these in
-the same order.
+The program says when to work for replicas: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`. All replicas execute the same rows, so
+they issue these in the same order.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from torch import nn
-
-from evenpipe.parallel import Grid, ReplicatedGradients, ShardedModule
-from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
+from evenpipe.parallel import GradientReducer, ShardedModule
+from evenpipe.parallel.grid import COPIES
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix
 from evenpipe.runtime.device import HeldModel
@@ -22,56 +23,57 @@ from evenpipe.schedule.sharding import Part, part_of, parts_of_matrices
 
 
 class Replicas:
-    """The parameters of a device that replicas share, by part."""
+    """The parameters of a device that other processes hold, too."""
 
-    def __init__(self, held: HeldModel, program: Program, grid: Grid, groups: Groups) -> None:
+    def __init__(self, held: HeldModel, program: Program, groups: Groups) -> None:
         """program: any that runs here: its placement and vocabulary mode say which part a matrix belongs to."""
         self._sharded: dict[Part, list[ShardedModule]] = defaultdict(list)
-        self._sums: dict[Part, list[tuple[ReplicatedGradients, str]]] = defaultdict(list)
-        """Of replicated parameters."""
-        dense: dict[tuple[Part, str], list[nn.Parameter]] = {}
-        experts: dict[tuple[Part, str], list[nn.Parameter]] = {}
-        for one in held.parts:
-            if isinstance(one.parameters, ShardedModule):
-                self._sharded[one.stage].append(one.parameters)
-            else:
-                parts = experts if one.are_experts else dense
-                parts[one.stage, one.name] = [parameter for _, parameter in one.parameters]
-        for part, name, matrices in _vocabulary(held, program):
+        self._sums: dict[Part, list[GradientReducer]] = defaultdict(list)
+        """Of parameters that are replicated."""
+        self._at_the_end: list[GradientReducer] = []
+        placed = {one.tensor: one for one in held.shards.values()}
+        for part in held.parts:
+            communicator = groups.expert_replicas if part.are_experts else groups.replicas
+            if isinstance(part.parameters, ShardedModule):
+                self._sharded[part.stage].append(part.parameters)
+            elif communicator is not None:
+                own = [placed[one] for _, one in part.parameters]
+                sums = GradientReducer(own, communicator, COPIES, f"gradients of {part.name}")
+                self._sums[part.stage].append(sums)
+        for of, name, matrices in _vocabulary(held, program):
             sharded = [matrix.sharded for matrix in matrices if isinstance(matrix, ShardedMatrix)]
-            self._sharded[part] += sharded
-            if not sharded:
-                dense[part, name] = [matrix.parameter for matrix in matrices]
-        self._replicated: list[ReplicatedGradients] = []
-        for parts, sums, copies in ((dense, groups.replicas, COPIES), (experts, groups.expert_replicas, EXPERT_COPIES)):
-            if sums is None or not parts:
-                continue
-            is_first = not any(map(grid.coordinate, copies))
-            found = ReplicatedGradients({name: held for (_, name), held in parts.items()}, sums, is_first=is_first)
-            self._replicated.append(found)
-            for part, name in parts:
-                self._sums[part].append((found, name))
+            self._sharded[of] += sharded
+            if not sharded and groups.replicas is not None:
+                own = [placed[matrix.parameter] for matrix in matrices]
+                self._sums[of].append(GradientReducer(own, groups.replicas, COPIES, f"gradients of {name}"))
+        if groups.shared is not None:
+            what = "gradients that tensor ranks share"  # together: there are few, and most are small
+            self._at_the_end.append(GradientReducer(held.shared, groups.shared, ("tp",), what, in_place=math.inf))
+        if held.tied_copy is not None and groups.tied is not None:
+            copy = [placed[held.tied_copy.parameter]]
+            self._at_the_end.append(GradientReducer(copy, groups.tied, ("pp",), "tied gradients", apart=True))
+        self._gradients = False
 
     def follow_flags(self) -> None:
         """Between steps: other parameters are trainable now, the same on all replicas."""
         for module in self._modules():
             module.follow_flags()
-        for sums in self._replicated:
-            sums.follow_flags()
 
     def begin(self, *, gradients: bool) -> None:
         """At the start of a walk; forget the remains of a failed one."""
+        self._gradients = gradients
         for module in self._modules():
             module.begin()
-        for sums in self._replicated if gradients else ():
-            sums.begin()
+        if gradients:
+            for sums in reversed([*self._replicated(), *self._at_the_end]):  # what ends last has begun first
+                sums.begin()
 
     def run(self, item: Pass) -> None:
         """Run a pass of `SHARDING_KINDS`."""
         part = part_of(item)
         if item.kind in REDUCING_KINDS:
-            for sums, name in self._sums[part]:
-                sums.reduce(name)
+            for sums in self._sums[part]:
+                sums.reduce()
         for module in self._sharded[part]:
             if item.kind in GATHERING_KINDS:
                 module.gather()
@@ -89,11 +91,17 @@ class Replicas:
         """At the end of a walk: complete the sums, and put them in place."""
         for module in self._modules():
             module.finish()
-        for sums in self._replicated:
+        for sums in self._replicated():
+            sums.finish()
+        for sums in self._at_the_end if self._gradients else ():
+            sums.reduce()
             sums.finish()
 
     def _modules(self) -> Iterator[ShardedModule]:
         return (module for modules in self._sharded.values() for module in modules)
+
+    def _replicated(self) -> Iterator[GradientReducer]:
+        return (sums for of_part in self._sums.values() for sums in of_part)
 
 
 def _vocabulary(held: HeldModel, program: Program) -> Iterator[tuple[Part, str, list[Matrix]]]:

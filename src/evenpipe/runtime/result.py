@@ -9,10 +9,10 @@ from html import escape
 import torch
 from torch import Tensor
 
-from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.words import count
+from evenpipe.work import Work
 
 
 @dataclass(slots=True)
@@ -25,14 +25,14 @@ class StepResult:
     """Seconds of this process, from the inputs to the last wait."""
     record: StepRecord
     """The record of this process, pass by pass if requested."""
-    _loss: Shared = field(repr=False)
-    _log_probabilities: list[Shared] = field(default_factory=list, repr=False)
+    _loss: Work = field(repr=False)
+    _log_probabilities: list[Work] = field(default_factory=list, repr=False)
     _shape: tuple[int, int] = (0, 0)
-    _router_loss: Shared | None = field(default=None, repr=False)
-    _entropy: Shared | None = field(default=None, repr=False)
+    _router_loss: Work | None = field(default=None, repr=False)
+    _entropy: Work | None = field(default=None, repr=False)
     _loss_factor: int = field(default=1, repr=False)
     """The values are divided by it."""
-    _expert_load: Shared | None = field(default=None, repr=False)
+    _expert_load: Work | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<StepResult: loss {self.loss:.6g}, {count(self.tokens, 'valid token')}, {self.seconds:.3f} s>"
@@ -47,14 +47,14 @@ class StepResult:
         """Mean over the valid tokens of all replicas, with the loss options and the router loss of a mixture of
         experts. It is the loss of this step alone, even with `accumulate`; with `total_tokens` it is this step's share
         of the update's loss, to which the shares of all steps add up. Reading it waits for it."""
-        loss = self._loss.value()
-        return self._loss_factor * float(loss if self._router_loss is None else loss + self._router_loss.value())
+        loss = self._loss.wait()
+        return self._loss_factor * float(loss if self._router_loss is None else loss + self._router_loss.wait())
 
     @property
     def router_loss(self) -> float:
         """The router loss, including its coefficient: the mean over microbatches and replicas, with `total_tokens` this
         step's share of the update's; 0 without routers."""
-        return 0.0 if self._router_loss is None else self._loss_factor * float(self._router_loss.value())
+        return 0.0 if self._router_loss is None else self._loss_factor * float(self._router_loss.wait())
 
     @property
     def entropy(self) -> float:
@@ -63,7 +63,7 @@ class StepResult:
         InputError."""
         if self._entropy is None:
             raise InputError("entropy: not computed, expected the loss option LossOptions(entropy=True)")
-        return self._loss_factor * float(self._entropy.value())
+        return self._loss_factor * float(self._entropy.wait())
 
     @property
     def expert_load(self) -> Tensor:
@@ -72,7 +72,7 @@ class StepResult:
         InputError."""
         if self._expert_load is None:
             raise InputError("expert_load: only step() gives it, for models with experts that transformers can replace")
-        return self._expert_load.value()
+        return self._expert_load.wait()
 
     @property
     def log_probabilities(self) -> Tensor:
@@ -80,7 +80,7 @@ class StepResult:
         + 1, 0 if it does not count."""
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
-        return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
+        return torch.cat([part.wait() for part in self._log_probabilities]).view(self._shape)
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

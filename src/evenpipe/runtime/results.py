@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenpipe.communication.shared import Shared
 from evenpipe.experts.load import Load
 from evenpipe.parallel.groups import Groups
 from evenpipe.recipe.layout import Layout
@@ -17,6 +16,7 @@ from evenpipe.runtime.recording import StepRecord
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.vocabulary_layers import OutputShard
+from evenpipe.work import Done, Work
 
 
 class Results:
@@ -78,7 +78,7 @@ class Results:
             load,
         )
 
-    def _log_probabilities(self, batch: Batch) -> list[Shared]:
+    def _log_probabilities(self, batch: Batch) -> list[Work]:
         own = None if self._output is None else self._output.log_probabilities
         shared = [
             self._share(None if own is None else own[index], (microbatch.tokens,))
@@ -88,43 +88,43 @@ class Results:
             return shared
         slices = self._layout.program.slices
         return [
-            Shared(self._in_order(batch.microbatches[first : first + slices], shared[first : first + slices]), None)
+            Done(self._in_order(batch.microbatches[first : first + slices], shared[first : first + slices]))
             for first in range(0, len(shared), slices)
         ]
 
-    def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Shared]) -> Tensor:
+    def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Work]) -> Tensor:
         """Return the values of whole rows, from those of every slice and of each context rank's piece of it."""
         whole: Tensor | None = None
         for one, values in zip(slices, shared, strict=True):
             sight, context = one.sight, self._groups.context
             assert sight is not None
-            own = values.value().view(one.token_ids.shape)
+            own = values.wait().view(one.token_ids.shape)
             if whole is None:
                 whole = own.new_empty((len(own), sight.length))
             table = own.unsqueeze(0)
             if context is not None:
-                table = own.new_empty((len(context.members), *own.shape))
-                context.all_gather(table, own.contiguous(), "log-probabilities of all pieces").wait("the caller")
+                what = "log-probabilities of all pieces"
+                table = context.all_gather(own.contiguous(), what).wait("the caller")
             places = sight.keys[-table[:, 0].numel() :]  # of this slice
             whole[:, places] = table.transpose(0, 1).flatten(1)
         assert whole is not None
         return whole.flatten()
 
-    def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Shared:
+    def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Work:
         """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
         if self._layout.sharded:
             assert own is not None
-            return Shared(own, None)
+            return Done(own)
         return self._groups.share(own, self._last, self.dtype, shape)
 
-    def _mean(self, own: Tensor | None) -> Shared:
+    def _mean(self, own: Tensor | None) -> Work:
         """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
         mean."""
         if self._pipelines == 1:
             return self._share(own, ())
         return self._groups.share_sum(own, self._last, self.dtype)
 
-    def _router_loss(self) -> Shared | None:
+    def _router_loss(self) -> Work | None:
         """Share the router loss, which the device of the last stage knows in every vocabulary mode."""
         if self._router_losses is None:
             return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from evenpipe import __version__
+from evenpipe.communication.calls import gather_numbers
 from evenpipe.communication.clock import Conversion
 from evenpipe.communication.communicator import Communicator
 from evenpipe.runtime.recording import StepRecord
@@ -45,11 +46,8 @@ def gather_trace(
     else:
         text = json.dumps(own).encode("ascii")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch_device)
-        sizes = torch.empty(len(communicator.members), 1, dtype=torch.int64, device=torch_device)
-        communicator.all_gather(sizes, torch.tensor([len(text)], device=torch_device), "sizes of traces").wait(
-            "a trace"
-        )
-        counts = sizes.flatten().tolist()
+        sizes = gather_numbers(communicator, [len(text)], "sizes of traces", "a trace", torch_device)
+        counts = [size for (size,) in sizes]
         root = communicator.members[0]
         rows = data
         if communicator.rank == root:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from evenpipe.communication.calls import gather_numbers
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.words import join
@@ -196,18 +197,5 @@ def check_trained(
     """Raise InputError on every process if some disagree on parameters or hooks; `processes` are the numbers of all
     processes of the pipeline. Nothing more is sent unless processes of the pipeline disagree."""
     if not trained.agree(processes):
-        raise trained.disagreement(
-            gather(communicator, trained.by_name(), "which parameters are trained", torch_device)
-        )
-
-
-def gather(
-    communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
-) -> list[list[int]]:
-    """Return the numbers of all members, in order, on each of them; only one's own without others."""
-    if communicator is None:
-        return [numbers]
-    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-    table = own.new_empty((len(communicator.members), len(numbers)))
-    communicator.all_gather(table, own, what).wait("the step")
-    return table.tolist()
+        what = "which parameters are trained"
+        raise trained.disagreement(gather_numbers(communicator, trained.by_name(), what, "the step", torch_device))

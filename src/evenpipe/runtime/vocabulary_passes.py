@@ -131,7 +131,7 @@ class VocabularyPasses:
         key = (TransferKind.STATISTICS, self._row.unit(item))
         (own,) = self._values.give(key)
         table = own.new_empty((len(item.members), *own.shape))
-        self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(table, own, str(item)))
+        self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(own, str(item), table))
 
     def _open_barrier(self, unit: int, microbatch: Microbatch) -> None:
         """Wait for the statistics of all shards and finish the loss."""
