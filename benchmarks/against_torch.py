@@ -84,7 +84,7 @@ def build(runtime: str, schedule: str, checkpointing: str, settings: Settings) -
         schedule=kind,
         vocabulary="first-last",
         microbatches=settings.microbatches,
-        checkpointing=checkpointing,
+        activation_checkpointing=checkpointing,
         self_check=False,
     )
 

@@ -68,7 +68,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "slices": (1, 1, 1, 1, 2),
     "schedule": tuple(SCHEDULES),
     "vocabulary": tuple(VocabularyMode),
-    "checkpointing": ("none", "none", "selective", "full"),
+    "activation_checkpointing": ("none", "none", "selective", "full"),
     "offload": ("scheduled", "scheduled", "scheduled", "free", "all"),
     "kernels": (*("transformers",) * 4, "fused", "megatron", "transformer-engine"),
     "optimizer": ("adamw", "adamw", "muon", "adafactor", "sgd"),

@@ -114,7 +114,7 @@ def recipe_of(row: dict[str, str], layers: int) -> Recipe:
         sequence_length=int(row["sequence"]),
         schedule=schedule,
         schedule_options=options,
-        checkpointing=checkpointing,
+        activation_checkpointing=checkpointing,
         context_exchange=row["exchange"],
         tensor_overlap="ring" if "TP comm overlap" in row["note"] else "none",
         vocabulary="first-last",

@@ -170,7 +170,7 @@ def compare(case: Case, given: argparse.Namespace, device: torch.device) -> dict
         microbatch_size=case.sequences,
         sequence_length=tokens,
         layers_per_stage=(case.layers,),
-        checkpointing=case.checkpointing,
+        activation_checkpointing=case.checkpointing,
     )
     return {
         "case": case.name,

@@ -85,6 +85,7 @@ RENAMED = {
     "tensor_parallel": "tp",
     "expert_parallel": "ep",
     "memory_limit": "max_in_flight",
+    "checkpointing": "activation_checkpointing",
     "clip_gradients": "clip_grad_norm_",
 }
 """Old name of an option or method -> its name today."""

@@ -324,7 +324,7 @@ def test_every_second_layer_computes_again_and_parameters_are_freed_between_pass
 
     model = describe_model(LlamaConfig(num_hidden_layers=5))
     recipe = RecipeOptions(checkpointing="full/2").recipe(model, ours=True)
-    assert recipe.checkpointing == ("none", "full", "none", "full", "none")
+    assert recipe.activation_checkpointing == ("none", "full", "none", "full", "none")
     none, some, full = (first(f"--checkpointing {choice}")["activations"] for choice in ("none", "full/2", "full"))
     assert full < some < none
     kept, freed = (first(f"--schedule interleaved --stages-per-device 4 {option}") for option in ("", "--reshard"))

@@ -83,7 +83,7 @@ def _open(case: Case, folder: Path, mesh: DeviceMesh | None) -> Pipeline:
         "compute_dtype": torch.bfloat16 if case.bf16 else None,
         "seed": seed_of(case),
         "layers_per_stage": case.layers_per_stage,
-        "checkpointing": case.checkpointing,
+        "activation_checkpointing": case.checkpointing,
         "compile_layers": case.compile_layers,
         "costs": costs,
         "sequence_length": case.sequence_length,

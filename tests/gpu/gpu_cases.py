@@ -50,11 +50,11 @@ SHARED = [
 LAYOUTS: dict[str, dict[str, Any]] = {
     # options of `Pipeline`: 4 processes on one GPU
     "tensor ranks": {"tp": 2, "schedule": "zb-h1"},
-    "tensor ranks, rings": {"tp": 2, "tensor_overlap": "ring", "checkpointing": "selective"},
+    "tensor ranks, rings": {"tp": 2, "tensor_overlap": "ring", "activation_checkpointing": "selective"},
     "context ranks, keys": {"cp": 2, "schedule": "zbv"},
     "context ranks, heads": {"cp": 2, "context_exchange": "heads", "schedule": "zb-h1"},
     "slices": {"slices": 3, "schedule": "zb-h1"},
-    "slices, context ranks": {"slices": 2, "cp": 2, "checkpointing": "full"},
+    "slices, context ranks": {"slices": 2, "cp": 2, "activation_checkpointing": "full"},
     "documents": {"documents": "separate"},
     "sharded replicas": {"dp": 2, "data_parallel": "shard", "schedule": "v-half"},
     "sharded replicas, freed after each pass": {"dp": 2, "data_parallel": "shard", "reshard": True},
@@ -64,12 +64,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "dp": 2,
         "ep": 2,
         "experts": ExpertOptions(columns=2, arrivals=2),
-        "checkpointing": "full",
+        "activation_checkpointing": "full",
     },
     "experts on one device": {"model": "mixtral", "schedule": "zb-h1"},
     "tensor ranks of experts": {"model": "mixtral", "tp": 2},
     "offload": {"schedule": "po-f", "offload": OffloadOptions(activations="all")},
-    "checkpointing": {"schedule": "interleaved", "checkpointing": "full"},
+    "checkpointing": {"schedule": "interleaved", "activation_checkpointing": "full"},
     "compiled layers": {"compile_layers": True, "schedule": "zb-h1"},
 }
 

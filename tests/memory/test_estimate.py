@@ -236,8 +236,11 @@ WRONG = [
     ({"kernels": "megatron,products=fp8,weight_gradient=eager"}, "it must be fused with products=fp8"),
     ({"kernels": "fsdp,products=fp8,parameters=cast"}, "it must be compute, or products=fp8 with kernels of Megatron"),
     ({"kernels": "megatron,attention=unfused", "cp": 2}, "it must be fused or flash with cp = 2"),
-    ({"checkpointing": "some"}, 'checkpointing is "some"; it must be one of'),
-    ({"checkpointing": ["full", "none"]}, 'checkpointing is ["full", "none"]; it must be one choice, or one for each'),
+    ({"activation_checkpointing": "some"}, 'checkpointing is "some"; it must be one of'),
+    (
+        {"activation_checkpointing": ["full", "none"]},
+        'checkpointing is ["full", "none"]; it must be one choice, or one for each',
+    ),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
     ({"optimizer": "lion"}, 'optimizer is "lion"; it must be one of adamw, muon, adafactor, sgd'),
     ({"dp": 2, "ep": 2}, "expert_parallel is 2; it must be 1, since Qwen3ForCausalLM has no experts"),

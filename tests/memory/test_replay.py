@@ -148,7 +148,7 @@ CASES = [
 @pytest.mark.sampled(2)
 def test_every_item_of_a_real_step_holds_what_is_estimated(case: Case) -> None:
     """To the byte, but for scalars of the loss: the second step, after AdamW's and without gradients."""
-    options = {"schedule": order_of(case), "vocabulary": case.mode, "checkpointing": case.checkpointing}
+    options = {"schedule": order_of(case), "vocabulary": case.mode, "activation_checkpointing": case.checkpointing}
     recipe = Recipe.of(pp=1, microbatches=3, sequence_length=48, **options)
     # Without a token for padding, whose mask of a few bytes is not estimated.
     model, dtypes = tiny_config("llama", pad_token_id=None), Dtypes(compute="bf16") if case.bf16 else SINGLE

@@ -114,7 +114,7 @@ def opened(case: Case, **options: Any) -> Pipeline:
         "schedule": case.order(),
         "vocabulary": case.mode,
         "microbatches": case.microbatches,
-        "checkpointing": case.checkpointing,
+        "activation_checkpointing": case.checkpointing,
         "dp": case.replicas,
         "cp": case.context_ranks,
         "tp": case.tensor_ranks,

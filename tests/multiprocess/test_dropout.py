@@ -73,12 +73,12 @@ CASES = [
     Case(processes=3, mode="first-last"),
     Case(schedule="zb-h1", mode="vocab-1"),
     Case(schedule="zbv", recomputed=True),
-    Case(other=(("checkpointing", "full"),)),
-    Case(schedule="zbv", other=(("checkpointing", "selective"),)),
+    Case(other=(("activation_checkpointing", "full"),)),
+    Case(schedule="zbv", other=(("activation_checkpointing", "selective"),)),
     Case(replicas=2, processes=4, schedule="zbv"),
     Case(replicas=2, other=(("data_parallel", "shard"),)),
     Case("llama", schedule="interleaved", mode="interlaced"),
-    Case("llama", processes=3, mode="redistribute", other=(("checkpointing", "full"),)),
+    Case("llama", processes=3, mode="redistribute", other=(("activation_checkpointing", "full"),)),
     Case("modules", schedule="zbv", mode="first-last"),
 ]
 

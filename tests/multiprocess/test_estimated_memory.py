@@ -82,7 +82,7 @@ class Case:
 SHARDS, FREED = {"dp": 2, "data_parallel": "shard"}, {"dp": 2, "data_parallel": "shard", "reshard": True}
 TENSOR, CONTEXT = {"tp": 2}, {"cp": 2}
 HEADS = {"cp": 2, "context_exchange": "heads"}
-FULL, SELECTIVE = {"checkpointing": "full"}, {"checkpointing": "selective"}
+FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
 ALL_ON_HOST = {"offload": OffloadOptions(activations="all")}
 SOME_ON_HOST = {
     "offload": OffloadOptions(

@@ -27,7 +27,7 @@ from evenpipe.model import describe, describe_modules
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "vocabulary": "first-last"},
-    "zbv": {"schedule": "zbv", "vocabulary": "vocab-2", "checkpointing": "full"},
+    "zbv": {"schedule": "zbv", "vocabulary": "vocab-2", "activation_checkpointing": "full"},
     "interlaced, compiled": {"schedule": "1f1b", "vocabulary": "interlaced", "compile_layers": True},
     "tensor ranks": {"tp": 2},
     "context ranks": {"cp": 2},

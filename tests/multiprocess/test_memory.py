@@ -65,7 +65,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor ranks": {"pp": 2, "tp": 2, "schedule": "zb-h1"},
     "context ranks": {"pp": 2, "cp": 2},
     "slices": {"pp": 4, "slices": 2},
-    "checkpointing": {"pp": 4, "checkpointing": "full"},
+    "checkpointing": {"pp": 4, "activation_checkpointing": "full"},
     "experts": {"pp": 2, "dp": 2, "ep": 2},
 }
 

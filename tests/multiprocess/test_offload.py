@@ -116,7 +116,7 @@ def gradients(case: Case, activations: str) -> tuple[list[float], dict[str, torc
         schedule=schedule_of(case, given["again"]),
         vocabulary=case.mode,
         microbatches=case.microbatches,
-        checkpointing=given["checkpointing"],
+        activation_checkpointing=given["checkpointing"],
         offload=OffloadOptions(activations=activations, layers=given["layers"], streams=given["streams"]),
         self_check=False,
     )

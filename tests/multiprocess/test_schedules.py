@@ -74,7 +74,7 @@ def opened(case: Case) -> Pipeline:
         vocabulary=case.mode,
         microbatches=case.microbatches,
         parameter_dtype=DTYPE,
-        checkpointing="full" if case.kept == "inputs of layers" else "none",
+        activation_checkpointing="full" if case.kept == "inputs of layers" else "none",
         communicators=case.communicators,
         self_check=False,
     )

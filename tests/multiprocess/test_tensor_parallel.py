@@ -183,7 +183,7 @@ def test_columns_carry_their_share_of_hops_and_vocabulary() -> None:
 
 
 def bytes_with(overlap: str, schedule: str, checkpointing: str) -> dict[str, int]:
-    options = {"tensor_overlap": overlap, "schedule": schedule, "checkpointing": checkpointing}
+    options = {"tensor_overlap": overlap, "schedule": schedule, "activation_checkpointing": checkpointing}
     return bytes_of_step(tp=2, **options)
 
 
@@ -199,7 +199,7 @@ def collectives_of_steps(ways: list[tuple[str, str]]) -> list[dict[str, int]]:
     logs = []
     for schedule, checkpointing in ways:
         collectives: Counter[str] = Counter()
-        pipeline = pipeline_of(schedule=schedule, checkpointing=checkpointing, tp=2)
+        pipeline = pipeline_of(schedule=schedule, activation_checkpointing=checkpointing, tp=2)
         exchange = pipeline._tensor[1]
         for name in ("start_gather", "start_scatter", "sum", "table"):
 

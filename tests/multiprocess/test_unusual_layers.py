@@ -213,7 +213,7 @@ CASES = [
     # before others have made torch compile so often on one of two processes that it stops there, but not on the other
     Case(at(1, "run"), 2, {"compile_layers": True, "tp": 2, "schedule": "zb-h1"}),
     # of one process, which draws as the reference does
-    Case(("random",) * 4, 1, {"checkpointing": "selective"}),
+    Case(("random",) * 4, 1, {"activation_checkpointing": "selective"}),
     Case(("random",) * 4, 1, RECOMPUTE | {"self_check": True}),
     *(Case(at(2, kind), options={"schedule": "zbv"}) for kind in BEHAVIOURS if kind not in ("run", "random")),
     *(Case((kind,) * 4) for kind in ("skip", "no_grad", "constant", "view", "scale")),
@@ -221,10 +221,10 @@ CASES = [
     Case(("run", "skip", "add", "run"), options=RECOMPUTE | {"schedule": "zbv"}),
     Case(("below",) * 4, options=RECOMPUTE | {"offload": HOST}),
     Case(SECOND, options=RECOMPUTE | {"vocabulary": "redistribute"}),
-    Case(at(2, "scale"), options={"checkpointing": "full"}),  # nothing is computed from its input again
+    Case(at(2, "scale"), options={"activation_checkpointing": "full"}),  # nothing is computed from its input again
     Case(ALL, options={"vocabulary": "vocab-1", "tied": True, "self_check": True}),
     Case(at(1, "below"), options={"self_check": True}),
-    Case(at(3, "above"), options={"compile_layers": True, "checkpointing": "full"}),
+    Case(at(3, "above"), options={"compile_layers": True, "activation_checkpointing": "full"}),
     *(Case(layers, options={"compile_layers": True, "schedule": "zbv"}) for layers in (at(2, "skip?"), ALL)),
     Case(at(2, "above"), options={"slices": 2, "schedule": "zbv"}),
     Case(("run", "below?", "skip?", "below"), options={"slices": 3}),
@@ -257,7 +257,7 @@ def faults_of_detached_blocks(cases: list[Case]) -> list[str]:
 
 
 def test_blocks_that_detach_what_tensor_ranks_have_gathered() -> None:
-    layouts = [{}, {"tensor_overlap": "ring", "recompute": True}, {"checkpointing": "selective"}]
+    layouts = [{}, {"tensor_overlap": "ring", "recompute": True}, {"activation_checkpointing": "selective"}]
     cases = [Case(at(1, "run"), options={"tp": 2, **layout}) for layout in layouts]
     check_cases(faults_of_detached_blocks, cases)
 
@@ -309,10 +309,10 @@ def test_experts_and_their_routers(kinds: tuple[str, ...], options: dict[str, An
 def refused_by_checkpointing() -> None:
     """What that of torch refuses, too; and a changed input without a gradient, after which autograd does not look."""
     for kind, choice in (("add", "full"), ("assign", "selective"), ("change", "full")):
-        case = Case(at(0, kind), 1, options={"checkpointing": choice})
+        case = Case(at(0, kind), 1, options={"activation_checkpointing": choice})
         with patched(case.layers), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             pipeline_of(case, 2).step(batch(2)[0])
-    case = Case(("below", "add", "run", "run"), 1, options={"checkpointing": "full"})
+    case = Case(("below", "add", "run", "run"), 1, options={"activation_checkpointing": "full"})
     with patched(case.layers), pytest.raises(RuntimeError, match=r"of a checkpointed layer .* in place"):
         pipeline_of(case, 2).step(batch(2)[0])
 

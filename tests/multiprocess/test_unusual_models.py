@@ -163,8 +163,8 @@ BATCHES, ROWS, TOKENS = 6, 4, 16
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "vocabulary": "first-last"},
     "zbv": {"schedule": "zbv", "vocabulary": "vocab-2"},
-    "full checkpointing": {"schedule": "zb-h1", "checkpointing": "full"},
-    "selective checkpointing": {"schedule": "1f1b", "checkpointing": "selective"},
+    "full checkpointing": {"schedule": "zb-h1", "activation_checkpointing": "full"},
+    "selective checkpointing": {"schedule": "1f1b", "activation_checkpointing": "selective"},
     "compiled": {"schedule": "zbv", "compile_layers": True},
     "tensor ranks": {"tp": 2},
     "shards": {"dp": 2, "data_parallel": "shard", "reshard": True},

@@ -139,9 +139,9 @@ def test_compiled_layers_keep_everything_in_pieces_of_sequences() -> None:
         for one in configurations(given, chosen, layout, head_layers(given, layout))
     }
     assert seen == {(False, "least"), (True, "none")}
-    pieces = Recipe.of(pp=2, cp=2, checkpointing="full")
+    pieces = Recipe.of(pp=2, cp=2, activation_checkpointing="full")
     assert "compile_layers is True; it must be False with checkpointing" in refusal(given, pieces)
-    assert refusal(given, replace(pieces, checkpointing="none")) == ""
+    assert refusal(given, replace(pieces, activation_checkpointing="none")) == ""
 
 
 # --- against looking at everything ------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
 
 def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
     given = problem("8B", gpus=4, memory=64, sequences_per_step=32)
-    one = configuration(given, "1f1b", "vocab-2", 32, open=("checkpointing",))
+    one = configuration(given, "1f1b", "vocab-2", 32, open=("activation_checkpointing",))
     chosen = evaluate(given, one)
     assert chosen.fits
     policies = chosen.configuration.checkpointing
@@ -232,7 +232,7 @@ def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
         if place is not None:
             weaker = {"full": "selective", "selective": "none"}[policies[place]]
             less = (*policies[:place], weaker, *policies[place + 1 :])
-            assert not evaluate(given, one.decided(checkpointing=less)).fits, "one layer less does not fit"
+            assert not evaluate(given, one.decided(activation_checkpointing=less)).fits, "one layer less does not fit"
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_steps_are_read_in_several_forms(tmp_path: Path) -> None:
     assert first.seconds == 8.4 and first.recipe.options == {"stages_per_device": 4}
     sizes = first.recipe.parallelism
     assert (sizes.dp, sizes.pp, sizes.zero, first.recipe.vocabulary) == (4, 2, 3, "vocab-1")
-    assert (first.recipe.batch.microbatch_size, first.recipe.microbatches, first.recipe.checkpointing) == (
+    assert (first.recipe.batch.microbatch_size, first.recipe.microbatches, first.recipe.activation_checkpointing) == (
         2,
         8,
         "selective",

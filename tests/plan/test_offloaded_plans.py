@@ -69,7 +69,7 @@ def test_what_is_free_lowers_memory_and_costs_no_time(roomy: Problem, sample: Ca
 
 
 def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
+    one = configuration("1f1b", "vocab-2", open=("activation_checkpointing",), offload="least")
     plenty = evaluate(roomy, one)
     assert plenty.configuration.offload == "scheduled" and not host(plenty) and not plenty.kept
     free = evaluate(roomy, one.with_offload("free"))
@@ -85,7 +85,7 @@ def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Proble
 
 
 def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
+    one = configuration("1f1b", "vocab-2", open=("activation_checkpointing",), offload="least")
     between = (most(evaluate(roomy, one.with_offload("free"))) + most(evaluate(roomy, one))) / 2 / GIB * 1.05
     space = Space(
         pp=(4,), microbatch_sizes=(1,), schedules=("1f1b",), vocabularies=("vocab-2",), offload=("least", "scheduled")
@@ -143,7 +143,7 @@ def test_seventy_billion_parameters_on_sixteen_devices() -> None:
 
 
 def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy: Problem) -> None:
-    one = configuration("zb-h1", "vocab-2", open=("checkpointing",), offload="none", host_share=None)
+    one = configuration("zb-h1", "vocab-2", open=("activation_checkpointing",), offload="none", host_share=None)
     plenty = evaluate(roomy, one)
     assert plenty.configuration.host_share == 0
     sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
@@ -164,7 +164,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
 @pytest.mark.slow
 def test_where_computing_again_is_faster_moments_stay() -> None:
     """One microbatch per step: the optimizer is a large part of it."""
-    one = configuration("1f1b", "vocab-2", 1, open=("checkpointing",), offload="none", host_share=None)
+    one = configuration("1f1b", "vocab-2", 1, open=("activation_checkpointing",), offload="none", host_share=None)
     roomy = problem(1000)
     sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
     given = problem((sizes[0] + sizes[1]) / 2 / GIB)

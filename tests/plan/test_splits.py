@@ -55,7 +55,7 @@ def candidates(given: Problem, schedule: str, mode: str) -> tuple[Split, ...]:
 
 def evaluated(given: Problem, schedule: str, mode: str, split: Split) -> Evaluation:
     one = replace(recipe(given, schedule, mode), layers_per_stage=split)
-    return evaluate(given, Configuration.of(given, one, open=("checkpointing",)))
+    return evaluate(given, Configuration.of(given, one, open=("activation_checkpointing",)))
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_run_that_does_not_fit_takes_another_split(
 ) -> None:
     """The fastest of all that fit, with the recomputation of the run."""
     given = problem(memory, kernels="transformers")
-    run = replace(recipe(given, schedule, "redistribute"), checkpointing=policy)
+    run = replace(recipe(given, schedule, "redistribute"), activation_checkpointing=policy)
     assert split_that_fits(given, run) == expected
     if expected is not None:
         usual = Configuration.of(given, run)

@@ -28,7 +28,10 @@ ORDER = generate("1f1b", 2, 3)
 
 
 def test_one_table_of_options_is_the_same_as_its_parts() -> None:
-    options = {"schedule_options": {"stages_per_device": 2, "group_size": None}, "checkpointing": ["full", "none"]}
+    options = {
+        "schedule_options": {"stages_per_device": 2, "group_size": None},
+        "activation_checkpointing": ["full", "none"],
+    }
     flat = Recipe.of(dp=2, pp=4, microbatches=6, vocabulary="balanced", layers_per_stage=[1] * 8, **options)
     parts = Recipe(
         parallelism=Parallelism(dp=2, pp=4),
@@ -36,7 +39,7 @@ def test_one_table_of_options_is_the_same_as_its_parts() -> None:
         schedule_options=(("stages_per_device", 2),),
         vocabulary="vocab-2",
         layers_per_stage=(1,) * 8,
-        checkpointing=("full", "none"),
+        activation_checkpointing=("full", "none"),
     )
     assert flat == parts and hash(flat) == hash(parts)
     assert flat.options == {"stages_per_device": 2}
@@ -70,8 +73,8 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
 
 
 def test_values_that_stand_for_others() -> None:
-    assert Recipe.of(checkpointing="full").checkpointing_of(3) == ("full",) * 3
-    assert Recipe.of(checkpointing=["full", "none"]).checkpointing_of(2) == ("full", "none")
+    assert Recipe.of(activation_checkpointing="full").checkpointing_of(3) == ("full",) * 3
+    assert Recipe.of(activation_checkpointing=["full", "none"]).checkpointing_of(2) == ("full", "none")
     assert [Parallelism(dp=2, data_parallel=kind).zero for kind in DATA_PARALLEL] == [0, 1, 2, 3]
     assert OffloadOptions(layers=["keep", "offload", "keep"]).kept_layers(3) == {0, 2}  # type: ignore[arg-type]
     assert OffloadOptions().kept_layers(3) == set()
@@ -97,7 +100,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 REFUSED_BY_A_RUN = [
     ({"tp": 2, "sequence_parallel": False}, "sequence_parallel is false; it must be true, since tensor ranks share"),
     ({"dp": 2, "data_parallel": "shard-gradients"}, 'data_parallel is "shard-gradients"; it must be replicate or'),
-    ({"checkpointing": ["full", "none", "full"]}, 'checkpointing is ["full", "none", "full"]; it must be one choice'),
+    (
+        {"activation_checkpointing": ["full", "none", "full"]},
+        'checkpointing is ["full", "none", "full"]; it must be one choice',
+    ),
 ]
 
 

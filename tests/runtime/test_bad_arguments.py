@@ -34,9 +34,9 @@ MADE = [
     ({"model": None}, ["model = None", "neither a hub name, a folder"]),
     ({"model": torch.nn.Linear(2, 2)}, ["model = Linear", "Pipeline.from_modules"]),
     ({"compute_dtype": "fp7"}, ['compute_dtype is "fp7"', "torch.bfloat16"]),
-    ({"checkpointing": "some"}, ['checkpointing is "some"', '"none", "full", "selective"']),
-    ({"checkpointing": True}, ["checkpointing is true"]),
-    ({"checkpointing": ["full", True, "none", "none"]}, ["checkpointing[1] is true"]),
+    ({"activation_checkpointing": "some"}, ['checkpointing is "some"', '"none", "full", "selective"']),
+    ({"activation_checkpointing": True}, ["activation_checkpointing is true"]),
+    ({"activation_checkpointing": ["full", True, "none", "none"]}, ["activation_checkpointing[1] is true"]),
     ({"offload": "all"}, ['offload is "all"', "OffloadOptions"]),
     ({"data_parallel": "x"}, ['data_parallel is "x"', "replicate, shard"]),
     ({"layers_per_stage": [1, 2]}, ["layers_per_stage is [1, 2]", "4 layers"]),
@@ -128,6 +128,7 @@ def test_old_names_are_refused_with_the_new_ones() -> None:
         ("tensor_parallel", "tp"),
         ("context_parallel", "cp"),
         ("expert_parallel", "ep"),
+        ("checkpointing", "activation_checkpointing"),
     ):
         with pytest.raises(TypeError, match=f"unknown argument '{old}'; .*; {old} is {new} now"):
             evenpipe.Pipeline("model", **{old: 2})

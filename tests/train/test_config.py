@@ -65,7 +65,7 @@ REFUSED = [
     (["gpipe", 'did you mean "1f1b"'], ["pipeline.schedule=1f2b"]),
     (["redistribute", 'did you mean "vocab-2"'], ["pipeline.vocabulary=vocab2"]),
     (["per-pair, per-kind"], ["pipeline.communicators=two"]),
-    (['"none", "full", "selective" or a list of them'], ["pipeline.checkpointing=half"]),
+    (['"none", "full", "selective" or a list of them'], ["pipeline.activation_checkpointing=half"]),
     (['"scheduled", "none", "free", "all" or number above 0'], ["offload.activations=x"]),
     (["probabilities, nothing"], ["loss.keep=logits"]),
     (["adamw, muon, adafactor, sgd", 'did you mean "adamw"'], ["optimizer.name=adam"]),
@@ -327,8 +327,8 @@ def test_the_schema_accepts_what_is_accepted() -> None:
         ("pipeline", "process", 1, False),
         ("pipeline", "slices", "auto", True),
         ("pipeline", "slices", "most", False),
-        ("pipeline", "checkpointing", "full", True),
-        ("pipeline", "checkpointing", ["full", "none"], True),
+        ("pipeline", "activation_checkpointing", "full", True),
+        ("pipeline", "activation_checkpointing", ["full", "none"], True),
         ("optimizer", "betas", [0.9, 1.0], False),
         ("optimizer", "clip_norm", "none", True),
         ("output", "trackers", "wandb", True),
@@ -392,7 +392,7 @@ def test_fields_that_another_version_has_or_had() -> None:
     assert changed_values(before, made()) == {}
     assert changed_values(before, made(checkpoint={"resume_from": 3})) == {"checkpoint.resume_from": "none -> 3"}
     before = saved(made())
-    before["pipeline"]["checkpointing"], before["offload"]["copy_time"] = ["none"], [0.25]
+    before["pipeline"]["activation_checkpointing"], before["offload"]["copy_time"] = ["none"], [0.25]
     assert changed_values(before, made()) == {}, "what is one value now was a list of one"
     before["training"]["turbo"] = True
     assert changed_values(before, made()) == {"training.turbo": "true -> none"}
@@ -459,7 +459,7 @@ UNFIT = [
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
     (
-        {"pipeline": {"checkpointing": ["full", "none"]}},
+        {"pipeline": {"activation_checkpointing": ["full", "none"]}},
         ['checkpointing is ["full", "none"]; it must be one choice, or 4', "4, one per layer"],
     ),
     ({"data": {"sequence_length": 65}}, ["data.sequence_length is 65", "at most 64"]),

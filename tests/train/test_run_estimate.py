@@ -24,8 +24,9 @@ ALONE = """
 model.architecture=mixtral model.config.num_hidden_layers=6 model.compute_dtype=float32 data.sequence_length=128
 tokenizer.vocabulary_size=1024 pipeline.processes=8 pipeline.dp=1 pipeline.data_parallel=shard
 pipeline.schedule=zbv pipeline.vocabulary=first-last pipeline.microbatches=1 pipeline.slices=2
-pipeline.microbatch_size=2 pipeline.layers_per_stage=[1,3] pipeline.checkpointing=full pipeline.communicators=one
-offload.activations=all loss.label_smoothing=0.1 loss.keep=nothing loss.entropy=true loss.kernels=torch
+pipeline.microbatch_size=2 pipeline.layers_per_stage=[1,3] pipeline.activation_checkpointing=full
+pipeline.communicators=one offload.activations=all loss.label_smoothing=0.1 loss.keep=nothing loss.entropy=true
+loss.kernels=torch
 optimizer.name=adafactor optimizer.host_share=0.5 pipeline.compile_layers=true
 """
 TOGETHER = """

@@ -83,7 +83,7 @@ class RecipeOptions:
         split, longest = self.layers_per_stage, model.maximum_length
         return Recipe.of(
             **{name: getattr(self, name) for name in AS_IN_RECIPE},
-            checkpointing=_checkpointing(self.checkpointing, model.layers),
+            activation_checkpointing=_checkpointing(self.checkpointing, model.layers),
             vocabulary=self.vocabulary or (BALANCED if ours else "first-last"),
             data_parallel=DATA_PARALLEL[self.zero],
             sequence_parallel=not self.no_sequence_parallel,

@@ -64,7 +64,7 @@ def check_choices(choices: Iterable[str]) -> None:
     for choice in choices:
         if choice not in CHOICES:
             accepted = ", ".join(f'"{one}"' for one in CHOICES)
-            raise refused("checkpointing", choice, f"one of {accepted}, or one of these per layer")
+            raise refused("activation_checkpointing", choice, f"one of {accepted}, or one of these per layer")
 
 
 @dataclass(frozen=True, slots=True)

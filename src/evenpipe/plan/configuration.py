@@ -28,8 +28,8 @@ class Configuration:
     shape: Shape = field(compare=False, repr=False)
     """Of its schedule on its devices."""
     open: tuple[str, ...] = ()
-    """Fields of the recipe that the evaluation decides, "checkpointing" or "offload": `LEAST`. None in an evaluated
-    plan, whose recipe has one checkpointing policy per layer."""
+    """Fields of the recipe that the evaluation decides, "activation_checkpointing" or "offload": `LEAST`. None in an
+    evaluated plan, whose recipe has one checkpointing policy per layer."""
     copy_seconds: tuple[float, ...] = ()
     """By stage, the time of one copy to the host; for an evaluated plan with copies, whose recipe has relative times in
     `offload.copy_time`."""
@@ -66,9 +66,9 @@ class Configuration:
     @property
     def checkpointing(self) -> tuple[str, ...]:
         """Return `LEAST` or a policy, alone: for all layers; or one policy per layer."""
-        if "checkpointing" in self.open:
+        if "activation_checkpointing" in self.open:
             return (LEAST,)
-        given = self.recipe.checkpointing
+        given = self.recipe.activation_checkpointing
         return given if isinstance(given, tuple) else (given,)
 
     @property

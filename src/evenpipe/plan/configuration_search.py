@@ -476,7 +476,7 @@ class _Search:
 
 def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
-    layers, head = split_times(problem, replace(layout, checkpointing="none"))
+    layers, head = split_times(problem, replace(layout, activation_checkpointing="none"))
     return head / layers[-1]
 
 

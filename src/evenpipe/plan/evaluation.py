@@ -165,7 +165,11 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
 
 def _without_recomputation(configuration: Configuration) -> Configuration:
     """Return the same with no recomputation that it does not demand."""
-    return configuration.decided(checkpointing="none") if "checkpointing" in configuration.open else configuration
+    return (
+        configuration.decided(activation_checkpointing="none")
+        if "activation_checkpointing" in configuration.open
+        else configuration
+    )
 
 
 def timed_whole(problem: Problem, plan: Evaluation) -> Evaluation:
@@ -208,7 +212,7 @@ def timed(
 def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluation:
     """Return what is known of the time without an order: the step is at least the work of the busiest device."""
     busy = least_work(problem, configuration)
-    plain = least_work(problem, configuration.decided(checkpointing="none"))
+    plain = least_work(problem, configuration.decided(activation_checkpointing="none"))
     least, end = max(busy) * configuration.recipe.microbatches, end_seconds(problem, configuration)
     return Evaluation(
         configuration=configuration,
@@ -236,7 +240,7 @@ def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
     recipe = configuration.recipe
     sizes = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices
-    split = configuration.placement, configuration.layers_per_stage, recipe.checkpointing, recipe.vocabulary
+    split = configuration.placement, configuration.layers_per_stage, recipe.activation_checkpointing, recipe.vocabulary
     return problem.lately((least_work, sizes, split), lambda: _least_work(problem, configuration))
 
 
@@ -348,7 +352,7 @@ def _memory(problem: Problem, one: Configuration, microbatches: int, limit: floa
 
 def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
     """Return policies, one per layer; None if they are open."""
-    return None if "checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
+    return None if "activation_checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
 
 
 def _held(
@@ -356,10 +360,10 @@ def _held(
 ) -> Evaluation:
     """Return the memory with these policies; `quick`: in an order arranged without recomputation, which is arranged
     only once for all policies and holds about as much."""
-    one = one.decided(checkpointing=policies)
+    one = one.decided(activation_checkpointing=policies)
     if one.moves:
         one = _with_copies(problem, one, microbatches)
-    recipe = one.decided(checkpointing="none").recipe if quick else one.recipe
+    recipe = one.decided(activation_checkpointing="none").recipe if quick else one.recipe
     devices = device_uses(problem, one, problem.arranged(recipe, microbatches))
     return Evaluation(configuration=one, devices=devices)
 
@@ -399,11 +403,11 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
         return tuple(found)
 
     # In an order arranged without recomputation, which holds about as much.
-    program = problem.arranged(none.configuration.decided(checkpointing="none").recipe, microbatches)
+    program = problem.arranged(none.configuration.decided(activation_checkpointing="none").recipe, microbatches)
 
     def use(device: int, step: int) -> DeviceUse:
         steps[device] = step
-        return device_use(problem, none.configuration.decided(checkpointing=policies()), program, device)
+        return device_use(problem, none.configuration.decided(activation_checkpointing=policies()), program, device)
 
     def fits(device: int, step: int) -> bool:
         return use(device, step).fits
@@ -420,7 +424,7 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit:
             full = _held(problem, one, ("full",) * problem.layers, microbatches, quick=True)
             return replace(full, kept=none.devices)
         steps[device] = bisect_left(range(last), True, 1, key=partial(fits, device))
-    fewest = _with_least_work(problem, one.decided(checkpointing=policies()))
+    fewest = _with_least_work(problem, one.decided(activation_checkpointing=policies()))
     if fewest.seconds >= limit:
         return fewest
 

@@ -86,7 +86,7 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
     entry["configuration"] = {name: getattr(configuration, name) for name in _CHOSEN}
     offload = configuration.recipe.offload
     entry["offload"] = {"activations": offload.activations, "copy_time": offload.copy_time}
-    entry["checkpointing"] = configuration.recipe.checkpointing
+    entry["checkpointing"] = configuration.recipe.activation_checkpointing
     for name in ("devices", "kept"):
         entry[name] = [asdict(device) for device in getattr(evaluation, name)]
     if not evaluation.busy:
@@ -97,7 +97,9 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
 def _from_entry(one: Configuration, entry: dict[str, Any]) -> Evaluation:
     given = _tuples(entry)
     recipe = replace(
-        one.recipe, checkpointing=given.pop("checkpointing"), offload=OffloadOptions(**_tuples(given.pop("offload")))
+        one.recipe,
+        activation_checkpointing=given.pop("checkpointing"),
+        offload=OffloadOptions(**_tuples(given.pop("offload"))),
     )
     configuration = replace(one, recipe=recipe, **_tuples(given.pop("configuration")))
     given |= {name: tuple(DeviceUse(**device) for device in given[name]) for name in ("devices", "kept")}

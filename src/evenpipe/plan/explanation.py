@@ -340,7 +340,7 @@ def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offlo
             layers_per_stage=split,
             offload=OffloadOptions(activations=offload),
         )
-        possible.append(Configuration(recipe=recipe, shape=shape, open=("checkpointing",)))
+        possible.append(Configuration(recipe=recipe, shape=shape, open=("activation_checkpointing",)))
         if mode == USUAL[1]:
             break
     bounds = [work_bound(problem, one, traced=True) for one in possible]

@@ -81,7 +81,7 @@ def _uses_of_kinds(problem: Problem, recipe: Recipe, *, split: bool) -> list[dic
         first = {id(work): layer for layer, work in reversed(list(enumerate(problem.works)))}
         return [
             {
-                kind: _use(problem, replace(recipe, checkpointing=policy), layer, split=split)
+                kind: _use(problem, replace(recipe, activation_checkpointing=policy), layer, split=split)
                 for kind, layer in first.items()
             }
             for policy in POLICIES

@@ -238,7 +238,7 @@ def _recipe(problem: Problem, words: list[str]) -> Recipe:
         elif word in MODES:
             said["vocabulary"] = word
         elif word in POLICIES:
-            said["checkpointing"] = word
+            said["activation_checkpointing"] = word
         elif word == "heads":
             said["context_exchange"] = word
         elif word in {"microbatch", "slices"} and rest and rest[0].isdecimal():

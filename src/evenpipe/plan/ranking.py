@@ -388,7 +388,11 @@ def explained(found: Found) -> list[Rejection]:
     least from it."""
     limit = math.inf if found.best is None else found.best.seconds
     candidates = [
-        (order_bound(found.problem, plan.configuration.decided(checkpointing="none")), plan.configuration.name, plan)
+        (
+            order_bound(found.problem, plan.configuration.decided(activation_checkpointing="none")),
+            plan.configuration.name,
+            plan,
+        )
         for plan in (*found.failed, *found.plans)
         if plan.kept or (plan.devices and not plan.fits)
     ]
@@ -454,7 +458,7 @@ def _measures(plan: Evaluation) -> str:
 def _of_floor(one: Rejected) -> Rejection:
     if one.configuration is not None:
         name, where = one.configuration.name, f"at least on device {one.bound.device}"
-        where += ", even with full recomputation" * ("checkpointing" in one.configuration.open)
+        where += ", even with full recomputation" * ("activation_checkpointing" in one.configuration.open)
     else:
         name = f"{name_of_axes(one.layout.parallelism)} {name_of_zero(one.layout.parallelism)}"
         where = "at least, for parameters, gradients and optimizer state alone"

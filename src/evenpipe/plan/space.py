@@ -247,10 +247,10 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                         schedule_options=options,
                         vocabulary=mode,
                         layers_per_stage=split,
-                        checkpointing="none" if policy == LEAST else policy,
+                        activation_checkpointing="none" if policy == LEAST else policy,
                         offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
                     )
-                    decided = {"checkpointing": least if policy == LEAST else policy, "offload": offload}
+                    decided = {"activation_checkpointing": least if policy == LEAST else policy, "offload": offload}
                     still_open = tuple(name for name, choice in decided.items() if choice == LEAST)
                     yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
 

@@ -54,7 +54,7 @@ def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layer
         found = problem.once(key, partial(_by_cost, shape, key[3], relative))
     if mode != "first-last" and layout.devices > 1 and not shape.moves:
         recipe = replace(layout, vocabulary=mode, layers_per_stage=found[0])
-        usual = Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
+        usual = Configuration(recipe=recipe, shape=shape, open=("activation_checkpointing",))
         found = (*_by_memory(problem, usual, 0.0 if VocabularyMode(mode).sharded else head_layers), *found)
     return tuple(dict.fromkeys(found))
 
@@ -162,7 +162,7 @@ class _Devices:
             free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
-        if "checkpointing" not in one.open:  # of layers with several, that which keeps most
+        if "activation_checkpointing" not in one.open:  # of layers with several, that which keeps most
             policies = (min(one.checkpointing, key=POLICIES.index),)
         more = barriers * placement.devices / placement.stages
         in_flight = [

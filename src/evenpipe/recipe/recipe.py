@@ -50,7 +50,7 @@ class RecipeOptions(TypedDict, total=False):
     schedule_options: Mapping[str, Any] | None
     vocabulary: str
     layers_per_stage: Sequence[int] | None
-    checkpointing: str | Sequence[str]
+    activation_checkpointing: str | Sequence[str]
     compile_layers: bool
     offload: OffloadOptions | None
     experts: ExpertOptions | None
@@ -91,7 +91,7 @@ class Recipe:
     """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
     evenly; with vocabulary "redistribute" by time, or in `evenpipe train` on a known GPU by memory too, if the split by
     time does not fit by the estimate and another one does."""
-    checkpointing: str | tuple[str, ...] = "none"
+    activation_checkpointing: str | tuple[str, ...] = "none"
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
     layer. If the order has R for a microbatch, R repeats the forward before the backward."""
@@ -178,18 +178,20 @@ class Recipe:
 
     def checkpointing_of(self, layers: int) -> tuple[str, ...]:
         """One choice for each layer of a model. Raises InputError for a wrong number of choices."""
-        given = self.checkpointing
+        given = self.activation_checkpointing
         choices = given if isinstance(given, tuple) else (given,) * layers
         if len(choices) != layers:
-            raise refused("checkpointing", given, f"one choice, or one for each of the {count(layers, 'layer')}")
+            raise refused(
+                "activation_checkpointing", given, f"one choice, or one for each of the {count(layers, 'layer')}"
+            )
         return choices
 
     def check_compiled_pieces(self, layers: int) -> None:
         """Raise InputError if compiled layers are checkpointed, which does not go with pieces of sequences."""
         if self.compile_layers and any(choice != "none" for choice in self.checkpointing_of(layers)):
             raise InputError(
-                "compile_layers is True; it must be False with checkpointing and sequences in pieces: a checkpointed"
-                " layer is compiled as one graph, and the attention of pieces stays outside of graphs"
+                "compile_layers is True; it must be False with activation_checkpointing and sequences in pieces: a"
+                " checkpointed layer is compiled as one graph, and the attention of pieces stays outside of graphs"
             )
 
     def check_runnable(self) -> None:

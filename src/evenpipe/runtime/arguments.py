@@ -60,7 +60,7 @@ def check_memory_budget() -> None:
         raise InputError(
             f"torch._functorch.config.activation_memory_budget is {config.activation_memory_budget:g}; it must be 1"
             " with compile_layers and dropout, for which torch computes wrong gradients otherwise;"
-            ' checkpointing="selective" saves memory too'
+            ' activation_checkpointing="selective" saves memory too'
         )
 
 

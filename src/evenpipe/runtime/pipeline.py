@@ -142,7 +142,7 @@ class Pipeline:
             every layer.
         data_parallel, reshard, prefetch: "replicate" (the default) or "shard" (FSDP2), as in `Parallelism`.
         layers_per_stage: layers of each stage, first to last; default: an even split.
-        checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
+        activation_checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
         compile_layers: run every layer through torch.compile.
         costs: measured pass times for arranging the schedule.
         arrange, sequence_length: what arranges it without `costs`, as in `Recipe`, for sequences of so many tokens.

@@ -50,10 +50,10 @@ def check_pipeline(config: Config) -> None:
             f"pipeline.layers_per_stage is {show(split)}; it must add up to the {count(layers, 'layer')} of the"
             f" model with at least {0 if may_be_empty else 1} each"
         )
-    checkpointing = pipeline.checkpointing
+    checkpointing = pipeline.activation_checkpointing
     if isinstance(checkpointing, tuple) and len(checkpointing) != layers:
         accepted = f"one choice, or {layers}, one per layer of the model"
-        raise refused("pipeline.checkpointing", checkpointing, accepted)
+        raise refused("pipeline.activation_checkpointing", checkpointing, accepted)
     _check_chunks(config)
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:

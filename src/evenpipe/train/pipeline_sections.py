@@ -83,7 +83,7 @@ class PipelineConfig(Declared):
     slices: Whole1 | Literal["auto"] = 1
     microbatch_size: Whole1 = 1
     layers_per_stage: tuple[Whole0, ...] | None = None
-    checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
+    activation_checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
     layer."""

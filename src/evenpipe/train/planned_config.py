@@ -121,7 +121,7 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     if not recipe.mode.sharded or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)
     policies = list(one.checkpointing)
-    values["checkpointing"] = policies[0] if len(set(policies)) == 1 else policies
+    values["activation_checkpointing"] = policies[0] if len(set(policies)) == 1 else policies
     return values
 
 
