@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, MixtralC
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
-from evenpipe.model.small_model import small_model
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.tensor import check, layers, summed
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.exchange import OwnRows, Scatter
@@ -64,12 +64,12 @@ def test_sizes_of_a_large_model() -> None:
         "pad_token_id": 0,
     }
     config = Phi3Config(**sizes)
-    cut = find_model_cut(small_model(describe(config))[0])
+    cut = find_model_cut(SmallCopies.of(describe(config)).plain.description)
     packed = placements(cut, config, 3, 8)["self_attn.qkv_proj.weight"]
     assert packed is not None
     assert packed.ranges(0) == [range(3072, 4096), range(8192 + 384, 8192 + 512), range(9216 + 384, 9216 + 512)]
     config = LlamaConfig(**sizes)
-    cut = find_model_cut(small_model(describe(config))[0], repeats=True)
+    cut = find_model_cut(SmallCopies.of(describe(config)).plain.description, repeats=True)
     shares = {}
     for rank in (4, 5):
         found = placements(cut, config, rank, 16)
@@ -79,7 +79,7 @@ def test_sizes_of_a_large_model() -> None:
     assert shares[4]["self_attn.q_proj.weight"] == [range(2048, 2560)]
     assert shares[4]["self_attn.k_proj.weight"] == shares[5]["self_attn.k_proj.weight"] == [range(256, 384)]
     config = MixtralConfig(**sizes)  # all ranks have some columns of each expert
-    experts = placements(find_model_cut(small_model(describe(config))[0]), config, 3, 8)
+    experts = placements(find_model_cut(SmallCopies.of(describe(config)).plain.description), config, 3, 8)
     gate_up, down = (experts[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
     assert gate_up is not None and down is not None
     assert gate_up.ranges(1) == [range(10752, 14336), range(28672 + 10752, 28672 + 14336)]

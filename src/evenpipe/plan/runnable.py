@@ -43,9 +43,7 @@ def refusal_of_cut(problem: Problem, ranks: int) -> str:
     """Return why the layers cannot be cut over so many tensor ranks."""
     if ranks == 1:
         return ""
-    return _once(
-        problem, cut_of_model, lambda: cut_of_model(problem.description, ranks, problem.bytes.small_copy), ranks
-    )
+    return _once(problem, cut_of_model, partial(cut_of_model, problem.bytes.description, ranks), ranks)
 
 
 def refusal_of_experts(problem: Problem, members: int) -> str:
