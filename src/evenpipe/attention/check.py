@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,8 +23,9 @@ from evenpipe.attention.function import adopt
 from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Sight, documents_of, seeing
 from evenpipe.errors import InputError
 from evenpipe.model.comparison import contains_cast, relative_error, tolerance
+from evenpipe.model.copies import copied
 from evenpipe.model.description import Description
-from evenpipe.model.small_copy import SmallCopies, SmallCopy
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.model.structure import first_line
 
 BATCH, ROW = 2, 24
@@ -100,7 +100,7 @@ def _whole_rows(description: Description, refuse: str, plain: str, runs_on: str)
         try:
             if small.positions_of(torch.zeros(1, 2, dtype=torch.int64)) is not None or not small.takes("position_ids"):
                 raise InputError("it numbers positions in a way of its own, or takes none.")
-            yield copy.once(_WholeRows, partial(_WholeRows, copy))
+            yield copy.once(_WholeRows, partial(_WholeRows, small, copy.dtype))
         except InputError as error:
             raise InputError(f"{refuse} {error}") from None
         except Exception as error:  # families raise many types when a mask is no tensor, or lengths differ
@@ -166,54 +166,44 @@ def _pieces(slices: bool) -> list[tuple[Tensor, Tensor]]:
 class _WholeRows:
     """What a small copy computes on whole rows, each result computed once."""
 
-    def __init__(self, copy: SmallCopy) -> None:
-        self._copy = copy
-        self.rows = list(_rows(copy.description))
-        # Copies of it, since long rows change rotary tables.
-        self._theirs, self._ours = deepcopy(copy.description.model), deepcopy(copy.description.model)
+    def __init__(self, small: Description, dtype: torch.dtype) -> None:
+        self.rows = list(_rows(small))
+        parameters = {id(parameter): parameter for parameter in small.model.parameters()}
+        # Copied, since long rows change rotary tables.
+        self._theirs, self._ours = (copied(small.model, dict(parameters)) for _ in range(2))
         adopt(self._ours)
+        self._dtype = dtype
+        self._logits: dict[tuple[_Row, bool], Tensor] = {}
+        self._keys: dict[tuple[_Row, bool], Recorded] = {}
 
     @cached_property
     def tolerance(self) -> float:
         """The largest relative error of correct logits."""
-        return tolerance(self._copy.dtype, rounds=contains_cast(_logits(self._theirs, self.rows[0])))
+        return tolerance(self._dtype, rounds=contains_cast(_logits(self._theirs, self.rows[0])))
 
     def logits(self, row: _Row, *, apart: bool) -> Tensor:
         """Return the logits [batch, row, vocabulary] of the family's own attention, with `apart` those of documents
         that run one by one."""
-        compute = _logits_alone if apart and row.documents is not None else _logits
-
-        def logits() -> Tensor:
+        one_by_one = apart and row.documents is not None
+        if (row, one_by_one) not in self._logits:
             with torch.no_grad():
-                return compute(self._theirs, row)
-
-        return self._copy.once((row, compute), logits)
+                self._logits[row, one_by_one] = (_logits_alone if one_by_one else _logits)(self._theirs, row)
+        return self._logits[row, one_by_one]
 
     def keys(self, row: _Row, *, apart: bool) -> Recorded:
         """Return the keys and values of every layer. Raises InputError if evenpipe's attention computes something
         else."""
-
-        def keys() -> Recorded:
+        if (row, apart) not in self._keys:
             every, recorded = torch.arange(ROW), Recorded()
             what = "a document beside others" if apart and row.documents is not None else "its attention"
             self.compare(what, row, every, every, recorded, apart=apart)
-            return recorded
-
-        return self._copy.once((row, Recorded, apart), keys)
+            self._keys[row, apart] = recorded
+        return self._keys[row, apart]
 
     def compare(self, what: str, row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, apart: bool) -> None:
         """Raise InputError if evenpipe's attention of some tokens computes something else."""
         valid = None if row.mask is None else row.mask.bool()
-        sight = Sight(
-            queries,
-            keys,
-            exchange,
-            ROW,
-            positions=row.positions,
-            documents=row.documents,
-            valid=valid,
-            apart=apart,
-        )
+        sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=apart)
         piece = _Row(row.tokens[:, queries], row.positions[:, queries])
         with torch.no_grad(), seeing(sight):
             found = _logits(self._ours, piece)
@@ -239,12 +229,12 @@ def _logits(model: Any, row: _Row) -> Tensor:
 def _logits_alone(model: Any, row: _Row) -> Tensor:
     """Return the logits of rows whose documents run one by one."""
     assert row.documents is not None
-    found = []
+    logits = []
     for tokens, positions, documents in zip(row.tokens, row.positions, row.documents, strict=True):
         lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(tokens.split(lengths), positions.split(lengths), strict=True)
-        found.append(torch.cat([_logits(model, _Row(one[None], ids[None])) for one, ids in parts], 1))
-    return torch.cat(found)
+        logits.append(torch.cat([_logits(model, _Row(ids[None], places[None])) for ids, places in parts], 1))
+    return torch.cat(logits)
 
 
 @dataclass(slots=True)

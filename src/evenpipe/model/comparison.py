@@ -7,14 +7,13 @@ and by 0.9 in the gradients.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from evenpipe.model.description import Description
 from evenpipe.model.graph import graph_nodes, run_backward
 from evenpipe.model.interface import takes
 from evenpipe.model.loading import copy_parameters
-from evenpipe.model.modules import ModuleStage
 from evenpipe.model.small_copy import SmallCopies, SmallCopy
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import first_line
@@ -81,22 +79,33 @@ def self_check(
     """
     if description.config is None:
         return
-    with _sign_of_life(description, say):
+    text = (
+        f"checking on a small copy that {description.architecture} gives the same gradients in stages, which takes"
+        " longer than usual (self_check=False leaves it out)"
+    )
+    timer = threading.Timer(SILENT_SECONDS, say or (lambda text: None), [text])
+    timer.daemon = True
+    timer.start()
+    try:
         copy = SmallCopies.of(description).plain
         with copy.computing():
             _check_stages(copy, split)
+    finally:
+        timer.cancel()
 
 
 def _check_stages(copy: SmallCopy, split: Split | None) -> None:
     """Raise InputError if three stages of a small copy differ from the whole."""
-    small, stages = copy.description, list[Stage | ModuleStage]()
+    small = copy.description
+    bounds = itertools.pairwise((0, 1, small.layers - 1, small.layers))
+    stages: list[Stage] = []
     for way in (None,) if split is None else (None, split):
         cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
         refuse = f"{small.architecture} cannot be trained in stages: {cut}"
         behind: list[Callable[[], None]] = []
         for batch, expected in references(copy):
             try:
-                stages = stages or _three_stages(copy)
+                stages = stages or [build_filled_stage(copy, first, last) for first, last in bounds]
                 if way is not None:
                     behind = behind or [way(stage) for stage in stages]
                 found = result_of_stages(small, stages, batch, expected.logits_dtype, behind=behind)
@@ -110,31 +119,14 @@ def _check_stages(copy: SmallCopy, split: Split | None) -> None:
             compare(refuse, tolerance(copy.dtype, rounds=expected.rounds), found, expected)
 
 
-def _three_stages(copy: SmallCopy) -> list[Stage | ModuleStage]:
-    small, stages = copy.description, []
-    for first, last in itertools.pairwise((0, 1, small.layers - 1, small.layers)):
-        stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=copy.dtype)
-        copy_parameters(stage, small)
-        stages.append(stage)
-    return stages
-
-
-@contextlib.contextmanager
-def _sign_of_life(description: Description, say: Callable[[str], None] | None) -> Iterator[None]:
-    if say is None:
-        yield
-        return
-    text = (
-        f"checking on a small copy that {description.architecture} gives the same gradients in stages, which takes"
-        " longer than usual (self_check=False leaves it out)"
-    )
-    timer = threading.Timer(SILENT_SECONDS, say, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def build_filled_stage(copy: SmallCopy, first: int, last: int, **tensor: Any) -> Stage:
+    """Build layers [first, last) of a small copy, with its parameters; `tensor`: as for `build_stage`."""
+    small = copy.description
+    ends: dict[str, Any] = {"is_first": first == 0, "is_last": last == small.layers}
+    stage = build_stage(small, first, last, dtype=copy.dtype, **ends, **tensor)
+    assert isinstance(stage, Stage)
+    copy_parameters(stage, small)
+    return stage
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -156,12 +148,12 @@ def relative_error(ours: Tensor | None, theirs: Tensor | None, least: float = 0.
     Args:
         least: the norm against which a smaller one is measured.
     """
-    if ours is None or theirs is None:
-        difference = theirs if ours is None else ours
-    else:
-        difference = ours - theirs
-    distance = 0.0 if difference is None else difference.norm().item()
     norm = max(least, 0.0 if theirs is None else theirs.norm().item())
+    if ours is not None and theirs is not None:
+        ours = ours - theirs
+    elif ours is None:
+        ours = theirs
+    distance = 0.0 if ours is None else ours.norm().item()
     return distance / norm if norm and math.isfinite(distance) else math.inf
 
 
@@ -274,7 +266,7 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
 
 def result_of_stages(
     small: Description,
-    stages: Sequence[Stage | ModuleStage],
+    stages: Sequence[Stage],
     batch: Batch,
     logits_dtype: torch.dtype,
     *,
@@ -312,7 +304,12 @@ def result_of_stages(
             totals, probabilities = router.add(totals, recorded["router_logits"], batch.mask)
             outputs[-1].append(probabilities)
     hidden = hidden if gather is None else gather(hidden)
-    loss = outputs[-1][0] = _loss_of_hidden(small, weights, hidden, batch.labels, logits_dtype)
+    head = weights[small.embedding_name if small.tied else small.head_name]
+    bias = None if small.head_bias_name is None else weights[small.head_bias_name]
+    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
+    if small.soft_cap is not None:
+        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
+    loss = outputs[-1][0] = _loss_of_logits(logits, batch.labels)
     gradient: Tensor | None = torch.full_like(loss, share)
     for entered, made in zip(reversed(inputs), reversed(outputs), strict=False):
         run_backward(made, [gradient] if router is None else [gradient, router.gradient(totals, share)])
@@ -329,20 +326,3 @@ def result_of_stages(
 
 def _loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _loss_of_hidden(
-    small: Description,
-    weights: Mapping[str, Tensor],
-    hidden: Tensor,
-    labels: Tensor,
-    logits_dtype: torch.dtype,
-) -> Tensor:
-    """Return the loss of the last hidden states [batch, sequence, hidden_size], by the vocabulary matrices of these
-    names."""
-    head = weights[small.embedding_name if small.tied else small.head_name]
-    bias = None if small.head_bias_name is None else weights[small.head_bias_name]
-    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
-    if small.soft_cap is not None:
-        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
-    return _loss_of_logits(logits, labels)

@@ -98,7 +98,8 @@ class SmallCopies:
         Raises:
             InputError: none of `STEPS` gives a model that runs; the sentence says whether the large one would run.
         """
-        description, failures = self._description, list[Exception]()
+        description = self._description
+        failures: list[Exception] = []
         for step in range(len(STEPS)):
             for dtype in dtypes:
                 try:

@@ -69,7 +69,8 @@ def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
 
 
 def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
-    return _once(problem, check_pieces, partial(check_pieces, problem.description, option, slices=slices), option)
+    check = partial(check_pieces, problem.bytes.description, option, slices=slices)  # the bytes keep the small copies
+    return _once(problem, check_pieces, check, option)
 
 
 def _once(problem: Problem, kind: object, check: Callable[[], object], what: object) -> str:

@@ -33,6 +33,7 @@ from evenpipe.model import (
     stored_dtypes,
 )
 from evenpipe.model.draws import may_draw
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_ranks import SharedGradients
@@ -182,6 +183,7 @@ class Pipeline(SpreadModel):
             if self.devices > 1:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
+            copies = SmallCopies.of(self.description)  # the checks below share them
             self._plan_step(worker, options)
             if self._sharded:
                 check_shardable(self.description)
@@ -203,6 +205,7 @@ class Pipeline(SpreadModel):
             slices = self.layout.program.slices
             cutter = make_cutter(self.description, self._model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
+            del copies
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(options, parameter_dtype, seed)

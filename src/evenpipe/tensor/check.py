@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from evenpipe.errors import InputError
-from evenpipe.model.comparison import TOLERANCE, Batch, Result, compare, references, result_of_stages
+from evenpipe.model.comparison import (
+    TOLERANCE,
+    Batch,
+    Gradients,
+    Result,
+    build_filled_stage,
+    compare,
+    references,
+    result_of_stages,
+)
 from evenpipe.model.description import Description
 from evenpipe.model.draws import noise_of_routers
-from evenpipe.model.loading import copy_parameters
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.small_copy import SmallCopies, SmallCopy
-from evenpipe.model.stage import Stage, build_stage
+from evenpipe.model.stage import Stage
 from evenpipe.model.structure import first_line
 from evenpipe.tensor.exchange import Gather
 from evenpipe.tensor.layers import ModelCut, find_model_cut
@@ -71,8 +78,8 @@ def _compare(copy: SmallCopy, cut: ModelCut, ranks: int) -> None:
         f"{copy.description.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut"
         f" in {ranks},"
     )
-    exchanges, stages = thread_exchanges(ranks), list[Stage]()
-    most = TOLERANCE[copy.dtype]
+    exchanges, most = thread_exchanges(ranks), TOLERANCE[copy.dtype]
+    stages: list[Stage] = []
     for batch, expected in references(copy):
         try:
             stages = stages or [_stage(copy, cut, exchange) for exchange in exchanges]
@@ -84,23 +91,13 @@ def _compare(copy: SmallCopy, cut: ModelCut, ranks: int) -> None:
 
 def _stage(copy: SmallCopy, cut: ModelCut, exchange: ThreadExchange) -> Stage:
     """Return one rank's part of all layers."""
-    small, held = copy.description, dict[str, TensorPlacement | None]()
-    for index in range(small.layers):
+    small, layers = copy.description, range(copy.description.layers)
+    held: dict[str, TensorPlacement | None] = {}
+    for index in layers:
         held |= cut.placements(small, index, exchange.rank, exchange.size)
-    stage = build_stage(
-        small,
-        0,
-        small.layers,
-        is_first=True,
-        is_last=True,
-        dtype=copy.dtype,
-        held=held,
-        tensor_ranks=exchange.size,
-    )
-    assert isinstance(stage, Stage)
-    copy_parameters(stage, small)
-    layers = {index: stage.get_submodule(f"{small.structure.layers_name}.{index}") for index in range(small.layers)}
-    cut.make_local(stage, layers, exchange)
+    stage = build_filled_stage(copy, 0, len(layers), held=held, tensor_ranks=exchange.size)
+    name = small.structure.layers_name
+    cut.make_local(stage, {index: stage.get_submodule(f"{name}.{index}") for index in layers}, exchange)
     return stage
 
 
@@ -111,42 +108,26 @@ def _over_ranks(
     exchanges: Sequence[ThreadExchange],
     logits_dtype: torch.dtype,
 ) -> Result:
-    """Compute as tensor ranks do: each has all tokens at both ends, and a share of the gradients of their loss."""
+    """Compute as tensor ranks do: each has all tokens at both ends, and a share of the gradients of their loss. Whole
+    gradients are the sums of all ranks' gradients of what they hold."""
 
     def result_of(rank: int) -> Result:
-        gather = partial(_gathered, exchanges[rank])
+        def gather(own: Tensor) -> Tensor:
+            rows: Tensor = Gather.apply(own, exchanges[rank])
+            return rows
+
         share = 1 / len(exchanges)
         return result_of_stages(small, [stages[rank]], batch, logits_dtype, gather=gather, share=share)
 
     results = in_threads(exchanges, result_of)
-    gradients: dict[str, Tensor | None] = {}
-    for name in dict.fromkeys(name for result in results for name in result.gradients):
-        gradients[name] = _put_together(
-            [
-                (result.gradients[name], stage.held.get(name))
-                for result, stage in zip(results, stages, strict=True)
-                if name in result.gradients
-            ]
-        )
-    return Result(results[0].loss, gradients, logits_dtype)
-
-
-def _gathered(exchange: ThreadExchange, own: Tensor) -> Tensor:
-    rows: Tensor = Gather.apply(own, exchange)
-    return rows
-
-
-def _put_together(parts: list[tuple[Tensor | None, TensorPlacement | None]]) -> Tensor | None:
-    """Return the whole gradient: the sum of all ranks' gradients of what they hold."""
-    whole: Tensor | None = None
-    for gradient, placement in parts:
-        if gradient is None:
-            continue
-        if whole is None:
-            whole = gradient.new_zeros(gradient.shape if placement is None else placement.shape)
-        if placement is None:
-            whole += gradient
-        else:
+    gradients: Gradients = dict.fromkeys(name for result in results for name in result.gradients)
+    for result, stage in zip(results, stages, strict=True):
+        for name, gradient in result.gradients.items():
+            if gradient is None:
+                continue
+            placement, whole = stage.placement_of(name, gradient.shape), gradients[name]
+            if whole is None:
+                whole = gradients[name] = gradient.new_zeros(placement.shape)
             for box in placement.boxes():
                 whole[box.whole] += gradient[box.local]
-    return whole
+    return Result(results[0].loss, gradients, logits_dtype)
