@@ -16,7 +16,7 @@ from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.small_copy import SmallCopies
-from evenpipe.tensor import check, layers, summed
+from evenpipe.tensor import check, layers, summed, units
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
@@ -96,6 +96,26 @@ def test_ranks_that_cannot_share_heads_or_columns() -> None:
     ):
         with pytest.raises(InputError, match=sentence):
             cut_of_model(describe(config), ranks)
+
+
+class UnbatchedGradient(torch.autograd.Function):
+    """Looks at numbers in its backward, so that several gradients cannot be computed at once."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return 2 * hidden
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (2 if gradient.sum().item() else 0)
+
+
+def test_gradients_of_several_outputs_at_once() -> None:
+    hidden, unused = torch.arange(6.0, requires_grad=True), torch.ones(2, requires_grad=True)
+    seeds = torch.diag(torch.arange(6.0))
+    for output in (hidden * 2, UnbatchedGradient.apply(hidden)):
+        of_hidden, of_unused = units._gradients(output, [hidden, unused], seeds)
+        assert of_hidden is not None and torch.equal(of_hidden, 2 * seeds) and of_unused is None
 
 
 # --- every mistake is refused, not trained ---------------------------------------------------------------------------
